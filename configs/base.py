@@ -287,7 +287,19 @@ def _train() -> ConfigDict:
     return train
 
 
-GROUPS = {"model": _model, "init": _init, "lora": _lora, "loss": _loss, "precision": _precision, "remat": _remat,
-          "data": _data, "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh,
-          "pipeline": _pipeline, "xla": _xla,
-          "train": _train}
+GROUPS = {
+    "model": _model,
+    "init": _init,
+    "lora": _lora,
+    "loss": _loss,
+    "precision": _precision,
+    "remat": _remat,
+    "data": _data,
+    "batch": _batch,
+    "optimizer": _optimizer,
+    "offload": _offload,
+    "mesh": _mesh,
+    "pipeline": _pipeline,
+    "xla": _xla,
+    "train": _train,
+}

@@ -32,11 +32,34 @@ from bytescope.configs import base
 def get_config():
     config = base.get_config()
     config.model.update(
-        d_model=7168, n_layers=61, n_heads=128, n_kv_heads=128, d_head=128, d_ff=18432, vocab_size=129280,
-        max_seq_len=4096, norm_eps=1e-6, init_std=0.006, attention_kind="mla", mla_q_rank=1536, mla_kv_rank=512,
-        mla_d_rope=64, mla_d_value=128, experts=256, experts_per_token=8, d_expert=2048, shared_experts=1,
-        dense_layers=3, router="sigmoid", router_bias=True, router_groups=8, router_top_groups=4, router_scale=2.5,
-        moe_kernel="capacity", capacity_factor=1.25)
+        d_model=7168,
+        n_layers=61,
+        n_heads=128,
+        n_kv_heads=128,
+        d_head=128,
+        d_ff=18432,
+        vocab_size=129280,
+        max_seq_len=4096,
+        norm_eps=1e-6,
+        init_std=0.006,
+        attention_kind="mla",
+        mla_q_rank=1536,
+        mla_kv_rank=512,
+        mla_d_rope=64,
+        mla_d_value=128,
+        experts=256,
+        experts_per_token=8,
+        d_expert=2048,
+        shared_experts=1,
+        dense_layers=3,
+        router="sigmoid",
+        router_bias=True,
+        router_groups=8,
+        router_top_groups=4,
+        router_scale=2.5,
+        moe_kernel="capacity",
+        capacity_factor=1.25,
+    )
     config.loss.update(balance=1e-4)
     config.data.update(seq_len=4096, dtype="uint32")
     config.batch.update(micro=1)

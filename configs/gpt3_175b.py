@@ -14,8 +14,9 @@ from bytescope.configs import gpt2_small
 
 def get_config():
     config = gpt2_small.get_config()
-    config.model.update(d_model=12288, n_layers=96, n_heads=96, n_kv_heads=96, d_head=128, d_ff=49152,
-                        max_seq_len=2048, unroll=1)
+    config.model.update(
+        d_model=12288, n_layers=96, n_heads=96, n_kv_heads=96, d_head=128, d_ff=49152, max_seq_len=2048, unroll=1
+    )
     config.data.seq_len = 2048
     config.batch.update(micro=1, accumulation=1)
     config.remat.policy = "full"

@@ -14,7 +14,15 @@ from bytescope.configs import llama_8b
 
 def get_config():
     config = llama_8b.get_config()
-    config.model.update(d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, d_head=64, d_ff=8192,
-                        tie_embeddings=True, rope_scaling=(32.0, 1.0, 4.0, 8192.0))
+    config.model.update(
+        d_model=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        d_head=64,
+        d_ff=8192,
+        tie_embeddings=True,
+        rope_scaling=(32.0, 1.0, 4.0, 8192.0),
+    )
     config.batch.micro = 2
     return config

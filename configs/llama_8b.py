@@ -15,9 +15,18 @@ from bytescope.configs import base
 def get_config():
     config = base.get_config()
     config.model.update(base.LLAMA)
-    config.model.update(d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_head=128, d_ff=14336,
-                        vocab_size=128256, max_seq_len=131072, rope_theta=500_000.0,
-                        rope_scaling=(8.0, 1.0, 4.0, 8192.0))
+    config.model.update(
+        d_model=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        d_head=128,
+        d_ff=14336,
+        vocab_size=128256,
+        max_seq_len=131072,
+        rope_theta=500_000.0,
+        rope_scaling=(8.0, 1.0, 4.0, 8192.0),
+    )
     config.loss.chunk = 1024  # 0.5 GiB of float32 logits at this vocabulary
     config.remat.policy = "full"
     config.data.seq_len = 8192

@@ -19,9 +19,21 @@ from bytescope.configs import base
 def get_config():
     config = base.get_config()
     config.model.update(base.LLAMA)
-    config.model.update(d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_head=128, d_ff=14336,
-                        vocab_size=32000, max_seq_len=32768, rope_theta=1e6,
-                        experts=8, experts_per_token=2, d_expert=14336, capacity_factor=2.0)
+    config.model.update(
+        d_model=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        d_head=128,
+        d_ff=14336,
+        vocab_size=32000,
+        max_seq_len=32768,
+        rope_theta=1e6,
+        experts=8,
+        experts_per_token=2,
+        d_expert=14336,
+        capacity_factor=2.0,
+    )
     config.loss.update(balance=0.02, chunk=2048)
     config.optimizer.update(name="adamw_8bit", learning_rate=3e-4, warmup_steps=2000)
     config.remat.policy = "full"

@@ -19,9 +19,23 @@ from bytescope.configs import base
 def get_config():
     config = base.get_config()
     config.model.update(base.LLAMA)
-    config.model.update(d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4, d_head=128, d_ff=6144,
-                        vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True,
-                        experts=128, experts_per_token=8, d_expert=768, capacity_factor=2.0)
+    config.model.update(
+        d_model=2048,
+        n_layers=48,
+        n_heads=32,
+        n_kv_heads=4,
+        d_head=128,
+        d_ff=6144,
+        vocab_size=151936,
+        max_seq_len=40960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+        experts=128,
+        experts_per_token=8,
+        d_expert=768,
+        capacity_factor=2.0,
+    )
     config.loss.update(balance=0.008, chunk=1024)
     config.optimizer.update(name="adamw_bf16", learning_rate=3e-4, warmup_steps=2000)
     config.remat.policy = "full"

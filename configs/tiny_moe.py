@@ -16,8 +16,18 @@ from bytescope.configs import base
 
 def get_config():
     config = base.get_config()
-    config.model.update(d_model=128, n_layers=4, n_heads=4, n_kv_heads=4, d_head=32, d_ff=384, max_seq_len=256,
-                        experts=8, experts_per_token=2, d_expert=192)
+    config.model.update(
+        d_model=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=4,
+        d_head=32,
+        d_ff=384,
+        max_seq_len=256,
+        experts=8,
+        experts_per_token=2,
+        d_expert=192,
+    )
     config.precision.preset = "fp32"
     config.remat.policy = "dots_no_batch"
     config.data.seq_len = 128

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bytescope.memory.tables.difference import Difference, diff
     from bytescope.memory.tables.table import Table
 else:  # with it, no type checker would find a misspelt name
+
     def __getattr__(name: str) -> Any:
         """A public name at its first use (PEP 562)."""
         package = sys.modules[__name__]
@@ -47,6 +48,7 @@ else:  # with it, no type checker would find a misspelt name
         setattr(package, name, value)
         return value
 
+
 # Public name -> the module of this package that it comes from.
 _HOMES = {
     **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report"),
@@ -55,18 +57,47 @@ _HOMES = {
     **dict.fromkeys(("Executable", "compile"), "execution.executable"),
     **dict.fromkeys(("Watched", "watch"), "execution.watched"),
     **dict.fromkeys(("RematPlan", "plan_remat"), "remat_plan.plan"),
-    "RematPolicy": "remat.recognition", "Table": "tables.table",
-    "Target": "devices.targets", "LiveMemory": "devices.live",
+    "RematPolicy": "remat.recognition",
+    "Table": "tables.table",
+    "Target": "devices.targets",
+    "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     **dict.fromkeys(("Finding", "XlaStats"), "records"),
     **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "report_records.buffers"),
     **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "report_records.parallel"),
 }
 
-__all__ = ["Buffer", "Collective", "Communication", "Difference", "Executable", "Finding", "GuardError", "LedgerRow",
-           "LiveMemory", "RematPlan", "RematPolicy", "Report", "ReportError", "Table", "Target", "TimelinePoint",
-           "Watched", "XlaStats", "ZeroRow", "analyze", "assert_fits", "compile", "diff", "live", "load", "plan_remat",
-           "target", "targets", "watch"]
+__all__ = [
+    "Buffer",
+    "Collective",
+    "Communication",
+    "Difference",
+    "Executable",
+    "Finding",
+    "GuardError",
+    "LedgerRow",
+    "LiveMemory",
+    "RematPlan",
+    "RematPolicy",
+    "Report",
+    "ReportError",
+    "Table",
+    "Target",
+    "TimelinePoint",
+    "Watched",
+    "XlaStats",
+    "ZeroRow",
+    "analyze",
+    "assert_fits",
+    "compile",
+    "diff",
+    "live",
+    "load",
+    "plan_remat",
+    "target",
+    "targets",
+    "watch",
+]
 
 
 class _Package(ModuleType):

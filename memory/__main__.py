@@ -19,34 +19,78 @@ from bytescope.memory.text.layout import broken
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "report": ("report", "peak, composition, timeline and findings of one program", (
-        "llama_8b h200:8 --html=report.html", "--program=my_package.train:program h100:8",
-        "--hlo=step.after_optimizations.hlo.pb --json=a.json")),
-    "compare": ("compare", "remat policies, or any keys of a config, against each other", (
-        "llama_8b h200:8 --remat=none,full,dots --html=c.html",
-        "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8")),
-    "levers": ("levers", "what each memory saving saves and costs, one after the other", (
-        "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload")),
-    "fit": ("fit", "from a budget to the fastest configuration that fits it", (
-        "llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro")),
-    "front": ("frontier", "at each of ten budgets the least recomputation that fits", (
-        "llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload")),
-    "estimate": ("estimate", "bytes and FLOPs by formula, at once; a page with inputs", (
-        "--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html")),
-    "pipeline": ("pipeline.draw", "the schedules of a pipeline: ticks, bubble, stash by stage", (
-        "--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html")),
-    "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs to recompute", (
-        "llama_8b h200:8", "tiny --json=names.json")),
-    "validate": ("seconds.validate", "predicted seconds and bytes against what real GPUs measured", (
-        "--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json")),
-    "calibrate": ("seconds.calibrate", "what this machine's devices reach, for --rates=FILE", (
-        "--out=rates.json", "--seconds=20")),
-    "trace": ("trace", "where a step's time went, from a profiler's trace", (
-        "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
-    "page": ("page", "a run directory as a page: loss, memory, report, trace", (
-        "runs/tiny", "runs/tiny runs/other --html=both.html")),
-    "diff": ("diff", "what grew or shrank between two reports' JSON files", (
-        "before.json after.json --html=diff.html", "before.json after.json --fail-above=2")),
+    "report": (
+        "report",
+        "peak, composition, timeline and findings of one program",
+        (
+            "llama_8b h200:8 --html=report.html",
+            "--program=my_package.train:program h100:8",
+            "--hlo=step.after_optimizations.hlo.pb --json=a.json",
+        ),
+    ),
+    "compare": (
+        "compare",
+        "remat policies, or any keys of a config, against each other",
+        (
+            "llama_8b h200:8 --remat=none,full,dots --html=c.html",
+            "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
+        ),
+    ),
+    "levers": (
+        "levers",
+        "what each memory saving saves and costs, one after the other",
+        ("llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload"),
+    ),
+    "fit": (
+        "fit",
+        "from a budget to the fastest configuration that fits it",
+        ("llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro"),
+    ),
+    "front": (
+        "frontier",
+        "at each of ten budgets the least recomputation that fits",
+        ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
+    ),
+    "estimate": (
+        "estimate",
+        "bytes and FLOPs by formula, at once; a page with inputs",
+        ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
+    ),
+    "pipeline": (
+        "pipeline.draw",
+        "the schedules of a pipeline: ticks, bubble, stash by stage",
+        ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
+    ),
+    "names": (
+        "names",
+        "every checkpoint name: shape, sharding, bytes, FLOPs to recompute",
+        ("llama_8b h200:8", "tiny --json=names.json"),
+    ),
+    "validate": (
+        "seconds.validate",
+        "predicted seconds and bytes against what real GPUs measured",
+        ("--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json"),
+    ),
+    "calibrate": (
+        "seconds.calibrate",
+        "what this machine's devices reach, for --rates=FILE",
+        ("--out=rates.json", "--seconds=20"),
+    ),
+    "trace": (
+        "trace",
+        "where a step's time went, from a profiler's trace",
+        ("runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json"),
+    ),
+    "page": (
+        "page",
+        "a run directory as a page: loss, memory, report, trace",
+        ("runs/tiny", "runs/tiny runs/other --html=both.html"),
+    ),
+    "diff": (
+        "diff",
+        "what grew or shrank between two reports' JSON files",
+        ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
+    ),
     "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),
     "targets": ("listings", "what programs can be compiled for, with memory and rates", ("", "--grep=H100")),
     "keys": ("listings", "every config key with its default and meaning", ("", "--grep=remat")),
@@ -66,8 +110,12 @@ def parser(command: str) -> Parser:
     module, summary, examples = COMMANDS[command]
     lines = [line for example in examples for line in broken(f"bytescope {command} {example}".rstrip(), HELP_WIDTH, 2)]
     shown = "\n".join(lines)
-    out = Parser(prog=f"bytescope {command}", description=summary, epilog=f"examples:\n{shown}\n\n{EXIT_CODES}",
-                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = Parser(
+        prog=f"bytescope {command}",
+        description=summary,
+        epilog=f"examples:\n{shown}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     out.set_defaults(command=command)
     importlib.import_module(f"bytescope.memory.commands.{module}").add_arguments(out)
     return out

@@ -38,13 +38,34 @@ from bytescope.memory.steps.tracing import check_options
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
 # Rows in the order in which a derivation may have too many bytes in them.
-_DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
-             "accumulator", "batch", "rng", "cache", "optimizer", "frozen", "params")
+_DOUBTFUL = (
+    "workspace",
+    "logits_loss",
+    "collectives",
+    "gradients",
+    "residuals",
+    "outputs",
+    "unattributed",
+    "accumulator",
+    "batch",
+    "rng",
+    "cache",
+    "optimizer",
+    "frozen",
+    "params",
+)
 
 
-def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,
-            config: Mapping[str, Any] | None = None, roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-            **options: Any) -> Report:
+def analyze(
+    program: Any,
+    *args: Any,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Report:
     """What every byte of a program's peak is, on one device.
 
     Args:
@@ -72,9 +93,15 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
     return report_of(compilation, target=found, config=config, roles=roles, names=names)
 
 
-def report_of(compilation: Compilation, *, target: Target | None = None, config: Mapping[str, Any] | None = None,
-              roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-              loop: runtime_overheads.LoopOverhead | None = None) -> Report:
+def report_of(
+    compilation: Compilation,
+    *,
+    target: Target | None = None,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    loop: runtime_overheads.LoopOverhead | None = None,
+) -> Report:
     """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
@@ -94,8 +121,9 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
         look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")
         per_host = target.devices_per_host if target else 0
-        report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh, per_host),
-                                     work=kernels.find(look))
+        report = dataclasses.replace(
+            report, collectives=collectives.find(look, placed.mesh, per_host), work=kernels.find(look)
+        )
         counted = flops.count(compilation.jaxpr) if compilation.jaxpr is not None else None
         steps = reading.read(look, placed.mesh, per_host, counted, source.module.devices)
         report = dataclasses.replace(report, schedule=steps)
@@ -104,9 +132,14 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     stats = compilation.stats or _stats(program)
     if derived:
         report = _with_xla_totals(report, program, stats)
-    report = dataclasses.replace(report, xla=stats, versions=compilation.versions,
-                                 target=target.to_json() if target else {}, config=dict(config or {}),
-                                 notes=(*compilation.notes, *report.notes))
+    report = dataclasses.replace(
+        report,
+        xla=stats,
+        versions=compilation.versions,
+        target=target.to_json() if target else {},
+        config=dict(config or {}),
+        notes=(*compilation.notes, *report.notes),
+    )
     facts = _facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
     report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
     report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)
@@ -120,16 +153,19 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
     """The report with what the formulas expect of its config, where it has one that they know."""
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
     state = ledger.state_of(report, program, roles, config)
-    expected = communication.of_config(config, axes, state.parameters * state.tensor,
-                                       report.target.get("platform", ""))
+    expected = communication.of_config(config, axes, state.parameters * state.tensor, report.target.get("platform", ""))
     parameters = parameters_of(config, ledger.parameters_held(report, program, roles, state))
-    return dataclasses.replace(report, parameters=parameters,
-                               communication=collectives.rows(report.collectives, expected),
-                               zero=ledger.zero_rows(report, state) if state.strategy else ())
+    return dataclasses.replace(
+        report,
+        parameters=parameters,
+        communication=collectives.rows(report.collectives, expected),
+        zero=ledger.zero_rows(report, state) if state.strategy else (),
+    )
 
 
-def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | None,
-          target: Target | None) -> Mapping[str, Any]:
+def _work(
+    report: Report, program: PlacedProgram, counted: flops.FlopCount | None, target: Target | None
+) -> Mapping[str, Any]:
     """Returns the work of a program for the roofline; {} if the program was not traced, because a module does not give
     the FLOPs of foreign kernels.
 
@@ -144,23 +180,32 @@ def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | Non
     return step_work.by_phase(report, report.work, on_device, program.mesh, per_host)
 
 
-def _facts(report: Report, module: Module, target: Target | None,
-           loop: runtime_overheads.LoopOverhead) -> runtime_overheads.Facts:
+def _facts(
+    report: Report, module: Module, target: Target | None, loop: runtime_overheads.LoopOverhead
+) -> runtime_overheads.Facts:
     """What the table of runtime overheads asks of a program; without a target nothing is known of an allocator."""
     arguments = [b.bytes for b in report.buffers if b.phase == "argument" and b.memory == "device"]
     outputs = [b for b in report.buffers if b.phase == "output" and b.category == "outputs"]
     results = [b.bytes for b in outputs if b.memory == "device"]
     groups = {(item.axes, item.group) for item in report.collectives if item.group > 1}
     facts = runtime_overheads.Facts(
-        loop=loop, results=tuple(b.bytes for b in outputs if b.dtype),
-        requests=(*arguments, *results, report.xla.temp_bytes or 0), communicators=len(groups),
-        code=report.xla.generated_code_bytes or 0)
+        loop=loop,
+        results=tuple(b.bytes for b in outputs if b.dtype),
+        requests=(*arguments, *results, report.xla.temp_bytes or 0),
+        communicators=len(groups),
+        code=report.xla.generated_code_bytes or 0,
+    )
     if target is None:
         return facts
     chip = CHIPS.get(target.name.partition(":")[0])
     untuned = _untuned_product(module) if target.is_described and target.platform == "cuda" else 0
-    return dataclasses.replace(facts, platform=target.platform, context=target.reserved_bytes, untuned_product=untuned,
-                               hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)))
+    return dataclasses.replace(
+        facts,
+        platform=target.platform,
+        context=target.reserved_bytes,
+        untuned_product=untuned,
+        hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)),
+    )
 
 
 def _untuned_product(module: Module) -> int:
@@ -168,8 +213,18 @@ def _untuned_product(module: Module) -> int:
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernels.PRODUCTS)
-    return max((sum(leaf.bytes for id in product.operands if id in module.instructions
-                    for _, leaf in leaves(module.shape(module.instructions[id]))) for product in products), default=0)
+    return max(
+        (
+            sum(
+                leaf.bytes
+                for id in product.operands
+                if id in module.instructions
+                for _, leaf in leaves(module.shape(module.instructions[id]))
+            )
+            for product in products
+        ),
+        default=0,
+    )
 
 
 def judge(report: Report, limit: int | None) -> Report:
@@ -196,14 +251,16 @@ def with_seconds(report: Report, measure: bool = False) -> Report:
         return report
     bound = prediction.bound({"work": report.work, "target": report.target})
     found = prediction.of_report(report)
-    return dataclasses.replace(report, roofline=bound.to_json() if bound else {},
-                               prediction=found.to_json() if found else {})
+    return dataclasses.replace(
+        report, roofline=bound.to_json() if bound else {}, prediction=found.to_json() if found else {}
+    )
 
 
 def _needs_no_trace(program: hlo_buffers.Program) -> bool:
     """Whether allocations alone tell every lifetime: there are some, and none of them is temporary memory in parts."""
     return bool(program.allocations) and all(
-        a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations)
+        a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
+    )
 
 
 def _stats(program: hlo_buffers.Program) -> XlaStats:
@@ -215,8 +272,10 @@ def _stats(program: hlo_buffers.Program) -> XlaStats:
         output_bytes=alias + sum(a.size for a in main if a.live_out and not a.entry_parameter),
         alias_bytes=alias,
         temp_bytes=sum(a.size for a in main if not a.indefinite),
-        host_temp_bytes=sum(a.size for a in program.allocations
-                            if a.color == hlo_buffers.HOST_COLOR and not a.indefinite))
+        host_temp_bytes=sum(
+            a.size for a in program.allocations if a.color == hlo_buffers.HOST_COLOR and not a.indefinite
+        ),
+    )
 
 
 def _with_xla_totals(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:
@@ -227,12 +286,14 @@ def _with_xla_totals(report: Report, program: hlo_buffers.Program, stats: XlaSta
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:
-        allocated = (stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
-                     + (stats.temp_bytes or 0))
+        allocated = (
+            stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0) + (stats.temp_bytes or 0)
+        )
     if not allocated:
         return report
-    held = sum(b.bytes for b in report.buffers if b.memory == "device" and b.start == 0
-               and b.phase in ("argument", "output"))
+    held = sum(
+        b.bytes for b in report.buffers if b.memory == "device" and b.start == 0 and b.phase in ("argument", "output")
+    )
     # A peak that leaves temporaries out (the CPU's) or counts host memory in is not one.
     stated = stats.peak_bytes if stats.peak_bytes and held < stats.peak_bytes <= allocated else None
     if stats.temp_bytes and stated is not None and stated <= held + stats.temp_bytes // 100:
@@ -252,7 +313,9 @@ def _with_xla_totals(report: Report, program: hlo_buffers.Program, stats: XlaSta
             taken = min(rows[row], excess)
             rows[row], excess = rows[row] - taken, excess - taken
     rows["fragmentation"] = allocated - peak
-    notes.append(f"lifetimes are derived from the schedule: their peak is {report.peak_bytes} bytes, "
-                 f"XLA's totals say {peak}")
-    return dataclasses.replace(report, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows,
-                               buffers=buffers, notes=tuple(notes))
+    notes.append(
+        f"lifetimes are derived from the schedule: their peak is {report.peak_bytes} bytes, XLA's totals say {peak}"
+    )
+    return dataclasses.replace(
+        report, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows, buffers=buffers, notes=tuple(notes)
+    )

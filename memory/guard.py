@@ -41,13 +41,15 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     report = program if isinstance(program, Report) else analyze(program, *args, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
-        raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
+        raise ReportError('no size to compare with: give one as in assert_fits(program, "72GiB"), or a target')
     judged = judge(report, limit)
     if not judged.fits:
         share = limit_share(report.target, limit)
-        error = GuardError(f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
-                           f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
-                           f"{f' ({share})' if share else ''}: {_parts(report)}")
+        error = GuardError(
+            f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
+            f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
+            f"{f' ({share})' if share else ''}: {_parts(report)}"
+        )
         error.report = judged
         raise error
     return report

@@ -31,9 +31,14 @@ _FAMILIES = {"cuda": "gpu", "rocm": "gpu"}
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
 
-def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-                 target: Target | str | None = None, options: Mapping[str, Any] | None = None,
-                 ) -> tuple[Compilation, Target | None]:
+def compiled_for(
+    program: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Target | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Compilation, Target | None]:
     """The compilation of a program, and the target that it is judged by.
 
     Args:
@@ -48,8 +53,10 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     target = _as_target(target)
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
-        raise ReportError(f"{a_kind(program)} with arguments: it is a program already, leave them out; or "
-                          f"give the step with them, {_CALLED}")
+        raise ReportError(
+            f"{a_kind(program)} with arguments: it is a program already, leave them out; or "
+            f"give the step with them, {_CALLED}"
+        )
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
@@ -89,8 +96,10 @@ def compilation_of(program: Any) -> Compilation:
         return compile_lowered(program)
     if hasattr(program, "lower") or callable(program):
         raise ReportError(f"{a_kind(program)} is not a program without its arguments: {_CALLED}")
-    raise ReportError(f"{a_kind(program)} is not a program: give a step with its arguments, {_CALLED}; a "
-                      "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path")
+    raise ReportError(
+        f"{a_kind(program)} is not a program: give a step with its arguments, {_CALLED}; a "
+        "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path"
+    )
 
 
 def takes_arguments(program: Any) -> bool:
@@ -118,8 +127,10 @@ def _dumped(compilation: Compilation, target: Target | None) -> tuple[Compilatio
         return compilation, target
     note = f"an HLO dump, compiled for {_PLATFORMS[platform]}"
     if target is not None and platform != _FAMILIES.get(target.platform, target.platform):
-        note += (f": {target.name} does not judge it, since its compiler makes another program; name a target of the "
-                 "dump's kind, or give the step itself")
+        note += (
+            f": {target.name} does not judge it, since its compiler makes another program; name a target of the "
+            "dump's kind, or give the step itself"
+        )
         target = None
     return dataclasses.replace(compilation, notes=(*compilation.notes, note)), target
 
@@ -129,7 +140,7 @@ def _as_target(target: Any) -> Target | None:
         return target
     if isinstance(target, str):
         return targets.parse(target)
-    raise ReportError(f"target={target!r:.60}: give a name such as \"h200:8\", or memory.target of one")
+    raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target of one')
 
 
 def _is_compiled(program: Any) -> bool:
@@ -185,6 +196,8 @@ def _refuse_another(stage: Any, target: Target) -> None:
     if targets.platform_of(devices[0]) == target.platform and (here or same) and here != target.is_described:
         return
     made = "compiled" if _is_compiled(stage) else "lowered"
-    raise ReportError(f"a program that is {made} for {devices[0].device_kind} is not one for {target.name}: give the "
-                      f"step and its arguments,\n  memory.analyze(step, *arguments, target=\"{target.name}\")\nor what "
-                      f"jax traced,\n  memory.analyze(jax.jit(step).trace(*arguments), target=\"{target.name}\")")
+    raise ReportError(
+        f"a program that is {made} for {devices[0].device_kind} is not one for {target.name}: give the "
+        f'step and its arguments,\n  memory.analyze(step, *arguments, target="{target.name}")\nor what '
+        f'jax traced,\n  memory.analyze(jax.jit(step).trace(*arguments), target="{target.name}")'
+    )

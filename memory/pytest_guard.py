@@ -29,6 +29,7 @@ _WIDTH = 100
 @pytest.fixture
 def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """`memory.analyze`, for a test to call: its report is shown where the test fails."""
+
     def analyze(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
         from bytescope import memory
@@ -58,6 +59,7 @@ def memory_guard(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 def _guard(item: pytest.Item) -> Callable[..., Report]:
     """`memory.assert_fits`, which shows its report with a test."""
+
     def guard(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
         from bytescope import memory

@@ -73,9 +73,30 @@ from bytescope.memory.report_records.schedule import to_json as schedule_json
 from bytescope.memory.report_records.transfers import Transfer
 
 # The report's records with those of report_records, which come from here.
-__all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
-           "STEP_PHASES", "VERDICTS", "Buffer", "Finding", "LedgerRow", "Report", "RuntimeOverhead", "Subject",
-           "TimelinePoint", "Transfer", "XlaStats", "load"]
+__all__ = [
+    "CARD",
+    "CATEGORIES",
+    "IN_RUN",
+    "KEYS",
+    "MEMORIES",
+    "METHODS",
+    "PHASES",
+    "POOL",
+    "ROWS",
+    "SCHEMA",
+    "STEP_PHASES",
+    "VERDICTS",
+    "Buffer",
+    "Finding",
+    "LedgerRow",
+    "Report",
+    "RuntimeOverhead",
+    "Subject",
+    "TimelinePoint",
+    "Transfer",
+    "XlaStats",
+    "load",
+]
 
 SCHEMA = 1
 # What a run directory calls the report of its step.
@@ -197,8 +218,9 @@ class Report:
     @property
     def unplaced_bytes(self) -> int:
         """Bytes at the peak, arguments aside, of which neither a line of source nor a path of modules is known."""
-        return sum(b.bytes for b in self.alive_at(self.peak_index)
-                   if b.phase != "argument" and not (b.source or b.module))
+        return sum(
+            b.bytes for b in self.alive_at(self.peak_index) if b.phase != "argument" and not (b.source or b.module)
+        )
 
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
@@ -233,8 +255,10 @@ class Report:
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
-            raise ReportError(f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
-                              "write it again with bytescope report --json=FILE")
+            raise ReportError(
+                f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
+                "write it again with bytescope report --json=FILE"
+            )
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
@@ -242,14 +266,54 @@ class Report:
 
 
 # The order of keys in the JSON.
-KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "parameters", "xla", "peak_bytes",
-        "allocated_bytes", "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
-        "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
-        "unseen", "work", "roofline", "prediction", "findings", "notes", "timeline", "buffers", "schedule")
+KEYS = (
+    "schema",
+    "program",
+    "method",
+    "versions",
+    "target",
+    "config",
+    "subject",
+    "parameters",
+    "xla",
+    "peak_bytes",
+    "allocated_bytes",
+    "limit_bytes",
+    "fits",
+    "verdict",
+    "host_bytes",
+    "on_chip_bytes",
+    "peak_index",
+    "breakdown",
+    "residuals_by_name",
+    "workspace_by_scope",
+    "ledger",
+    "zero",
+    "communication",
+    "collectives",
+    "transfers",
+    "unseen",
+    "work",
+    "roofline",
+    "prediction",
+    "findings",
+    "notes",
+    "timeline",
+    "buffers",
+    "schedule",
+)
 
-_ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
-          "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
-          "unseen": RuntimeOverhead}
+_ITEMS = {
+    "timeline": TimelinePoint,
+    "buffers": Buffer,
+    "ledger": LedgerRow,
+    "findings": Finding,
+    "communication": Communication,
+    "collectives": Collective,
+    "zero": ZeroRow,
+    "transfers": Transfer,
+    "unseen": RuntimeOverhead,
+}
 _RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
@@ -268,8 +332,9 @@ def load(path: str | Path) -> Report:
         check_readable(path)
         return Report.from_json(parse(path.read_bytes()))
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}; give a report that bytescope report --json=FILE "
-                          "wrote") from error
+        raise ReportError(
+            f"cannot read {path}: {error.strerror}; give a report that bytescope report --json=FILE wrote"
+        ) from error
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except ValueError as error:
@@ -298,10 +363,13 @@ def _is_prediction(value: Mapping[str, Any]) -> bool:
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]
-    return (all(is_number(amount) and amount > 0 for amount in amounts)
-            and all(isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values())
-                    for part in parts)
-            and all(isinstance(value.get(key), str) for key in ("bound_by", "rates")))
+    return (
+        all(is_number(amount) and amount > 0 for amount in amounts)
+        and all(
+            isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values()) for part in parts
+        )
+        and all(isinstance(value.get(key), str) for key in ("bound_by", "rates"))
+    )
 
 
 # Key -> whether a value, an object for those of _OBJECTS, can be its; items of lists are checked field by field.
@@ -312,4 +380,6 @@ _VALUES = {
     "prediction": lambda value: not value or _is_prediction(value),
     "versions": lambda value: all(isinstance(version, str) for version in value.values()),
     "target": lambda value: all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform")),
-    "limit_bytes": lambda value: value is None or is_count(value), "fits": lambda value: value in (True, False, None)}
+    "limit_bytes": lambda value: value is None or is_count(value),
+    "fits": lambda value: value in (True, False, None),
+}

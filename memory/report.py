@@ -107,11 +107,21 @@ class Report(records.Report):
         return diff(self, other)
 
 
-def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,
-            config: Mapping[str, Any] | None = None, roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-            **options: Any) -> Report:
-    return Report.of(with_seconds(analyzed(program, *args, target=target, kwargs=kwargs, config=config, roles=roles,
-                                            names=names, **options)))
+def analyze(
+    program: Any,
+    *args: Any,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Report:
+    return Report.of(
+        with_seconds(
+            analyzed(program, *args, target=target, kwargs=kwargs, config=config, roles=roles, names=names, **options)
+        )
+    )
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:

@@ -28,10 +28,14 @@ def _is_text(value: Any) -> bool:
 
 # Annotation of a record's field -> whether a JSON value can be one.
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "str": _is_text, "int": is_count, "bool": lambda value: isinstance(value, bool), "float": is_number,
+    "str": _is_text,
+    "int": is_count,
+    "bool": lambda value: isinstance(value, bool),
+    "float": is_number,
     "int | None": lambda value: value is None or is_count(value),
     "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(is_count, value)),
-    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(map(_is_text, value))}
+    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
+}
 
 
 def parse(text: str | bytes) -> Any:
@@ -92,6 +96,6 @@ def one_line(error: BaseException | str, most: int = 120) -> str:
     text = " ".join(str(error).split())
     if len(text) <= most:
         return text
-    kept = text[:most - len("...")]
+    kept = text[: most - len("...")]
     words = kept.rpartition(" ")[0]
     return f"{words if len(words) > most // 2 else kept}..."  # cuts inside a word only if it is that long

@@ -14,8 +14,15 @@ BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 # The units that a column of figures is written in: terabytes are left in GiB, which is what devices have.
 COLUMN = BINARY[1:]
 
-_SCALES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-           **{name.lower(): scale for name, scale in BINARY}}
+_SCALES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    **{name.lower(): scale for name, scale in BINARY},
+}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -56,8 +63,9 @@ def parse_bytes(size: int | str) -> int:
         count = int(scaled)
     if not unit and 0 < count < MIB:
         number = str(size).strip()
-        raise ReportError(f"{number} without a unit is {count:,} bytes: write {number}GiB or {number}MiB, or "
-                          f"{number}B for bytes")
+        raise ReportError(
+            f"{number} without a unit is {count:,} bytes: write {number}GiB or {number}MiB, or {number}B for bytes"
+        )
     return count
 
 

@@ -103,6 +103,7 @@ def _is_users(path: str) -> bool:
 
 # ---- the module and the function -------------------------------------------------------------------------------------
 
+
 def _module(where: str) -> ModuleType:
     """A module by its name, or by its file. Raises ReportError where there is none, or where it fails."""
     if where.endswith(".py") or "/" in where or os.sep in where:
@@ -110,8 +111,10 @@ def _module(where: str) -> ModuleType:
     if os.path.isfile(where):
         raise ReportError(f"{where} is not a Python file: give path/to/file.py:function")
     if not all(map(str.isidentifier, where.split("."))):
-        raise ReportError(f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
-                          "path/to/file.py:function")
+        raise ReportError(
+            f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
+            "path/to/file.py:function"
+        )
     _look_in(Path.cwd())
     return _imported(where, where)
 
@@ -158,8 +161,9 @@ def _imported(module: str, shown: str) -> ModuleType:
             missing = error.name or ""
             if module == missing or module.startswith(f"{missing}."):
                 remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
-                raise ReportError(f"no module {missing}, in {Path.cwd()} or among what is installed: "
-                                  f"{remedy}") from error
+                raise ReportError(
+                    f"no module {missing}, in {Path.cwd()} or among what is installed: {remedy}"
+                ) from error
             raise ReportError(f"{shown} cannot be imported: {told(error)}: install it here") from error
 
 
@@ -168,8 +172,12 @@ def _near_module(missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),)
     folders = [Path(path) for path in paths]
-    names = [found.stem for folder in folders for found in folder.iterdir()
-             if found.suffix == ".py" or (found / "__init__.py").is_file()]
+    names = [
+        found.stem
+        for folder in folders
+        for found in folder.iterdir()
+        if found.suffix == ".py" or (found / "__init__.py").is_file()
+    ]
     return did_you_mean(last, [name for name in names if name != "__init__"])
 
 
@@ -185,8 +193,13 @@ def _function(module: ModuleType, name: str) -> Any:
 
 def _near_function(holder: Any, name: str, module: ModuleType) -> str:
     """The functions that a name may stand for, else those there are."""
-    own = [key for key, value in vars(holder).items() if callable(value) and not key.startswith("_")
-           and (holder is not module or getattr(value, "__module__", module.__name__) == module.__name__)]
+    own = [
+        key
+        for key, value in vars(holder).items()
+        if callable(value)
+        and not key.startswith("_")
+        and (holder is not module or getattr(value, "__module__", module.__name__) == module.__name__)
+    ]
     if not own:
         return "it has no function; define one that returns (step, (state, batch))"
     more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
@@ -195,6 +208,7 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
 
 # ---- what it returns -------------------------------------------------------------------------------------------------
 
+
 def _called(name: str, function: Any) -> Any:
     """What a function without arguments returns; what is no function is taken as it is."""
     from bytescope.memory.program import is_stage
@@ -202,22 +216,28 @@ def _called(name: str, function: Any) -> Any:
     if not callable(function) or is_stage(function):
         return function
     try:
-        needed = [parameter.name for parameter in inspect.signature(function).parameters.values()
-                  if parameter.default is parameter.empty and parameter.kind not in (
-                      parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
     except (TypeError, ValueError):  # a function of C
         needed = []
     if needed:
-        raise ReportError(f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
-                          "step with them, (step, (state, batch))")
+        raise ReportError(
+            f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
+            "step with them, (step, (state, batch))"
+        )
     with one_line_errors(f"{name}() fails"):
         try:
             return function()
         except Exception as error:
             if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
                 raise
-            raise ReportError(f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or "
-                              "cpu:8") from error
+            raise ReportError(
+                f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or cpu:8"
+            ) from error
 
 
 def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
@@ -236,10 +256,13 @@ def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> U
     if takes_arguments(result):
         raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
     if all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch")) and _is_config_file(module):
-        raise ReportError(f"{name} returns a config of bytescope train: give its file as the config, bytescope report "
-                          f"{os.path.relpath(module.__file__)}")
-    raise ReportError(f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as "
-                      f"`{FUNCTION}`")
+        raise ReportError(
+            f"{name} returns a config of bytescope train: give its file as the config, bytescope report "
+            f"{os.path.relpath(module.__file__)}"
+        )
+    raise ReportError(
+        f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as `{FUNCTION}`"
+    )
 
 
 def _is_config_file(module: ModuleType) -> bool:
@@ -254,11 +277,15 @@ def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
         raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}), whose first is not a step: {_RETURN}")
     step, *rest = parts
     if not rest or not isinstance(rest[0], (tuple, list)):
-        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}): the second is a tuple of the step's "
-                          "arguments, as in (step, (state, batch))")
+        raise ReportError(
+            f"{name} returns ({', '.join(map(_kind, parts))}): the second is a tuple of the step's "
+            "arguments, as in (step, (state, batch))"
+        )
     if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
-        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}): return (step, arguments) or (step, "
-                          "arguments, {option: value})")
+        raise ReportError(
+            f"{name} returns ({', '.join(map(_kind, parts))}): return (step, arguments) or (step, "
+            "arguments, {option: value})"
+        )
     options = dict(rest[1]) if len(rest) == 2 else {}
     return UserProgram(name, step, tuple(rest[0]), _checked(name, options))
 
@@ -270,8 +297,10 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
     for key in options:
         if key not in (*OPTIONS, *OWN_OPTIONS):
             near = did_you_mean(str(key), (*OPTIONS, *OWN_OPTIONS))
-            raise ReportError(f"{name} returns the option {key!r}: {near or 'there is none of that name.'} Keyword "
-                              "arguments of the step go into {'kwargs': {...}}")
+            raise ReportError(
+                f"{name} returns the option {key!r}: {near or 'there is none of that name.'} Keyword "
+                "arguments of the step go into {'kwargs': {...}}"
+            )
     if not isinstance(options.get("kwargs", {}), Mapping):
         raise ReportError(f"{name} returns kwargs as {_kind(options['kwargs'])}: give a dict")
     return options

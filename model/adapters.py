@@ -74,9 +74,10 @@ def add_adapters(module: nnx.Module, lora: Lora, dtype: jnp.dtype, rngs: nnx.Rng
         before, after = matrix.shape[:inputs], matrix.shape[inputs:]
         bound = 1 / math.sqrt(math.prod(before))  # kaiming_uniform with a = sqrt(5)
         drawn = jax.random.uniform(rngs.params(), (*before, lora.rank), jnp.float32, -bound, bound).astype(dtype)
-        for half, value, own in (("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
-                                 ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]),
-                                                                               *axes[inputs:]))):
+        for half, value, own in (
+            ("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
+            ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]), *axes[inputs:])),
+        ):
             setattr(module, f"w_{target}_{half}", nnx.Param(value, axes=own, contracted=True, wide=False, frozen=False))
 
 
@@ -85,8 +86,15 @@ def _rank(lora: Lora, others: Sequence[str]) -> str:
     return "adapter_state" if lora.shared and "d_model" not in others else "adapter"
 
 
-def adapted(module: nnx.Module, spec: str, x: jax.Array, outs: Sequence[jax.Array], targets: Sequence[str],
-            key_B: jax.Array | None, mask: str) -> list[jax.Array]:
+def adapted(
+    module: nnx.Module,
+    spec: str,
+    x: jax.Array,
+    outs: Sequence[jax.Array],
+    targets: Sequence[str],
+    key_B: jax.Array | None,
+    mask: str,
+) -> list[jax.Array]:
     """`outs`, the products of `x` with the matrices `targets` of `module`, each with that of its adapter added.
 
     Args:

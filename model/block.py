@@ -27,8 +27,17 @@ class Block(nnx.Module):
     (`shared`). `pooled`: see `Experts`.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, routed: bool = False,
-                 pooled: bool = False, lora: Lora | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        place: Placement,
+        *,
+        routed: bool = False,
+        pooled: bool = False,
+        lora: Lora | None = None,
+        rngs: nnx.Rngs,
+    ):
         self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
         self.attention = KINDS[config.attention_kind](config, precision, place, rngs=rngs)
@@ -37,8 +46,9 @@ class Block(nnx.Module):
         if routed:
             self.experts = Experts(config, precision, place, pooled=pooled, rngs=rngs)
             if config.shared_experts:
-                self.shared = Mlp(config, precision, place, width=config.shared_experts * config.expert_width,
-                                  rngs=rngs)
+                self.shared = Mlp(
+                    config, precision, place, width=config.shared_experts * config.expert_width, rngs=rngs
+                )
         else:
             self.mlp = Mlp(config, precision, place, rngs=rngs)
         if config.post_norms:
@@ -49,13 +59,15 @@ class Block(nnx.Module):
             for mlp in self._dense_mlps():
                 add_adapters(mlp, lora, precision.param, rngs)
 
-    def _inputs(self, x_BLD: jax.Array, packed: Packed | None,
-                key_B: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _inputs(
+        self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
             return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"), packed, fold(key_B, 0))
 
-    def _core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
-              packed: Packed | None) -> jax.Array:
+    def _core(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> jax.Array:
         with jax.named_scope("attention"):
             return self.attention.core(q_BLHK, k_BLGK, v_BLGK, fold(key_B, 0), packed)
 
@@ -70,8 +82,9 @@ class Block(nnx.Module):
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed, key_B), key_B, packed), key_B)
 
-    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None,
-              real_BL: jax.Array | None) -> tuple[jax.Array, Load | None]:
+    def _feed(
+        self, x_BLD: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None
+    ) -> tuple[jax.Array, Load | None]:
         x_BLD, load = tag(x_BLD, "mid"), None
         with jax.named_scope("mlp"):
             if self.routed:
@@ -80,8 +93,9 @@ class Block(nnx.Module):
                 x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
         return self.place(x_BLD, ("batch", "stream", None)), load
 
-    def _add_experts(self, x_BLD: jax.Array, key_B: jax.Array | None,
-                     real_BL: jax.Array | None) -> tuple[jax.Array, Load]:
+    def _add_experts(
+        self, x_BLD: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
         config = self.config
         normed_BLD = tag(self.norm_mlp(x_BLD), "mlp_norm")
         y_BLD, load = self.experts(normed_BLD, real_BL)
@@ -119,8 +133,9 @@ class Block(nnx.Module):
         # The mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
-    def cached(self, x_BTD: jax.Array, packed: Packed,
-               core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]) -> jax.Array:
+    def cached(
+        self, x_BTD: jax.Array, packed: Packed, core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+    ) -> jax.Array:
         """The block's output [B, T, D] with attention over what is kept of earlier tokens: `core` is given queries, and
         the keys and values to keep, as of `Attention.cached_inputs`. `packed`: the tokens' positions."""
         with jax.named_scope("attention"):
@@ -139,8 +154,9 @@ class Block(nnx.Module):
         self.attention.layer = layer
         return self
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None,
-                 packed: Packed | None = None) -> tuple[jax.Array, Load | None]:
+    def __call__(
+        self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None
+    ) -> tuple[jax.Array, Load | None]:
         """(the block's output [B, L, D] for the residual stream `x_BLD`, what its router did, None without experts).
 
         `key_B`: dropout keys, None for no dropout. `packed`: examples and padding of the rows.
@@ -162,8 +178,7 @@ def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
     return wrap(lambda x, key, real: read()._feed(x, key, real))(x_BLD, key_B, packed and packed.real_BL)
 
 
-def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None,
-                 packed: Packed | None) -> Out:
+def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")

@@ -5,9 +5,26 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "vocab_multiple",
-            "max_seq_len", "attention_chunk", "unroll", "experts_per_token", "moe_every", "router_groups",
-            "router_top_groups", "mla_kv_rank", "mla_d_rope", "mla_d_value")
+POSITIVE = (
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "d_head",
+    "d_ff",
+    "vocab_size",
+    "vocab_multiple",
+    "max_seq_len",
+    "attention_chunk",
+    "unroll",
+    "experts_per_token",
+    "moe_every",
+    "router_groups",
+    "router_top_groups",
+    "mla_kv_rank",
+    "mla_d_rope",
+    "mla_d_value",
+)
 NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor")
 
 
@@ -139,76 +156,109 @@ class ModelConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
-                "every key/value head serves the same number of query heads")
+                "every key/value head serves the same number of query heads"
+            )
         if self.unroll > 1 and not self.scan:
-            raise ValueError(f"model.unroll={self.unroll} with model.scan=false, which has no loop over layers: set "
-                             "model.scan=true, or model.unroll=1")
+            raise ValueError(
+                f"model.unroll={self.unroll} with model.scan=false, which has no loop over layers: set "
+                "model.scan=true, or model.unroll=1"
+            )
         if self.mlp_chunk < 0:
             raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
-            raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an "
-                             "even width")
+            raise ValueError(
+                f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an even width"
+            )
         local = f"model.rope_local_theta={self.rope_local_theta} with"
         if bool(self.rope_local_theta) != bool(self.global_every):
-            raise ValueError(f"{local} model.global_every={self.global_every}: one is the base of local layers, the "
-                             "other says which are not local; give both, or 0 for both")
+            raise ValueError(
+                f"{local} model.global_every={self.global_every}: one is the base of local layers, the "
+                "other says which are not local; give both, or 0 for both"
+            )
         if self.rope_local_theta and self.position != "rope":
-            raise ValueError(f"{local} model.position={self.position}: it is a base of rotary positions; set "
-                             "model.position=rope, or it and model.global_every to 0")
+            raise ValueError(
+                f"{local} model.position={self.position}: it is a base of rotary positions; set "
+                "model.position=rope, or it and model.global_every to 0"
+            )
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
                 f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
                 "slows all pairs alike, four positive numbers: "
                 "factor,low_frequency_factor,high_frequency_factor,original_positions, or YaRN's five: "
-                "factor,beta_fast,beta_slow,original_positions,attention_factor")
+                "factor,beta_fast,beta_slow,original_positions,attention_factor"
+            )
         if len(numbers) == 5 and self.rope_theta <= 1:
             raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
         if self.rope_local_theta and len(numbers) == 5:
-            raise ValueError(f"{local} YaRN's model.rope_scaling: local layers rotate without a factor; give "
-                             "model.rope_scaling=n, or set model.rope_local_theta and model.global_every to 0")
+            raise ValueError(
+                f"{local} YaRN's model.rope_scaling: local layers rotate without a factor; give "
+                "model.rope_scaling=n, or set model.rope_local_theta and model.global_every to 0"
+            )
 
     def _check_latent(self) -> None:
         """Raises ValueError for latent attention that cannot be built."""
         kind = "model.attention_kind=mla"
         for name in ("bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
-                raise ValueError(f"model.{name}=true with {kind}: queries and keys come from normed latents, without "
-                                 f"biases; set model.{name}=false, or model.attention_kind=gqa")
+                raise ValueError(
+                    f"model.{name}=true with {kind}: queries and keys come from normed latents, without "
+                    f"biases; set model.{name}=false, or model.attention_kind=gqa"
+                )
         if self.n_kv_heads != self.n_heads:
-            raise ValueError(f"model.n_kv_heads={self.n_kv_heads} with {kind}: the latent gives every head its own "
-                             f"keys; set model.n_kv_heads={self.n_heads}, as many as model.n_heads")
+            raise ValueError(
+                f"model.n_kv_heads={self.n_kv_heads} with {kind}: the latent gives every head its own "
+                f"keys; set model.n_kv_heads={self.n_heads}, as many as model.n_heads"
+            )
         if self.position != "rope":
-            raise ValueError(f"model.position={self.position} with {kind}: a part of its heads carries the rotary "
-                             "position; set model.position=rope")
+            raise ValueError(
+                f"model.position={self.position} with {kind}: a part of its heads carries the rotary "
+                "position; set model.position=rope"
+            )
         if self.mla_d_rope % 2:
-            raise ValueError(f"model.mla_d_rope={self.mla_d_rope} is odd: rotary positions rotate pairs of dimensions, "
-                             "give an even width")
+            raise ValueError(
+                f"model.mla_d_rope={self.mla_d_rope} is odd: rotary positions rotate pairs of dimensions, "
+                "give an even width"
+            )
 
     def _check_experts(self) -> None:
         """Raises ValueError for experts that cannot be built."""
         if self.experts_per_token > self.experts:
-            raise ValueError(f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "
-                             "at most as many as there are")
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "
+                "at most as many as there are"
+            )
         if not self.expert_layers:
-            raise ValueError(f"model.experts={self.experts} with model.dense_layers={self.dense_layers} and "
-                             f"model.moe_every={self.moe_every}: none of model.n_layers={self.n_layers} has experts; "
-                             "lower one of them, or set model.experts=0")
+            raise ValueError(
+                f"model.experts={self.experts} with model.dense_layers={self.dense_layers} and "
+                f"model.moe_every={self.moe_every}: none of model.n_layers={self.n_layers} has experts; "
+                "lower one of them, or set model.experts=0"
+            )
         if self.bias:
-            raise ValueError("model.bias=true with model.experts: experts have no biases; set model.bias=false, "
-                             "model.qkv_bias=true has those of queries, keys and values")
+            raise ValueError(
+                "model.bias=true with model.experts: experts have no biases; set model.bias=false, "
+                "model.qkv_bias=true has those of queries, keys and values"
+            )
         if self.experts % self.router_groups:
-            raise ValueError(f"model.experts={self.experts} is not divisible by model.router_groups="
-                             f"{self.router_groups}: every group has the same number of experts")
+            raise ValueError(
+                f"model.experts={self.experts} is not divisible by model.router_groups="
+                f"{self.router_groups}: every group has the same number of experts"
+            )
         if self.router_top_groups > self.router_groups:
-            raise ValueError(f"model.router_top_groups={self.router_top_groups} of model.router_groups="
-                             f"{self.router_groups}: give at most as many as there are")
+            raise ValueError(
+                f"model.router_top_groups={self.router_top_groups} of model.router_groups="
+                f"{self.router_groups}: give at most as many as there are"
+            )
         open_to_token = self.experts // self.router_groups * self.router_top_groups
         if self.experts_per_token > open_to_token:
-            raise ValueError(f"model.experts_per_token={self.experts_per_token} of the {open_to_token} experts in "
-                             f"model.router_top_groups={self.router_top_groups}: raise router_top_groups")
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} of the {open_to_token} experts in "
+                f"model.router_top_groups={self.router_top_groups}: raise router_top_groups"
+            )
         if self.mlp_chunk:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts take the "
-                             "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro for memory")
+            raise ValueError(
+                f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts take the "
+                "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro for memory"
+            )

@@ -18,9 +18,18 @@ from bytescope.model.quantized.weight import Quantized
 from bytescope.model.remat.offload import here, stored_like
 
 
-def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,
-          *, std: float = 0.0, fill: float = 0.0, pad: tuple[int, ...] = (),
-          contracted: bool = False, wide: bool = False) -> nnx.Param:
+def param(
+    key: jax.Array | None,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    dtype: DTypeLike,
+    *,
+    std: float = 0.0,
+    fill: float = 0.0,
+    pad: tuple[int, ...] = (),
+    contracted: bool = False,
+    wide: bool = False,
+) -> nnx.Param:
     """A parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant `fill`.
 
     Args:
@@ -103,7 +112,7 @@ def _narrow_rows_backward(place, residuals, d_BLD):
         return (place.reduced(zeros_VD.at[row_BL].add(d_BLD.astype(jnp.float32), mode="drop")),)
 
     sums = place.own(sums, ((*ROWS, "table_width"), ROWS, ("vocab",)), (("vocab", "table_width"),), sums=(ROWS,))
-    sums_VD, = sums(d_BLD, tokens_BL, jnp.arange(table_VD.shape[0]))
+    (sums_VD,) = sums(d_BLD, tokens_BL, jnp.arange(table_VD.shape[0]))
     # Narrow from here on: without the barrier the compiler keeps the wide sum until the update reads it.
     return jax.lax.optimization_barrier(sums_VD.astype(table_VD.dtype)), None
 
@@ -186,8 +195,13 @@ def _value(p: nnx.Param | Quantized) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _again(products: tuple[_Product, ...], place: Placement, moves: tuple[Axes, Axes] | None, x: jax.Array,
-           weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _again(
+    products: tuple[_Product, ...],
+    place: Placement,
+    moves: tuple[Axes, Axes] | None,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
     read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
@@ -218,8 +232,16 @@ def _again_backward(products, place, moves, residuals, d_outs):
 _again.defvjp(_again_forward, _again_backward)
 
 
-def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *, again: bool,
-          matmul: str = "wide", name: str = "") -> tuple[jax.Array, ...]:
+def enter(
+    spec: str,
+    x_BLD: jax.Array,
+    params: Mapping[str, nnx.Param],
+    place: Placement,
+    *,
+    again: bool,
+    matmul: str = "wide",
+    name: str = "",
+) -> tuple[jax.Array, ...]:
     """`einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`: one gather for all.
 
     Args:
@@ -232,8 +254,9 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
     if matmul != "wide":
         axes = tuple(p.get_metadata()["axes"] for p in params.values())
         how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), again, matmul)
-        return linear(how, place, x_BLD,
-                      tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
+        return linear(
+            how, place, x_BLD, tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values())
+        )
     if again:
         products = tuple(_Product.of(each, spec, p) for each, p in params.items())
         return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
@@ -243,8 +266,17 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
     return _products(specs, within_BLD, [_read_for(p, within_BLD, place) for p in params.values()])
 
 
-def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, matmul: str = "wide",
-          name: str = "", out: str = "out") -> jax.Array:
+def leave(
+    spec: str,
+    x: jax.Array,
+    p: nnx.Param,
+    place: Placement,
+    *,
+    again: bool,
+    matmul: str = "wide",
+    name: str = "",
+    out: str = "out",
+) -> jax.Array:
     """`einsum(spec, x, p)` [B, L, D] in the dtype of `x`, back into the residual stream; keywords as in `enter`.
 
     Without a `name` products in fp8 keep `x` as it is, which is right where something else keeps it anyway. `out`: the
@@ -254,7 +286,7 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
         axes = p.get_metadata()["axes"]
         own = ("batch", "length", *axes[: x.ndim - 2])
         how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
-        y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
+        (y_BLD,) = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
     else:
         y_BLD = multiply(spec, x, p, place, again=again, name=out)
     return move(y_BLD, place, STREAM, WITHIN)

@@ -17,16 +17,16 @@ class Mlp(nnx.Module):
     """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]; `width`: F, 0 for
     `config.d_ff`."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0,
-                 rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, width or config.d_ff, config.init_std, precision.param
         if self.gated:
             self.w_gate = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)
         self.w_up = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)
-        self.w_down = param(rngs.params(), (F, D), ("d_ff", "d_model"), dtype,
-                            std=std / math.sqrt(2 * config.n_layers), contracted=True)
+        self.w_down = param(
+            rngs.params(), (F, D), ("d_ff", "d_model"), dtype, std=std / math.sqrt(2 * config.n_layers), contracted=True
+        )
         if config.bias:
             self.b_up = param(None, (F,), ("d_ff",), dtype)
             self.b_down = param(None, (D,), ("d_model",), dtype)
@@ -34,10 +34,12 @@ class Mlp(nnx.Module):
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
-        up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again,
-                              matmul=self.precision.matmul, name="mlp_norm")
-        up_BLF, *gate = adapted(self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2),
-                                "mlp_norm_mask")
+        up_BLF, *gate = enter(
+            "bld,df->blf", x_BLD, weights, self.place, again=self.again, matmul=self.precision.matmul, name="mlp_norm"
+        )
+        up_BLF, *gate = adapted(
+            self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2), "mlp_norm_mask"
+        )
         if self.config.bias:
             up_BLF = up_BLF + read(self.b_up, dtype, self.place)[None, None]
         up_BLF = tag(self.place(up_BLF, ("batch", "length", "d_ff")), "up")
@@ -47,9 +49,17 @@ class Mlp(nnx.Module):
         else:
             act_BLF = act(up_BLF)
         act_BLF = tag(act_BLF, "act")
-        y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again,
-                      matmul=self.precision.matmul, name="act", out="mlp_out")
-        y_BLD, = adapted(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
+        y_BLD = leave(
+            "blf,fd->bld",
+            act_BLF,
+            self.w_down,
+            self.place,
+            again=self.again,
+            matmul=self.precision.matmul,
+            name="act",
+            out="mlp_out",
+        )
+        (y_BLD,) = adapted(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         return tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")

@@ -69,8 +69,15 @@ class Norm(nnx.Module):
       axes: the logical axes of what is normed. axis: that of its last dimension in the vectors, "" for `width`.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, width: str = "d_model",
-                 axes: Axes = STREAM, axis: str = ""):
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        place: Placement,
+        width: str = "d_model",
+        axes: Axes = STREAM,
+        axis: str = "",
+    ):
         self.kind, self.eps, self.axes = NORMS[config.norm], config.norm_eps, axes
         self.center = self.kind.center and width == "d_model"
         self.precision, self.place = precision, place

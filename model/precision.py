@@ -60,15 +60,17 @@ class Precision:
         precision = dataclasses.replace(PRECISIONS[values["preset"]], **chosen)
         for wrong, remedy in CLASHES:
             if wrong(precision):
-                raise ValueError(f"precision.preset={values['preset']} with "
-                                 f"{precision.shown()}: {remedy}")
+                raise ValueError(f"precision.preset={values['preset']} with {precision.shown()}: {remedy}")
         return precision
 
     def shown(self) -> str:
         """The roles that differ from the default preset's, as keys."""
         usual = Precision()
-        rows = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                if getattr(self, field.name) != getattr(usual, field.name)}
+        rows = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(usual, field.name)
+        }
         return ", ".join(f"{role}={_name(role, value)}" for role, value in rows.items()) or "default roles"
 
 
@@ -76,9 +78,16 @@ class Precision:
 WIDE, NARROW = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
 ROUNDINGS, CASTS, LOSS_SCALES = ("nearest", "stochastic"), ("layer", "step"), ("none", "dynamic")
 ROLES: Mapping[str, Mapping[str, Any]] = {
-    "param": WIDE, "compute": NARROW, "reduce": {"as_made": None, **NARROW}, "accumulator": WIDE, "norm": WIDE,
-    "logits": NARROW, **{role: {name: name for name in names} for role, names in
-                         (("rounding", ROUNDINGS), ("cast", CASTS), ("loss_scale", LOSS_SCALES))},
+    "param": WIDE,
+    "compute": NARROW,
+    "reduce": {"as_made": None, **NARROW},
+    "accumulator": WIDE,
+    "norm": WIDE,
+    "logits": NARROW,
+    **{
+        role: {name: name for name in names}
+        for role, names in (("rounding", ROUNDINGS), ("cast", CASTS), ("loss_scale", LOSS_SCALES))
+    },
 }
 
 PRECISIONS = {
@@ -98,13 +107,16 @@ def _bytes(dtype: DTypeLike) -> int:
 
 # (roles that cannot be combined, the remedy).
 CLASHES = (
-    (lambda p: p.rounding == "stochastic" and p.param != BF16,
-     "stochastic rounding is to bfloat16 only; set precision.param=bfloat16 or precision.rounding=nearest"),
-    (lambda p: p.copied and p.param == p.compute,
-     "there is nothing to cast; set precision.cast=layer"),
-    (lambda p: p.reduce is not None and not p.copied and _bytes(p.reduce) < _bytes(p.param),
-     "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which "
-     "differentiates a narrow copy"),
+    (
+        lambda p: p.rounding == "stochastic" and p.param != BF16,
+        "stochastic rounding is to bfloat16 only; set precision.param=bfloat16 or precision.rounding=nearest",
+    ),
+    (lambda p: p.copied and p.param == p.compute, "there is nothing to cast; set precision.cast=layer"),
+    (
+        lambda p: p.reduce is not None and not p.copied and _bytes(p.reduce) < _bytes(p.param),
+        "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which "
+        "differentiates a narrow copy",
+    ),
 )
 
 

@@ -24,8 +24,10 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
         return frequency / scaling[0]
     if len(scaling) == 5:
         factor, fast, slow, original, _ = scaling
-        first, last = (d_head * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(theta))
-                       for rotations in (fast, slow))
+        first, last = (
+            d_head * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(theta))
+            for rotations in (fast, slow)
+        )
         first, last = max(math.floor(first), 0), min(math.ceil(last), d_head - 1)
         pairs = jnp.arange(d_head // 2, dtype=jnp.float32)
         slowed = jnp.clip((pairs - first) / max(last - first, 0.001), 0.0, 1.0)
@@ -63,4 +65,5 @@ def rotate_by_layer(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Arra
 # The transpose of a rotation is the rotation back.
 rotate_by_layer.defvjp(
     lambda x_BLHK, positions, frequency: (rotate(x_BLHK, positions, frequency), (positions, frequency)),
-    lambda kept, d_BLHK: (rotate(d_BLHK, kept[0], -kept[1]), None, None))
+    lambda kept, d_BLHK: (rotate(d_BLHK, kept[0], -kept[1]), None, None),
+)

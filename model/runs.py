@@ -81,8 +81,9 @@ def of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
 
 
-of_stack.defvjp(lambda layer, leaf, whole_N: (of_stack(layer, leaf, whole_N), None),
-                 lambda _, gradient: (None, gradient, None))
+of_stack.defvjp(
+    lambda layer, leaf, whole_N: (of_stack(layer, leaf, whole_N), None), lambda _, gradient: (None, gradient, None)
+)
 
 
 def split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:

@@ -30,8 +30,9 @@ class Packed:
     real_BL: jax.Array | None = None
 
     @classmethod
-    def of(cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None,
-           place: Placement = HERE) -> "Packed | None":
+    def of(
+        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = HERE
+    ) -> "Packed | None":
         """Makes it from segment ids in the order of the row and a mask of tokens in the order of the tokens; returns
         None if both are None."""
         if real_BL is not None:

@@ -49,25 +49,39 @@ class Transformer(nnx.Module):
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 place: Placement = HERE, ahead: int = 1, base: str = "bf16", lora: Lora | None = None,
-                 pooled: bool = False, order: Mapping[str, Sequence[int]] | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        *,
+        remat: RematPlan = KEEP_ALL,
+        place: Placement = HERE,
+        ahead: int = 1,
+        base: str = "bf16",
+        lora: Lora | None = None,
+        pooled: bool = False,
+        order: Mapping[str, Sequence[int]] | None = None,
+        rngs: nnx.Rngs,
+    ):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
         self.ahead, self.lora, self.pooled = ahead, lora, pooled
         V, D, dtype = config.vocab_size, config.d_model, precision.param
         pad = config.padded_vocab - V
         self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
         if config.position == "learned":
-            self.w_position = param(rngs.params(), (config.max_seq_len, D), ("position", "d_model"), dtype,
-                                    std=config.init_std)
+            self.w_position = param(
+                rngs.params(), (config.max_seq_len, D), ("position", "d_model"), dtype, std=config.init_std
+            )
         if not config.tie_embeddings:
-            self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std,
-                                pad=(0, pad), contracted=True)
+            self.w_head = param(
+                rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std, pad=(0, pad), contracted=True
+            )
         self.final_norm = Norm(config, precision, place)
         key_N = jax.random.split(rngs.params(), config.n_layers)
         if not config.scan:
-            self.blocks = nnx.List([self._init_block(key, config.has_experts(layer), base)
-                                    for layer, key in enumerate(key_N)])
+            self.blocks = nnx.List(
+                [self._init_block(key, config.has_experts(layer), base) for layer, key in enumerate(key_N)]
+            )
             return
         layers = {BLOCKS: layers_of(config, BLOCKS), DENSE: layers_of(config, DENSE)} | dict(order or {})
         self.blocks = self._init_stack(key_N[jnp.asarray(layers[BLOCKS])], config.experts > 0, base)
@@ -75,8 +89,15 @@ class Transformer(nnx.Module):
             self.dense_blocks = self._init_stack(key_N[jnp.asarray(layers[DENSE])], False, base)
 
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
-        made = Block(self.config, self.precision, self.place, routed=routed, pooled=self.pooled, lora=self.lora,
-                     rngs=nnx.Rngs(params=key))
+        made = Block(
+            self.config,
+            self.precision,
+            self.place,
+            routed=routed,
+            pooled=self.pooled,
+            lora=self.lora,
+            rngs=nnx.Rngs(params=key),
+        )
         return quantized(made, base) if FORMATS[base] else made
 
     def _init_stack(self, key_N: jax.Array, routed: bool, base: str) -> Block:
@@ -88,14 +109,19 @@ class Transformer(nnx.Module):
         each = jax.lax.map if FORMATS[base] else lambda one, keys: jax.vmap(one)(keys)
         return nnx.merge(graph, each(lambda key: nnx.split(block(key))[1], key_N))
 
-    def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
-               segments_BL: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None, segments_BL: jax.Array | None = None
+    ) -> jax.Array:
         """The first of `hidden_and_load`."""
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
-    def hidden_and_load(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
-                        segments_BL: jax.Array | None = None,
-                        real_BL: jax.Array | None = None) -> tuple[jax.Array, Load | None]:
+    def hidden_and_load(
+        self,
+        tokens_BL: jax.Array,
+        dropout_key_B: jax.Array | None = None,
+        segments_BL: jax.Array | None = None,
+        real_BL: jax.Array | None = None,
+    ) -> tuple[jax.Array, Load | None]:
         """(normed output of the last block, [B, L, D] in the compute dtype; what the routers of the layers that have
         experts did, stacked, None without experts).
 
@@ -132,8 +158,10 @@ class Transformer(nnx.Module):
         """The input of the first block, [B, L, D] in the compute dtype. Arguments and errors as of `hidden`."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
-            raise ValueError(f"{tokens_BL.shape[1]} positions are more than model.max_seq_len={config.max_seq_len}: "
-                             "shorten the sequences or raise it")
+            raise ValueError(
+                f"{tokens_BL.shape[1]} positions are more than model.max_seq_len={config.max_seq_len}: "
+                "shorten the sequences or raise it"
+            )
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL, packed)
             x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
@@ -182,8 +210,9 @@ class Transformer(nnx.Module):
         rows_BLD = jnp.take(w_position.astype(jnp.float32), positions, axis=0).astype(x_BLD.dtype)
         return self.place(rows_BLD, ("batch", "stream", None))
 
-    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None,
-                    packed: Packed | None) -> tuple[jax.Array, Load | None]:
+    def _run_blocks(
+        self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> tuple[jax.Array, Load | None]:
         runs, loads = self.runs, []
         if not self.config.scan:
             for run in runs:
@@ -204,8 +233,12 @@ class Transformer(nnx.Module):
             loads.append(load)
         return x_BLD, stacked(loads)
 
-    def _block(self, run: Run, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
-               ) -> Callable[..., tuple[jax.Array, Load | None]]:
+    def _block(
+        self,
+        run: Run,
+        graph: nnx.GraphDef,
+        whole_N: nnx.State | None = None,
+    ) -> Callable[..., tuple[jax.Array, Load | None]]:
         """block(x_BLD, state of one layer, layer number, key_B, packed) under the run's policy.
 
         With `whole_N`, the stack of all layers, the state is read out of that stack, inside each checkpoint.
@@ -217,8 +250,9 @@ class Transformer(nnx.Module):
         looped = self.at_once(run.segment) < run.size // run.segment.groups
         wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
-        def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None,
-                  packed: Packed | None) -> tuple[jax.Array, Load | None]:
+        def block(
+            x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None, packed: Packed | None
+        ) -> tuple[jax.Array, Load | None]:
             def read_block() -> Block:
                 own = state
                 if whole_N is not None:
@@ -229,13 +263,22 @@ class Transformer(nnx.Module):
 
         return block
 
-    def _scan_run(self, run: Run, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array, key_B: jax.Array | None,
-                  packed: Packed | None, whole_N: nnx.State | None) -> tuple[jax.Array, Load | None]:
+    def _scan_run(
+        self,
+        run: Run,
+        graph: nnx.GraphDef,
+        state_N: nnx.State,
+        x_BLD: jax.Array,
+        key_B: jax.Array | None,
+        packed: Packed | None,
+        whole_N: nnx.State | None,
+    ) -> tuple[jax.Array, Load | None]:
         segment, block = run.segment, self._block(run, graph, whole_N)
 
         def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, Load | None]:
-            return jax.lax.scan(lambda x_BLD, xs: block(x_BLD, *xs, key_B, packed), x_BLD, xs,
-                                unroll=self.at_once(segment))
+            return jax.lax.scan(
+                lambda x_BLD, xs: block(x_BLD, *xs, key_B, packed), x_BLD, xs, unroll=self.at_once(segment)
+            )
 
         xs = (state_N, jnp.arange(segment.start, segment.stop))
         if segment.groups == 1:
@@ -244,8 +287,9 @@ class Transformer(nnx.Module):
         x_BLD, load = jax.lax.scan(segment.policy.wrap(layers, scanned=True), x_BLD, grouped)
         return x_BLD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), load)
 
-    def _unroll_run(self, run: Run, x_BLD: jax.Array, key_B: jax.Array | None,
-                    packed: Packed | None) -> tuple[jax.Array, Load | None]:
+    def _unroll_run(
+        self, run: Run, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> tuple[jax.Array, Load | None]:
         segment = run.segment
 
         def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> tuple[jax.Array, Load | None]:
@@ -266,8 +310,8 @@ class Transformer(nnx.Module):
             return layers(x_BLD, states, numbers)
         size, loads = len(numbers) // segment.groups, []
         for first in range(0, len(numbers), size):
-            group = partial(layers, numbers=numbers[first: first + size])
-            x_BLD, load = segment.policy.wrap(group, scanned=False)(x_BLD, states[first: first + size])
+            group = partial(layers, numbers=numbers[first : first + size])
+            x_BLD, load = segment.policy.wrap(group, scanned=False)(x_BLD, states[first : first + size])
             loads.append(load)
         return x_BLD, stacked(loads)
 
@@ -292,6 +336,7 @@ class Transformer(nnx.Module):
 
 def logical_axes(model: Transformer) -> dict:
     """Tree like the parameters with the logical axes of each; those of stacked blocks begin with `layers`."""
+
     def axes(variable: nnx.Variable) -> tuple[str, ...]:
         own = variable.get_metadata()["axes"]
         return ("layers",) * (variable.ndim - len(own)) + own

@@ -17,9 +17,13 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # Code for the CPU that is cheaper to compile and as exact: half the time without LLVM's optimizations, a fifth of that
 # without XLA's emitters of fusions, which jaxlib 0.10 can leave out, and less again where a program is not cut into
 # parts for as many threads. None of it changes a buffer.
-os.environ["XLA_FLAGS"] = " ".join((
-    os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
-    "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "")).strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
+    )
+).strip()
 # Threads for the collectives of simulated devices, as commands have them (memory/devices/platform.py); and devices that
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
@@ -60,8 +64,12 @@ def browser(tmp_path_factory):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--require-oracles", default="", metavar="NAMES",
-                     help=f"a missing one of these fails instead of skipping: {','.join(oracles.ORACLES)}")
+    parser.addoption(
+        "--require-oracles",
+        default="",
+        metavar="NAMES",
+        help=f"a missing one of these fails instead of skipping: {','.join(oracles.ORACLES)}",
+    )
 
 
 def pytest_configure(config):

@@ -63,8 +63,12 @@ def modules() -> dict[str, Path]:
 def imports(name: str) -> frozenset[str]:
     """Modules of ours that a module imports anywhere in it, those for type checkers alone left out."""
     tree = ast.parse(modules()[name].read_text())
-    for_types = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If)
-                 and ast.unparse(node.test) == "TYPE_CHECKING" for inner in ast.walk(node)}
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     found = set()
     for node in ast.walk(tree):
         if id(node) in for_types:
@@ -100,9 +104,16 @@ def test_packages_import_one_way():
 def test_rooms_of_memory_import_the_floors_below():
     floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
     assert {room(name) for name in modules() if name.startswith("memory")} == set(floor)
-    wrong = [f"{name} imports {other}" for name in modules() if name.startswith("memory") for other in imports(name)
-             if other.startswith("memory") and room(other) != room(name) and floor[room(other)] >= floor[room(name)]
-             and other not in BELOW.get(name, ())]
+    wrong = [
+        f"{name} imports {other}"
+        for name in modules()
+        if name.startswith("memory")
+        for other in imports(name)
+        if other.startswith("memory")
+        and room(other) != room(name)
+        and floor[room(other)] >= floor[room(name)]
+        and other not in BELOW.get(name, ())
+    ]
     assert not wrong, "\n".join(sorted(wrong))
 
 
@@ -110,7 +121,7 @@ def test_no_circles():
     done, path = set(), []
 
     def visit(name: str) -> None:
-        assert name not in path, " -> ".join([*path[path.index(name):], name])
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
             path.append(name)
             for other in sorted(imports(name)):
@@ -141,23 +152,30 @@ def test_every_room_says_what_it_is_for():
 
 def test_the_install_has_every_room():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    on_disk = {"bytescope." + ".".join(path.parent.relative_to(ROOT).parts)
-               for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
+    on_disk = {
+        "bytescope." + ".".join(path.parent.relative_to(ROOT).parts)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
     assert sorted(listed) == sorted(on_disk)
     holding = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert all((folder / "__init__.py").exists() for folder in holding)
 
 
 def test_the_library_imports_neither_jax_nor_what_draws():
-    code = ("import sys; from bytescope import memory; memory.analyze, memory.assert_fits; "
-            "print([name for name in ('jax', 'rich', 'pytest', 'jinja2') if name in sys.modules])")
+    code = (
+        "import sys; from bytescope import memory; memory.analyze, memory.assert_fits; "
+        "print([name for name in ('jax', 'rich', 'pytest', 'jinja2') if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
 def test_the_front_lists_without_jax():
-    code = ("import sys; from bytescope.train import cli; cli.main(['configs']); cli.main(['targets']); "
-            "cli.main(['keys']); cli.main(['--help']); print('jax' in sys.modules)")
+    code = (
+        "import sys; from bytescope.train import cli; cli.main(['configs']); cli.main(['targets']); "
+        "cli.main(['keys']); cli.main(['--help']); print('jax' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.endswith("\nFalse\n")
 
@@ -165,8 +183,13 @@ def test_the_front_lists_without_jax():
 def test_no_test_imports_a_test():
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else \
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             assert not any(part.startswith("test_") for name in names for part in name.split(".")), path
 
 
@@ -183,6 +206,9 @@ def test_config_keys_stand_in_one_module_of_memory():
     assert {value for value in named.values() if value.endswith(".")} <= groups
     for name, path in modules().items():
         if name.startswith("memory") and name != "memory.config_keys":
-            literals = [node.value for node in ast.walk(ast.parse(path.read_text()))
-                        if isinstance(node, ast.Constant) and node.value in keys | groups]
+            literals = [
+                node.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Constant) and node.value in keys | groups
+            ]
             assert not literals, f"{name} has {literals}: memory/config_keys.py names them"

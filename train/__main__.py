@@ -26,14 +26,19 @@ def make_parser() -> argparse.ArgumentParser:
     from bytescope.memory.commands.arguments import Parser, add_lora, add_rates, user_path
     from bytescope.train.parallel.processes import add_flags
 
-    parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
-                    description=DESCRIPTION, epilog=EPILOG,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="bytescope train",
+        usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
-    parser.add_argument("--workdir", type=user_path, metavar="DIR",
-                        help="new or to resume (default: runs/<config>-<time>)")
+    parser.add_argument(
+        "--workdir", type=user_path, metavar="DIR", help="new or to resume (default: runs/<config>-<time>)"
+    )
     parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
     parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
     parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
@@ -87,8 +92,10 @@ def command(argv: Sequence[str]) -> int:
     if args.budget == "":
         raise UserError("--budget=: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:
-        raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
-                        f"--config.remat.budget={args.budget}")
+        raise UserError(
+            f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
+            f"--config.remat.budget={args.budget}"
+        )
     from bytescope.memory.commands.arguments import chosen_rates
 
     with chosen_rates(args):
@@ -145,8 +152,16 @@ def _run(args: argparse.Namespace) -> int:
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(called(args.config)))))
         with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
             try:
-                loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
-                         processes=processes, asked=asked, command=Command.of(args), stop=stop)
+                loop.run(
+                    config,
+                    workdir=workdir,
+                    extend=args.extend,
+                    console=make_console(quiet=not processes.first),
+                    processes=processes,
+                    asked=asked,
+                    command=Command.of(args),
+                    stop=stop,
+                )
             except KeyboardInterrupt:  # before `stop` takes the signals over
                 raise KeyboardInterrupt(interrupted_note(workdir)) from None
             processes.close()

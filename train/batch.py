@@ -56,17 +56,24 @@ class BatchAlgebra:
           ValueError: two of these are given, the tokens are not a multiple of those of one micro-step, or the schedule
             is not valid, or not possible in this mode.
         """
-        given = [f"batch.{name}={config[name]}" for name, default in
-                 (("tokens", 0), ("accumulation_schedule", ()), ("accumulation", 1)) if config[name] != default]
+        given = [
+            f"batch.{name}={config[name]}"
+            for name, default in (("tokens", 0), ("accumulation_schedule", ()), ("accumulation", 1))
+            if config[name] != default
+        ]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: give one of them; the others are 1 for batch.accumulation, 0 for "
-                             "batch.tokens and () for batch.accumulation_schedule")
+            raise ValueError(
+                f"{' and '.join(given)}: give one of them; the others are 1 for batch.accumulation, 0 for "
+                "batch.tokens and () for batch.accumulation_schedule"
+            )
         if config.tokens:
             return cls(config.micro, _divide(config.tokens, cls(config.micro, 1, ranks, seq_len)), ranks, seq_len)
         schedule = _parse(config.accumulation_schedule)
         if schedule and config.mode == "scan":
-            raise ValueError(f"{given[0]} with batch.mode=scan: that compiles one number of micro-steps into the "
-                             "step; set batch.mode=multisteps")
+            raise ValueError(
+                f"{given[0]} with batch.mode=scan: that compiles one number of micro-steps into the "
+                "step; set batch.mode=multisteps"
+            )
         largest = max((count for _, count in schedule), default=config.accumulation)
         return cls(config.micro, largest, ranks, seq_len, schedule)
 
@@ -117,10 +124,14 @@ class BatchAlgebra:
             counts = [count for _, count in self.schedule]
             steps = ", ".join(f"{count} from update {start:,}" for start, count in self.schedule)
             fewest = self.tokens // self.accumulation * min(counts)
-            return (f"{self.micro} micro-batch x accumulation {steps} x {self.ranks} data-parallel, sequences of "
-                    f"{self.seq_len:,} = {fewest:,} to {self.tokens:,} tokens per update")
-        return (f"{self.micro} micro-batch x {self.accumulation} accumulation x {self.ranks} data-parallel "
-                f"= {self.global_rows:,} sequences of {self.seq_len:,} = {self.tokens:,} tokens per update")
+            return (
+                f"{self.micro} micro-batch x accumulation {steps} x {self.ranks} data-parallel, sequences of "
+                f"{self.seq_len:,} = {fewest:,} to {self.tokens:,} tokens per update"
+            )
+        return (
+            f"{self.micro} micro-batch x {self.accumulation} accumulation x {self.ranks} data-parallel "
+            f"= {self.global_rows:,} sequences of {self.seq_len:,} = {self.tokens:,} tokens per update"
+        )
 
 
 def _divide(tokens: int, one: BatchAlgebra) -> int:
@@ -128,8 +139,10 @@ def _divide(tokens: int, one: BatchAlgebra) -> int:
     if tokens % one.tokens:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
-        raise ValueError(f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, {one.micro} micro-batch x "
-                         f"{one.ranks} data-parallel x {one.seq_len:,}: the nearest multiples are {near}")
+        raise ValueError(
+            f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, {one.micro} micro-batch x "
+            f"{one.ranks} data-parallel x {one.seq_len:,}: the nearest multiples are {near}"
+        )
     return tokens // one.tokens
 
 
@@ -141,6 +154,8 @@ def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     if any(number >= 2**31 for pair in pairs for number in pair):  # updates and micro-steps are int32 on a device
         raise ValueError(f"batch.accumulation_schedule={','.join(map(str, texts))}: give numbers below {2**31}")
     if not all(matches) or starts != sorted(set(starts)) or starts[:1] not in ([], [0]) or not all(n for _, n in pairs):
-        raise ValueError(f"batch.accumulation_schedule={','.join(map(str, texts))}: write UPDATE:ACCUMULATION from "
-                         "update 0 on, in order, such as 0:1,1000:4")
+        raise ValueError(
+            f"batch.accumulation_schedule={','.join(map(str, texts))}: write UPDATE:ACCUMULATION from "
+            "update 0 on, in order, such as 0:1,1000:4"
+        )
     return pairs

@@ -64,13 +64,22 @@ class Choices:
         """Stack -> the layer of each of its rows, of stacks whose layers a pipeline holds in another order."""
         return self.stages.order if self.stages else {}
 
-    def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
-                    remat: RematPlan | None = None) -> Transformer:
+    def transformer(
+        self, rngs: nnx.Rngs, *, place: Layout | None = None, remat: RematPlan | None = None
+    ) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
-        model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
-                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora,
-                            pooled=self.config.loss.balance_layers == "pooled",
-                            order=self.order, rngs=rngs)
+        model = Transformer(
+            self.model,
+            self.precision,
+            remat=remat or self.remat,
+            place=place or self.layout,
+            ahead=self.config.mesh.prefetch,
+            base=self.config.lora.base,
+            lora=self.lora,
+            pooled=self.config.loss.balance_layers == "pooled",
+            order=self.order,
+            rngs=rngs,
+        )
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
@@ -86,12 +95,18 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     """
     check_values(config)
     if config.remat.policy == AUTO:
-        raise ValueError("remat.policy=auto has to be settled before a program is built: "
-                         "call train.planning.remat_auto.settled_program")
+        raise ValueError(
+            "remat.policy=auto has to be settled before a program is built: "
+            "call train.planning.remat_auto.settled_program"
+        )
     precision = Precision.of(config.precision)
-    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
-                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce,
-                    dispatch=config.mesh.dispatch)
+    layout = Layout(
+        make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
+        STRATEGIES[config.mesh.strategy],
+        config.mesh.sequence_parallel,
+        reduce=precision.reduce,
+        dispatch=config.mesh.dispatch,
+    )
     check_sequence(config, layout)
     check_tiles(config, layout)
     check_experts(config, layout)
@@ -99,10 +114,18 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     precision = dataclasses.replace(precision, matmul=matmul[0])
     model = ModelConfig.from_dict(config.model)
     if config.data.seq_len > model.max_seq_len:
-        raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
-                         f"{model.max_seq_len}: shorten the sequences, or raise model.max_seq_len")
-    kernel = choose_kernel(model, precision, platform_of(devices[0]), config.data.seq_len,
-                           packed="segments" in batch_names(config), head_parts=layout.mesh.shape["tensor"])
+        raise ValueError(
+            f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
+            f"{model.max_seq_len}: shorten the sequences, or raise model.max_seq_len"
+        )
+    kernel = choose_kernel(
+        model,
+        precision,
+        platform_of(devices[0]),
+        config.data.seq_len,
+        packed="segments" in batch_names(config),
+        head_parts=layout.mesh.shape["tensor"],
+    )
     check_effort(config, kernel[0], layout)
     moe_kernel = choose_moe_kernel(model, platform_of(devices[0]))
     model = dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0])
@@ -112,8 +135,21 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
     schedule, stages = check_pipeline(config, layout, model, remat, batch)
-    choices = Choices(config, layout, model, precision, kernel, matmul, moe_kernel, remat, batch, frozenset(),
-                      adapters_of(config, layout), schedule, stages)
+    choices = Choices(
+        config,
+        layout,
+        model,
+        precision,
+        kernel,
+        matmul,
+        moe_kernel,
+        remat,
+        batch,
+        frozenset(),
+        adapters_of(config, layout),
+        schedule,
+        stages,
+    )
     if choices.lora or config.optimizer.freeze or (model.experts and model.router_bias):
         choices = dataclasses.replace(choices, frozen=_frozen(choices))
     if config.lora.base != "bf16":

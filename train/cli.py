@@ -47,8 +47,16 @@ def overview() -> str:
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
         lines += [f"  {name:<12}{summary(name)}" for name in names]
-    return "\n".join([*lines, "", "bytescope COMMAND --help shows its arguments and examples.",
-                      "bytescope --version shows the versions.", "", EXIT_CODES])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "bytescope COMMAND --help shows its arguments and examples.",
+            "bytescope --version shows the versions.",
+            "",
+            EXIT_CODES,
+        ]
+    )
 
 
 def summary(command: str) -> str:

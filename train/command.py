@@ -23,8 +23,11 @@ class Command:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Command":
         """From the parsed command line; with --fit its overrides are those that were found."""
-        flags = tuple(f"--{name}={value}" for name in ("rates", "coordinator", "process", "processes")
-                      if (value := getattr(args, name)) is not None)
+        flags = tuple(
+            f"--{name}={value}"
+            for name in ("rates", "coordinator", "process", "processes")
+            if (value := getattr(args, name)) is not None
+        )
         return cls(args.config, tuple(args.overrides), flags, args.verbose)
 
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:
@@ -35,8 +38,15 @@ class Command:
         changes = changes or {}
         kept = [(key, text) for key, text in self.overrides if key not in changes]
         keys = [f"--config.{key}={text}" for key, text in (*kept, *changes.items())]
-        words = ["bytescope", "train", *([self.config] if self.config else []), f"--workdir={workdir}", *self.flags,
-                 *keys, *more]
+        words = [
+            "bytescope",
+            "train",
+            *([self.config] if self.config else []),
+            f"--workdir={workdir}",
+            *self.flags,
+            *keys,
+            *more,
+        ]
         return shlex.join(words)
 
     def extend(self, workdir: Path, steps: int) -> str:

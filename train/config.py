@@ -18,9 +18,18 @@ from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # Names in other programs or in our output -> the last part of our key.
-SYNONYMS = {"width": "d_model", "hidden_size": "d_model", "n_embd": "d_model", "layers": "n_layers", "heads": "n_heads",
-            "vocabulary": "vocab_size", "context_length": "seq_len", "batch_size": "micro", "lr": "learning_rate",
-            "max_steps": "steps"}
+SYNONYMS = {
+    "width": "d_model",
+    "hidden_size": "d_model",
+    "n_embd": "d_model",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "vocabulary": "vocab_size",
+    "context_length": "seq_len",
+    "batch_size": "micro",
+    "lr": "learning_rate",
+    "max_steps": "steps",
+}
 SHIPPED = Path(base.__file__).parent
 
 
@@ -30,6 +39,7 @@ def _parse_bool(text: str) -> bool:
 
 def _parse_tuple(text: str) -> tuple:
     """`a,b` is ('a', 'b'); `1,2.0` and `(1, 2.0)` are numbers; empty is ()."""
+
     def element(item: str) -> Any:
         try:
             return ast.literal_eval(item)
@@ -41,7 +51,11 @@ def _parse_tuple(text: str) -> tuple:
 
 
 PARSERS: dict[type, Callable[[str], Any]] = {
-    bool: _parse_bool, int: int, float: float, str: str, tuple: _parse_tuple,
+    bool: _parse_bool,
+    int: int,
+    float: float,
+    str: str,
+    tuple: _parse_tuple,
 }
 
 
@@ -142,15 +156,18 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 def _made_by(path: Path) -> ConfigDict:
     """What get_config() of a file returns. Raises UserError for a file that is not a config, whatever it does."""
     if path.suffix != ".py":
-        raise UserError(f"{path} is not a config: give a Python file with get_config(), or a name that bytescope "
-                        "configs lists")
+        raise UserError(
+            f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
+        )
     spec = importlib.util.spec_from_file_location(f"bytescope_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
-            raise UserError(f"{path} has no get_config(): define one, which returns bytescope.configs.base.get_config()"
-                            " with changes")
+            raise UserError(
+                f"{path} has no get_config(): define one, which returns bytescope.configs.base.get_config()"
+                " with changes"
+            )
         config = module.get_config()
     except UserError:
         raise
@@ -172,8 +189,9 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
         if key not in have:
             raise UserError(f"{path}: key {key} is missing: start from bytescope.configs.base.get_config()")
         if type(have[key]) is not type(want[key]) and not (type(want[key]), type(have[key])) == (float, int):
-            raise UserError(f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}, "
-                            f"{type(want[key]).__name__} expected")
+            raise UserError(
+                f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}, {type(want[key]).__name__} expected"
+            )
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
@@ -196,8 +214,9 @@ def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}
     moved = keys_named(name, valid)
-    beside = [f"{group}.{near}" for near in nearest(name, [names[full] for full in valid
-                                                           if full.rpartition(".")[0] == group])]
+    beside = [
+        f"{group}.{near}" for near in nearest(name, [names[full] for full in valid if full.rpartition(".")[0] == group])
+    ]
     if moved or beside:
         return moved or beside
     alike = nearest(name, dict.fromkeys(names.values()))

@@ -27,8 +27,12 @@ def evaluate(run: Run, state: Any, step: int) -> float | None:
     """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
     evaluates."""
     program, total = run.program, None
-    batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
-                              sequences=run.config.train.eval_sequences or None)
+    batches = heldout_batches(
+        run.data,
+        rows=program.batch.rows,
+        row_slices=held_out_rows(program),
+        sequences=run.config.train.eval_sequences or None,
+    )
     for host in batches:
         if run.stopping():
             return None
@@ -58,12 +62,16 @@ class EvalPrompts:
             return
         for number, row in enumerate(read_rows(Path(config.eval_prompts).expanduser(), "train.eval_prompts")):
             if not isinstance(row.get("text"), str):
-                raise UserError(f"train.eval_prompts={config.eval_prompts} row {number} has no text: write rows such as"
-                                ' {"text": "Once"}')
+                raise UserError(
+                    f"train.eval_prompts={config.eval_prompts} row {number} has no text: write rows such as"
+                    ' {"text": "Once"}'
+                )
             self.texts.append(row["text"])
         if not config.sample_tokens:
-            raise UserError(f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: say how many tokens "
-                            "an answer has")
+            raise UserError(
+                f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: say how many tokens "
+                "an answer has"
+            )
         self._prompts = [data.encode(text) for text in self.texts]
         self._sampler: Sampler | None = None
         if over_pages(program):
@@ -77,7 +85,11 @@ class EvalPrompts:
         if self._sampler is not None:
             answers = self._sampler.answers(params, self._prompts, config.sample_temperature)
         else:
-            answers = [generate(program, params, prompt, config.sample_tokens, config.sample_temperature)
-                       for prompt in self._prompts]
-        return [{"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)}
-                for number, (text, answer) in enumerate(zip(self.texts, answers))]
+            answers = [
+                generate(program, params, prompt, config.sample_tokens, config.sample_temperature)
+                for prompt in self._prompts
+            ]
+        return [
+            {"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)}
+            for number, (text, answer) in enumerate(zip(self.texts, answers))
+        ]

@@ -110,16 +110,34 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    flops = lap.tokens / lap.seconds * model_flops_per_token(
-        run.program.model, batch.seq_len, run.program.frozen, adapter_parameters(run.program.state.params))
+    flops = (
+        lap.tokens
+        / lap.seconds
+        * model_flops_per_token(
+            run.program.model, batch.seq_len, run.program.frozen, adapter_parameters(run.program.state.params)
+        )
+    )
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
-    run.record({
-        "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
-        **scaling, **routing_row(values), "batch_tokens": batch.tokens_at(step - 1),
-        "tokens_per_s": lap.tokens / lap.seconds, "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
-        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory}, values)
+    run.record(
+        {
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": float(values["lr"]),
+            **scaling,
+            **routing_row(values),
+            "batch_tokens": batch.tokens_at(step - 1),
+            "tokens_per_s": lap.tokens / lap.seconds,
+            "step_time_s": lap.seconds,
+            "data_wait_s": lap.data_wait,
+            "mfu": mfu,
+            "hfu": mfu and mfu * run.compiled.flops_ratio,
+            "memory": memory,
+        },
+        values,
+    )
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
@@ -128,17 +146,28 @@ def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str
     good = run.checkpoints.steps()
     last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
     shown = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
-    return NonFinite(f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
-                     f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
-                     "or look at the data of that step")
+    return NonFinite(
+        f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
+        f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
+        "or look at the data of that step"
+    )
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     """Steps from `start` to the end of the run, or to a signal. Returns the state, which is saved by then."""
     config, program = run.config.train, run.program
-    batches = feed(program, train_batches(
-        run.data, rows=program.batch.rows * program.batch.read_steps, row_slices=local_rows(program),
-        seed=run.config.seed, position=start.sequences, config=data_config(run.config)), start.step)
+    batches = feed(
+        program,
+        train_batches(
+            run.data,
+            rows=program.batch.rows * program.batch.read_steps,
+            row_slices=local_rows(program),
+            seed=run.config.seed,
+            position=start.sequences,
+            config=data_config(run.config),
+        ),
+        start.step,
+    )
     pending, step, saved = None, start.step, start.step
 
     @profile.hosted("checkpoint")
@@ -203,8 +232,17 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
-        asked: profile.Asked = profile.NOTHING, command: Command = UNKNOWN, stop: Stop | None = None) -> None:
+def run(
+    config: ConfigDict,
+    *,
+    workdir: Path,
+    extend: bool,
+    console: Console,
+    processes: Processes = ALONE,
+    asked: profile.Asked = profile.NOTHING,
+    command: Command = UNKNOWN,
+    stop: Stop | None = None,
+) -> None:
     """One start of `bytescope train`: everything from the config to the last checkpoint.
 
     Args:
@@ -231,12 +269,19 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
-    identity = Identity.of(config, program.batch.global_rows, data.fingerprint, fingerprint_of_weights(program),
-                           fingerprint_of_adapter(program))
-    with (contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
-          claimed(workdir, identity, extend=extend, processes=processes) as notes,
-          contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
-          processes.together()):  # closing waits for the other processes: they learn of an error before that
+    identity = Identity.of(
+        config,
+        program.batch.global_rows,
+        data.fingerprint,
+        fingerprint_of_weights(program),
+        fingerprint_of_adapter(program),
+    )
+    with (
+        contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
+        claimed(workdir, identity, extend=extend, processes=processes) as notes,
+        contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+        processes.together(),
+    ):  # closing waits for the other processes: they learn of an error before that
         for note in notes:
             console.print(note, soft_wrap=True)
         done = checkpoints.steps()
@@ -253,10 +298,12 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report
-        with explained(report, program.mesh.local_devices[0],
-                       lambda: remedies.advice_without_compiling(report, command)):
-            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began,
-                              stop, prompts)
+        with explained(
+            report, program.mesh.local_devices[0], lambda: remedies.advice_without_compiling(report, command)
+        ):
+            _train_and_sample(
+                program, data, checkpoints, compiled, workdir, console, processes, asked, command, began, stop, prompts
+            )
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -271,13 +318,26 @@ def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[i
         damage = checkpoints.damage(saved[-1], program.state, program.order)
     if damage:
         before = f"continues from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
-        raise UserError(f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
-                        f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}")
+        raise UserError(
+            f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
+            f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}"
+        )
 
 
-def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-                      workdir: Path, console: Console, processes: Processes, asked: profile.Asked, command: Command,
-                      began: float, stop: Stop, prompts: EvalPrompts) -> None:
+def _train_and_sample(
+    program: Program,
+    data: Data,
+    checkpoints: Checkpoints,
+    compiled: startup.Compiled,
+    workdir: Path,
+    console: Console,
+    processes: Processes,
+    asked: profile.Asked,
+    command: Command,
+    began: float,
+    stop: Stop,
+    prompts: EvalPrompts,
+) -> None:
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
     config, device = program.config.train, program.mesh.local_devices[0]
     return_freed_memory()  # what compiling has freed
@@ -289,33 +349,70 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
     keeps_answers = processes.first and bool(prompts.texts)
     # Of an evaluation that was cut short there may be answers, which are written again.
     answered = position.step - (not has_evaluation(workdir / METRICS, position.step))
-    with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
-          contextlib.closing(MetricsLog(workdir / ANSWERS, answered, keeps_answers, ("text",))) as answers,
-          Recorders(workdir, position.step, program.config, compiled.report, processes.first,
-                    lambda line: console.print(line, soft_wrap=True)) as recorders,
-          Display(console, config.steps, position.step) as display,
-          profile.Profile(traced, workdir, compiled.report, console) as tracer):
-        run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
-                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes, stop.names,
-                  prompts, answers)
+    with (
+        contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
+        contextlib.closing(MetricsLog(workdir / ANSWERS, answered, keeps_answers, ("text",))) as answers,
+        Recorders(
+            workdir,
+            position.step,
+            program.config,
+            compiled.report,
+            processes.first,
+            lambda line: console.print(line, soft_wrap=True),
+        ) as recorders,
+        Display(console, config.steps, position.step) as display,
+        profile.Profile(traced, workdir, compiled.report, console) as tracer,
+    ):
+        run = Run(
+            program,
+            data,
+            checkpoints,
+            log,
+            recorders,
+            display,
+            compiled,
+            program.evaluate,
+            startup.peak_flops(program),
+            predicted_in_use(compiled.report, before),
+            tracer,
+            processes,
+            stop.names,
+            prompts,
+            answers,
+        )
         stop.watch()
         with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()
         last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, nothing is saved
         text = "" if run.agreed else sample_text(program, data, state.model_params)
-        end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.evaluated,
-                          clock.tokens_per_s(), compiled.report, before, sample(device),
-                          checkpoints.root / str(last) if last else None, workdir / PAGE)
+        end = summary.End(
+            position.step + 1,
+            last,
+            config.steps,
+            time.monotonic() - began,
+            run.evaluated,
+            clock.tokens_per_s(),
+            compiled.report,
+            before,
+            sample(device),
+            checkpoints.root / str(last) if last else None,
+            workdir / PAGE,
+        )
         if run.agreed:
-            display.note(f"{run.agreed[0]}: saved step {last}; the command below resumes from there" if last else
-                         f"{run.agreed[0]} before the first update: nothing is saved")
+            display.note(
+                f"{run.agreed[0]}: saved step {last}; the command below resumes from there"
+                if last
+                else f"{run.agreed[0]} before the first update: nothing is saved"
+            )
             summary.show(console, end.rows())
             summary.show_commands(console, {"to resume" if last else "to start again": command.resume(workdir)})
             return
         if (waited := clock.waited()) >= TOLD_WAIT:
-            display.note(f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
-                         "data.prefetch, or read token shards (bytescope prepare)")
+            display.note(
+                f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
+                "data.prefetch, or read token shards (bytescope prepare)"
+            )
         recorders.finish(config.steps, text)
         if text:
             display.note(f"sample:\n{text}")

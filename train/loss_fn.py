@@ -16,18 +16,25 @@ from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.routing import auxiliary_loss
 
 
-def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision, micro: int,
-                       frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
+def make_cross_entropy(
+    config: ConfigDict, layout: Layout, precision: Precision, micro: int, frozen: Collection[str] = ()
+) -> Callable[..., jax.Array]:
     """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
 
     `micro`: sequences per data-parallel rank, over which the `loss.chunk` tokens of a chunk are spread.
     `frozen`: dotted paths of the parameters that are not trained; a head among them gets no gradient.
     """
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
-    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
-                            config.model.tie_embeddings,
-                            ("w_token" if config.model.tie_embeddings else "w_head") in frozen,
-                            config.model.logits_softcap)
+    settings = LossSettings(
+        layout,
+        precision.compute,
+        positions,
+        config.model.vocab_size,
+        precision.logits,
+        config.model.tie_embeddings,
+        ("w_token" if config.model.tie_embeddings else "w_head") in frozen,
+        config.model.logits_softcap,
+    )
     return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
 
 
@@ -46,8 +53,14 @@ def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) 
     return zigzag(marks, layout.ring.size) != 0 if layout.ring else marks != 0
 
 
-def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
-              frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
+def make_loss(
+    config: ConfigDict,
+    graph: nnx.GraphDef,
+    layout: Layout,
+    precision: Precision,
+    micro: int,
+    frozen: Collection[str] = (),
+) -> Callable[..., jax.Array]:
     """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
 
     What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
@@ -58,12 +71,14 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     """
     cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
 
-    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None,
-             frozen: Any = None) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
+    def loss(
+        params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None, frozen: Any = None
+    ) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
         transformer = nnx.merge(graph, joined(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
-        x_BLD, load = transformer.hidden_and_load(inputs_BL, dropout_key_B, batch.get("segments"),
-                                                  token_mask(batch, config, layout))
+        x_BLD, load = transformer.hidden_and_load(
+            inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, config, layout)
+        )
         with jax.named_scope("loss"):
             total = cross_entropy(x_BLD, transformer.head(), targets_BL)
             if load is None:

@@ -83,8 +83,10 @@ def _logits_forward(x_BLD, w_head, settings):
 def _logits_backward(settings, residuals, d_BLV):
     x_BLD, w_head = residuals
     d_BLV = d_BLV.astype(settings.compute)
-    return (jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
-            None if settings.frozen else jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV))
+    return (
+        jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
+        None if settings.frozen else jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV),
+    )
 
 
 # The same with the gradient in the compute dtype, as that of a chunk. By autodiff the gradient of the head would have

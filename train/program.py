@@ -80,8 +80,9 @@ class Program(Choices):
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One held-out micro-batch: int32 [B, L]."""
-        array = jax.ShapeDtypeStruct((self.batch.rows, self.batch.seq_len), jnp.int32,
-                                     sharding=self.layout.sharding(("batch", "length")))
+        array = jax.ShapeDtypeStruct(
+            (self.batch.rows, self.batch.seq_len), jnp.int32, sharding=self.layout.sharding(("batch", "length"))
+        )
         return dict.fromkeys(batch_names(self.config), array)
 
     @cached_property
@@ -151,16 +152,22 @@ class Program(Choices):
         segments = self.remat.segments(self.model.n_layers)
         asked = [segment.name for segment in segments if segment.policy.offloads]
         if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
-            raise ValueError(f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
-                             f"{', '.join(NAMES)}, or use full")
+            raise ValueError(
+                f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
+                f"{', '.join(NAMES)}, or use full"
+            )
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
         return in_turns(self._init, self.state)(self.config.seed)
 
     def _init(self, seed: jax.Array) -> TrainState:
-        return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
-                          self.parts.scaling, self.frozen)
+        return init_state(
+            self.transformer(nnx.Rngs(params=jax.random.key(seed))),
+            self.parts.optimizer,
+            self.parts.scaling,
+            self.frozen,
+        )
 
     def init_around(self, params: Any) -> TrainState:
         """The initial state with these parameters, which are in their shardings already; nothing is copied.
@@ -168,6 +175,7 @@ class Program(Choices):
         With adapters they are the frozen ones, and the adapters are those of `init`.
         """
         if self.lora:
+
             def own(seed: jax.Array) -> TrainState:
                 return dataclasses.replace(self._init(seed), frozen=None)
 
@@ -195,8 +203,9 @@ class Program(Choices):
         return in_turns(init, self.state.frozen)(self.config.seed)
 
 
-def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None,
-               frozen: Collection[str] = ()) -> TrainState:
+def init_state(
+    transformer: Transformer, optimizer: Any, scaling: Scaling | None = None, frozen: Collection[str] = ()
+) -> TrainState:
     """The state before the first step.
 
     `scaling`: the rule of the loss scale, if there is one; `frozen`: dotted paths of parameters that are not trained.
@@ -205,16 +214,27 @@ def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None
     return state_around(trained, optimizer, scaling, rest, routed=transformer.config.routed)
 
 
-def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None, frozen: Any = None,
-                 routed: tuple[int, int] | None = None) -> TrainState:
+def state_around(
+    params: Any,
+    optimizer: Any,
+    scaling: Scaling | None = None,
+    frozen: Any = None,
+    routed: tuple[int, int] | None = None,
+) -> TrainState:
     """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
     shapes of the former alone. `routed`: layers with experts and experts of each."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed),
-                      scaling and scaling.init(), frozen)
+    return TrainState(
+        jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), scaling and scaling.init(), frozen
+    )
 
 
-def describe_state(transformer: Transformer, layout: Layout, optimizer: Any, scaling: Scaling | None = None,
-                   frozen: Collection[str] = ()) -> TrainState:
+def describe_state(
+    transformer: Transformer,
+    layout: Layout,
+    optimizer: Any,
+    scaling: Scaling | None = None,
+    frozen: Collection[str] = (),
+) -> TrainState:
     """The state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
 
     Raises:
@@ -228,11 +248,13 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any, sca
         layout.check("/".join(str(key.key) for key in path), leaf.shape, shape_axes)
         return stored_frozen(layout, shape_axes, matrix) if dotted(path) in frozen else layout.stored(shape_axes)
 
-    shardings = jax.tree_util.tree_map_with_path(place, logical_axes(transformer), contracted(transformer), params,
-                                                 is_leaf=is_axes)
+    shardings = jax.tree_util.tree_map_with_path(
+        place, logical_axes(transformer), contracted(transformer), params, is_leaf=is_axes
+    )
     everywhere = match_parameters(state, params, shardings, layout.sharding())
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                        state, everywhere)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, everywhere
+    )
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -259,16 +281,22 @@ def assemble(choices: Choices) -> Program:
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
     every = _micro_steps(config, batch)
-    optimizer = make_optimizer(config.optimizer, schedule, vocabulary=config.model.vocab_size, multisteps=every,
-                               accumulator=precision.accumulator)
+    optimizer = make_optimizer(
+        config.optimizer,
+        schedule,
+        vocabulary=config.model.vocab_size,
+        multisteps=every,
+        accumulator=precision.accumulator,
+    )
     loss = make_loss(config, graph, layout, precision, batch.micro, choices.frozen)
     scaling = None
     if precision.loss_scale == "dynamic":
         scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
     state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
     check_traced(choices.remat, loss, state, batch, batch_names(config))
-    trained = [parted(tree, choices.frozen)[0]
-               for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))]
+    trained = [
+        parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
+    ]
     weights = Weights(layout, *trained, precision)
     partwise = make_partwise(config, schedule, precision, every, state)
     fused, local_loss, pipeline, evaluated = None, None, None, loss
@@ -281,9 +309,20 @@ def assemble(choices: Choices) -> Program:
     elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)
-    parts = StepParts(evaluated, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
-                      partwise=partwise, fused=fused, routed=choices.model.routed, bias_rate=_bias_rate(choices),
-                      pipeline=pipeline)
+    parts = StepParts(
+        evaluated,
+        optimizer,
+        schedule,
+        config.seed,
+        weights,
+        local_loss=local_loss,
+        scaling=scaling,
+        partwise=partwise,
+        fused=fused,
+        routed=choices.model.routed,
+        bias_rate=_bias_rate(choices),
+        pipeline=pipeline,
+    )
     return Program(**vars(choices), parts=parts, state=state, graph=graph)
 
 

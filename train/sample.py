@@ -51,8 +51,7 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
             chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
         else:
             chosen_B = jnp.argmax(logits_BV, axis=-1)
-        return jax.lax.dynamic_update_slice_in_dim(
-            tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
 
     return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
 
@@ -72,8 +71,9 @@ def _jitted(program: Program, temperature: float) -> Any:
 def lower_generate(program: Program) -> jax.stages.Lowered:
     """The program of whole passes, lowered for the devices of `program`, which may be described ones."""
     # One row per rank: a batch of one would not divide over the mesh.
-    tokens = jax.ShapeDtypeStruct((program.batch.ranks, program.batch.seq_len), jnp.int32,
-                                  sharding=program.layout.sharding(("batch", None)))
+    tokens = jax.ShapeDtypeStruct(
+        (program.batch.ranks, program.batch.seq_len), jnp.int32, sharding=program.layout.sharding(("batch", None))
+    )
     span = jax.ShapeDtypeStruct((2,), jnp.int32)
     return _jitted(program, program.config.train.sample_temperature).lower(program.state.model_params, tokens, span)
 
@@ -86,7 +86,7 @@ def read_part(prompt: list[int], count: int, length: int) -> list[int]:
     """
     if len(prompt) < length:
         return prompt
-    return prompt[-min(max(length - count, length // 2), length - 1):]
+    return prompt[-min(max(length - count, length // 2), length - 1) :]
 
 
 def over_pages(program: Program) -> bool:
@@ -158,9 +158,12 @@ def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt
     end = min(len(prompt) + count, length)
-    out = _jitted(program, temperature)(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
-                                        np.asarray([len(prompt), end], np.int32))
-    return np.asarray(out)[0, len(prompt): end].tolist()
+    out = _jitted(program, temperature)(
+        params,
+        jax.device_put(tokens, program.layout.sharding(("batch", None))),
+        np.asarray([len(prompt), end], np.int32),
+    )
+    return np.asarray(out)[0, len(prompt) : end].tolist()
 
 
 def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
@@ -174,7 +177,7 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
         return data.encode(text or "def ")
     if not text:
         row = data.heldout[0]
-        return row["inputs"][:np.argmax(row["targets"] != IGNORE) + 1].tolist()
+        return row["inputs"][: np.argmax(row["targets"] != IGNORE) + 1].tolist()
     if config.data.format != "chat":
         return data.encode(text)
     # The model reads the rendered text before the answer.

@@ -32,20 +32,25 @@ class Pair:
 
 def keys_of(path: str) -> Keys:
     """The keys of a path without its root: `state.params['w'][0]` is ("params", "w", "0")."""
-    return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)):]))
+    return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)) :]))
 
 
 def root_of(path: str) -> str:
     """The argument that a path is a leaf of: "state", "args[1]"; "" for a result's path."""
     found = re.match(r"\w*", path)[0]
     if found in _PLACED:
-        place = re.match(r"\[\d+\]", path[len(found):])
+        place = re.match(r"\[\d+\]", path[len(found) :])
         return found + (place[0] if place else "")
     return found
 
 
-def pairs(arguments: Sequence[Leaf], results: Sequence[Leaf], updates: Sequence[Update], trained: bool,
-          aliased: Mapping[int, int]) -> list[Pair]:
+def pairs(
+    arguments: Sequence[Leaf],
+    results: Sequence[Leaf],
+    updates: Sequence[Update],
+    trained: bool,
+    aliased: Mapping[int, int],
+) -> list[Pair]:
     """The results that are updates or gradients of arguments, each result used once.
 
     Args:
@@ -99,9 +104,9 @@ class _Pairing:
             found = []
             for result in self.by_array.get(_array(self.arguments[places[0]]), ()):
                 own, mine = self.outside[result], self.inside[places[0]]
-                if own[len(own) - len(mine):] != mine:
+                if own[len(own) - len(mine) :] != mine:
                     continue
-                trunk = own[:len(own) - len(mine)]
+                trunk = own[: len(own) - len(mine)]
                 there = [below.get(trunk + self.inside[place], -1) for place in places]
                 if all(at >= 0 and self._same(place, at) for place, at in zip(places, there)):
                     found.append((self.is_gradient(places[0], result), trunk, list(zip(there, places))))
@@ -114,7 +119,7 @@ class _Pairing:
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
                 common = common_keys(self.inside[argument], self.outside[result])
-                if _named(self.inside[argument][len(self.inside[argument]) - common:]):
+                if _named(self.inside[argument][len(self.inside[argument]) - common :]):
                     found.append((-common, result, argument))
         yield from ((result, argument) for _, result, argument in sorted(found))
 
@@ -140,8 +145,11 @@ class _Pairing:
         """What the backward pass returns is a gradient of the first argument of its shape that has none."""
         for result, leaf in enumerate(self.results):
             if self.updates[result].phase == "backward" and leaf.shape:
-                yield from ((result, place) for place in range(len(self.arguments))
-                            if "float" in leaf.dtype and self._same(place, result))
+                yield from (
+                    (result, place)
+                    for place in range(len(self.arguments))
+                    if "float" in leaf.dtype and self._same(place, result)
+                )
 
 
 def _array(leaf: Leaf) -> tuple:

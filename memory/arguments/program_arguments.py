@@ -62,8 +62,12 @@ class Arguments:
         return [number for number, argument in self.by_number.items() if argument.role == role]
 
 
-def read(program: Program, flow: Flow | None = None, signature: Signature | None = None,
-         extra: Iterable[tuple[str, str]] = ()) -> Arguments:
+def read(
+    program: Program,
+    flow: Flow | None = None,
+    signature: Signature | None = None,
+    extra: Iterable[tuple[str, str]] = (),
+) -> Arguments:
     """The arguments of a program.
 
     Args:
@@ -88,18 +92,24 @@ class _Reading:
         self.updates = [state.update(*value) for value in outside]
         self.values = outside
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.leaves)}
-        aliased = {output[0] if output else 0: numbers[number]
-                   for output, number, index in self.module.aliases if number in numbers and not index}
+        aliased = {
+            output[0] if output else 0: numbers[number]
+            for output, number, index in self.module.aliases
+            if number in numbers and not index
+        }
         self.pairs: dict[int, Pair] = {
-            pair.argument: pair for pair in pairs(self.leaves, self.results, self.updates, state.trained, aliased)}
+            pair.argument: pair for pair in pairs(self.leaves, self.results, self.updates, state.trained, aliased)
+        }
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
     def _arguments(self, signature: Signature | None) -> list[Leaf]:
         """The leaves that the program uses, by number; those of the module where jax does not tell."""
         told = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
-        return [told.get(number) or self._leaf(number, parameter, number in aliased)
-                for number, parameter in sorted(self.module.parameters.items())]
+        return [
+            told.get(number) or self._leaf(number, parameter, number in aliased)
+            for number, parameter in sorted(self.module.parameters.items())
+        ]
 
     def _leaf(self, number: int, parameter: Instruction, donated: bool) -> Leaf:
         shape = self.module.shape(parameter)
@@ -123,8 +133,10 @@ class _Reading:
             first = self._decided(evidence)
         mirrored = self._mirrored([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
         shaped = _shaped(evidence, first)
-        evidence = [dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
-                    for place, one in enumerate(evidence)]
+        evidence = [
+            dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
+            for place, one in enumerate(evidence)
+        ]
         found = self._decided(evidence)
         # What learns comes first: a moment is of the parameters, not of their copy of some steps ago.
         ranked = sorted(range(len(found)), key=lambda place: not evidence[place].learns)
@@ -152,9 +164,20 @@ class _Reading:
         state = self._is_update(place)
         learns = state and self.state.trained and self.state.from_backward(*self.values[pair.result])
         return Evidence(
-            leaf.path, leaf.shape, leaf.dtype, self.state.trained, state, self._returned(leaf),
-            bool(pair is not None and pair.gradient), learns, self._is_read(reads), "forward" in reads.phases,
-            reads.products, reads.random, batch_dim=not state and leaf.shape[:1] in self._batch_dims)
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            self.state.trained,
+            state,
+            self._returned(leaf),
+            bool(pair is not None and pair.gradient),
+            learns,
+            self._is_read(reads),
+            "forward" in reads.phases,
+            reads.products,
+            reads.random,
+            batch_dim=not state and leaf.shape[:1] in self._batch_dims,
+        )
 
     def _is_update(self, place: int) -> bool:
         """Whether an argument comes back changed."""
@@ -176,16 +199,22 @@ class _Reading:
         """First dimensions of results that are no state, and of data that are whole numbers."""
         taken = {pair.result for pair in self.pairs.values()}
         free = [leaf for place, leaf in enumerate(self.results) if place not in taken]
-        data = [leaf for place, leaf in enumerate(self.leaves) if leaf.dtype in ("int16", "int32", "int64")
-                and leaf.shape and place not in self.pairs]
+        data = [
+            leaf
+            for place, leaf in enumerate(self.leaves)
+            if leaf.dtype in ("int16", "int32", "int64") and leaf.shape and place not in self.pairs
+        ]
         return frozenset(leaf.shape[:1] for leaf in (*free, *data) if leaf.shape and leaf.dtype != "token")
 
     def _mirrored(self, params: Sequence[Leaf]) -> frozenset[int]:
         """Places of leaves, no parameters, with the shape and the last keys of one; of state without keys, with the
         shape of the only one."""
         owners = _Owners(params)
-        return frozenset(place for place, leaf in enumerate(self.leaves) if leaf not in params
-                         and owners.alike(leaf, alone=self._is_update(place)) is not None)
+        return frozenset(
+            place
+            for place, leaf in enumerate(self.leaves)
+            if leaf not in params and owners.alike(leaf, alone=self._is_update(place)) is not None
+        )
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
         """Every value on the way to the update of a parameter, or to its gradient, that of the fewest ways first."""
@@ -214,9 +243,12 @@ def _by_argument(evidence: Sequence[Evidence]) -> frozenset[str]:
     for one in evidence:
         if one.floats and not one.state:
             leaves.setdefault(root_of(one.path), []).append(one)
-    return frozenset(root for root, group in leaves.items() if len(group) > 1 and
-                     2 * sum(math.prod(one.shape) for one in group if one.weight)
-                     > sum(math.prod(one.shape) for one in group))
+    return frozenset(
+        root
+        for root, group in leaves.items()
+        if len(group) > 1
+        and 2 * sum(math.prod(one.shape) for one in group if one.weight) > sum(math.prod(one.shape) for one in group)
+    )
 
 
 def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
@@ -229,9 +261,15 @@ def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str
         if one.floats and not one.state:
             alike = len(one.shape) > 1 and one.forward and parts.issuperset(one.shape)
             leaves.setdefault(root_of(one.path), []).append((math.prod(one.shape), alike))
-    return frozenset(root for root, group in leaves.items() if len(group) > 1 and (
-        2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group)
-        or 2 * sum(alike for _, alike in group) > len(group)))
+    return frozenset(
+        root
+        for root, group in leaves.items()
+        if len(group) > 1
+        and (
+            2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group)
+            or 2 * sum(alike for _, alike in group) > len(group)
+        )
+    )
 
 
 class _Owners:
@@ -256,11 +294,13 @@ class _Owners:
         """The parameter with most of the last keys of a leaf; with `alone`, the only one of its shape where a leaf has
         no names."""
         keys = keys_of(leaf.path)
-        found = [(common_keys(keys, own), param) for own, param in self.by_last.get(keys[-1] if keys else "", ())
-                 if (param.shape == leaf.shape or not same_shape) and leaf.shape]
+        found = [
+            (common_keys(keys, own), param)
+            for own, param in self.by_last.get(keys[-1] if keys else "", ())
+            if (param.shape == leaf.shape or not same_shape) and leaf.shape
+        ]
         best = max(found, key=lambda item: item[0], default=(0, None))
-        if best[0] and not all(key.isdigit() for key in keys[len(keys) - best[0]:]):
+        if best[0] and not all(key.isdigit() for key in keys[len(keys) - best[0] :]):
             return best[1]
         shaped = self.by_shape.get(leaf.shape, ()) if leaf.shape and alone else ()
         return shaped[0] if len(shaped) == 1 and all(key.isdigit() for key in keys) else None
-

@@ -105,8 +105,18 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("cache", lambda e: e.state and e.trained and bool(e.shape) and not e.learns),
     ("optimizer", lambda e: e.state and e.trained),
     # What a step trains against; `frozen` below finds those that are known for parameters.
-    ("frozen", lambda e: e.shaped and e.trained and not e.state and e.floats and e.forward and not e.batch_dim
-        and "batch" not in (e.container, e.name)),
+    (
+        "frozen",
+        lambda e: (
+            e.shaped
+            and e.trained
+            and not e.state
+            and e.floats
+            and e.forward
+            and not e.batch_dim
+            and "batch" not in (e.container, e.name)
+        ),
+    ),
     # Other state: what a step carries on.
     ("optimizer", lambda e: e.state and e.name == "optimizer" and not e.shape),
     ("cache", lambda e: e.state or (e.name == "cache" and e.returned)),
@@ -126,31 +136,45 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
 # (pattern of a whole key, role). The first key of a path that has a row decides, but sums of gradients within the
 # optimizer's state are told apart.
 _CONTAINERS = (
-    (r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
-     "accumulator"),
+    (
+        r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
+        "accumulator",
+    ),
     (r"(\w+_)?(opt|optim|optimizer|optimiser)_?states?|opt_vars", "optimizer"),
     (r"frozen(_\w+)?|(\w+_)?frozen", "frozen"),
     (r"(\w+_)?params?|(\w+_)?parameters|theta|phi", "params"),
     (r"(\w+_)?grads?|(\w+_)?gradients?", "gradients"),
-    (r"(\w+_)?(kv|key_value|k|v)_?caches?|(\w+_)?caches?|past_key_values|batch_stats|moving_(mean|average|var)\w*"
-     r"|running_(mean|var)|carry|carries|hidden_states?", "cache"),
+    (
+        r"(\w+_)?(kv|key_value|k|v)_?caches?|(\w+_)?caches?|past_key_values|batch_stats|moving_(mean|average|var)\w*"
+        r"|running_(mean|var)|carry|carries|hidden_states?",
+        "cache",
+    ),
     (r"(\w+_)?batch|batches|inputs?|targets?|labels?|examples?|minibatch|input_ids|attention_mask", "batch"),
 )
 # (pattern of a whole key, role): words that name a leaf; the innermost counts. Those of `_ROOTS` are asked of the
 # argument's own name only: a `k` inside of a model is no data.
 _WORDS = (
     (r"(\w+_)?(rngs?|prng|prng_key|keys?|seeds?|rng_state|rng_key)", "rng"),
-    (r"mu|nu|trace|momentum|velocity|moments?|second_moment|[vs]_(row|col)|master\w*|ema\w*|opt|optim|counts?|steps?"
-     r"|mini_step|gradient_step|loss_scale|learning_rate|lr|optimizer", "optimizer"),
-    (r"p|w|b|ws|bs|w_?\d+|b_?\d+|weights?|(\w+_)?kernel|bias|biases|scale|(\w+_)?embeddings?(_table)?|embed|table"
-     r"|variables|model|net|network|w[qkvo]|w_\w+|w(te|pe)", "params"),
+    (
+        r"mu|nu|trace|momentum|velocity|moments?|second_moment|[vs]_(row|col)|master\w*|ema\w*|opt|optim|counts?|steps?"
+        r"|mini_step|gradient_step|loss_scale|learning_rate|lr|optimizer",
+        "optimizer",
+    ),
+    (
+        r"p|w|b|ws|bs|w_?\d+|b_?\d+|weights?|(\w+_)?kernel|bias|biases|scale|(\w+_)?embeddings?(_table)?|embed|table"
+        r"|variables|model|net|network|w[qkvo]|w_\w+|w(te|pe)",
+        "params",
+    ),
     (r"kv|hidden|memory|states?", "cache"),
 )
 _ROOTS = (
     (r"h|c", "cache"),
-    (r"x|xs|y|ys|z|data|(\w+_)?tokens?|(\w+_)?mask|(\w+_)?segments?(_ids)?|(\w+_)?positions?(_ids)?|images?|text"
-     r"|obs|observations?|actions?|rewards?|(\w+_)?ids|(\w+_)?inputs?|(\w+_)?targets?|(\w+_)?labels?|q|k|v|query|key"
-     r"|value|logits|prompt", "batch"),
+    (
+        r"x|xs|y|ys|z|data|(\w+_)?tokens?|(\w+_)?mask|(\w+_)?segments?(_ids)?|(\w+_)?positions?(_ids)?|images?|text"
+        r"|obs|observations?|actions?|rewards?|(\w+_)?ids|(\w+_)?inputs?|(\w+_)?targets?|(\w+_)?labels?|q|k|v|query|key"
+        r"|value|logits|prompt",
+        "batch",
+    ),
 )
 
 
@@ -163,8 +187,10 @@ def frozen(evidence: Sequence[Evidence], found: Sequence[str]) -> list[str]:
     """The roles `found`, with parameters that a training step never updates as what they are: where something learns,
     what neither comes back changed nor has a gradient among the results is frozen."""
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, found))
-    return ["frozen" if learn and role == "params" and not (one.state or one.gradient) else role
-            for one, role in zip(evidence, found)]
+    return [
+        "frozen" if learn and role == "params" and not (one.state or one.gradient) else role
+        for one, role in zip(evidence, found)
+    ]
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
@@ -191,8 +217,9 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
     rows, and a pattern that is not a regular expression; a program is compiled after that."""
     pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
     if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
-        raise ReportError(f"roles={repr(extra)[:60]}: give (regular expression, role) pairs, such as "
-                          "[('weights', 'params')]")
+        raise ReportError(
+            f"roles={repr(extra)[:60]}: give (regular expression, role) pairs, such as [('weights', 'params')]"
+        )
     for pattern, name in pairs:
         if name not in ROLES:
             raise ReportError(f"role {name!r} for {pattern!r}: {remedy_for(str(name), sorted(ROLES))}")
@@ -217,8 +244,9 @@ def by_container(path: str) -> str:
 def by_name(path: str) -> str:
     """The role that a word of a path stands for, the innermost first; "" for none."""
     words = _words_of(path)
-    return next(filter(None, (_match(word, _WORDS) for word in reversed(words))), "") \
-        or _match(next(iter(words), ""), _ROOTS)
+    return next(filter(None, (_match(word, _WORDS) for word in reversed(words))), "") or _match(
+        next(iter(words), ""), _ROOTS
+    )
 
 
 def _words_of(path: str) -> Keys:

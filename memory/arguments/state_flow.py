@@ -18,17 +18,84 @@ from bytescope.memory.hlo.shapes import Index
 Value = tuple[int, Index]
 
 # Operations that hand a value on as it is, perhaps elsewhere, seen otherwise, or in another dtype.
-_HANDING = frozenset(("parameter", "get-tuple-element", "tuple", "while", "fusion", "call", "conditional", "bitcast",
-                      "copy", "copy-start", "copy-done", "opt-barrier", "optimization-barrier", "domain", "reshape",
-                      "transpose", "async-start", "async-update", "async-done", "add-dependency"))
-_CASTING = frozenset(("convert", "reduce-precision", "slice", "dynamic-slice", "bitcast-convert", "concatenate", "pad",
-                      "broadcast", "all-gather", "all-gather-start", "all-gather-done"))
+_HANDING = frozenset(
+    (
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "while",
+        "fusion",
+        "call",
+        "conditional",
+        "bitcast",
+        "copy",
+        "copy-start",
+        "copy-done",
+        "opt-barrier",
+        "optimization-barrier",
+        "domain",
+        "reshape",
+        "transpose",
+        "async-start",
+        "async-update",
+        "async-done",
+        "add-dependency",
+    )
+)
+_CASTING = frozenset(
+    (
+        "convert",
+        "reduce-precision",
+        "slice",
+        "dynamic-slice",
+        "bitcast-convert",
+        "concatenate",
+        "pad",
+        "broadcast",
+        "all-gather",
+        "all-gather-start",
+        "all-gather-done",
+    )
+)
 # Operations each of whose results is made of the values at its own place.
-_ELEMENTWISE = frozenset((
-    "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "select", "clamp", "negate", "abs", "sign",
-    "sqrt", "rsqrt", "cbrt", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh",
-    "convert", "reduce-precision", "bitcast-convert", "and", "or", "xor", "not", "remainder", "floor", "ceil",
-    "round-nearest-afz", "round-nearest-even", "is-finite"))
+_ELEMENTWISE = frozenset(
+    (
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "maximum",
+        "minimum",
+        "power",
+        "select",
+        "clamp",
+        "negate",
+        "abs",
+        "sign",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "exponential",
+        "exponential-minus-one",
+        "log",
+        "log-plus-one",
+        "logistic",
+        "tanh",
+        "convert",
+        "reduce-precision",
+        "bitcast-convert",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "remainder",
+        "floor",
+        "ceil",
+        "round-nearest-afz",
+        "round-nearest-even",
+        "is-finite",
+    )
+)
 # Operations that take a part of an array, or put arrays beside each other: places shift along some dimensions.
 _SHIFTING = frozenset(("pad", "slice", "dynamic-slice", "concatenate"))
 # Operations that write a part of their first operand anew.
@@ -138,13 +205,19 @@ class StateFlow:
                 shared = summed or opcode not in _GATHERING
                 pending += [(made, at, how, inside, shared) for made, at in self._made_of(instruction, index)]
             elif opcode in _SHIFTING and along:
-                pending += [(operand, (), how, inside, summed) for operand in self._operands(instruction)
-                            if self._keeps(instruction, operand, along)]
+                pending += [
+                    (operand, (), how, inside, summed)
+                    for operand in self._operands(instruction)
+                    if self._keeps(instruction, operand, along)
+                ]
             elif opcode in _ELEMENTWISE:
                 least = self.flow.shape(instruction, index).elements
                 after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
-                pending += [(operand, (), after, inside, summed) for operand in self._operands(instruction)
-                            if self.module.shape(operand).elements == least]
+                pending += [
+                    (operand, (), after, inside, summed)
+                    for operand in self._operands(instruction)
+                    if self.module.shape(operand).elements == least
+                ]
         return Update(found, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
@@ -155,8 +228,11 @@ class StateFlow:
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple]:
         """What an operation writes into, and, inside of a loop over layers, what it writes."""
         operands = self._operands(instruction)
-        within = [(operands[1], (), WRITTEN, True, summed)] if instruction.opcode == "dynamic-update-slice" \
-            and len(operands) > 1 else []
+        within = (
+            [(operands[1], (), WRITTEN, True, summed)]
+            if instruction.opcode == "dynamic-update-slice" and len(operands) > 1
+            else []
+        )
         return [*((operand, (), WRITTEN, False, summed) for operand in operands[:1]), *within]
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
@@ -215,9 +291,9 @@ class StateFlow:
                     yield root, index
             elif caller.opcode == "conditional":
                 at = caller.called.index(parameter.computation) + 1
-                yield from ((operand, index) for operand in operands[at:at + 1])
+                yield from ((operand, index) for operand in operands[at : at + 1])
             else:
-                yield from ((operand, index) for operand in operands[parameter.parameter:parameter.parameter + 1])
+                yield from ((operand, index) for operand in operands[parameter.parameter : parameter.parameter + 1])
 
     def _operands(self, instruction: Instruction) -> list[Instruction]:
         known = self.module.instructions
@@ -275,7 +351,7 @@ class StateFlow:
         elif user.opcode == "conditional":
             for at, operand in enumerate(user.operands):
                 if operand == instruction.id and at:
-                    yield from self._inner(user.called[at - 1:at], 0, index)
+                    yield from self._inner(user.called[at - 1 : at], 0, index)
         elif user.opcode in _HANDING or user.opcode in _CASTING:
             yield user, index if "barrier" in user.opcode else ()
 
@@ -290,5 +366,6 @@ class StateFlow:
         """The calls whose result a value is."""
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
-            yield from ((caller, index) for caller in self.flow.callers.get(computation.id, ())
-                        if caller.opcode in _HANDING)
+            yield from (
+                (caller, index) for caller in self.flow.callers.get(computation.id, ()) if caller.opcode in _HANDING
+            )

@@ -28,8 +28,9 @@ class _HeldBuffer:
     elements: int
 
 
-def attribution_of(program: Program, known: Arguments | None = None, names: Names | None = None,
-                   flow: Flow | None = None) -> Attribution:
+def attribution_of(
+    program: Program, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
+) -> Attribution:
     """The attribution of a program's buffers and operations.
 
     `known`: its arguments, where they are read already; `names`: checkpoint names; `flow`: of its module.
@@ -48,8 +49,11 @@ def report(look: Attribution, method: str = "heap_trace") -> Report:
     curve = lifetimes.walk(program, look.order)
     last = len(curve.points) - 1
     traced = {event[1] for trace in program.traces for event in trace.events}
-    held = [_held(look, allocation, last) for allocation in program.allocations
-            if not allocation.thread_local and (allocation.indefinite or _untraced(allocation, traced))]
+    held = [
+        _held(look, allocation, last)
+        for allocation in program.allocations
+        if not allocation.thread_local and (allocation.indefinite or _untraced(allocation, traced))
+    ]
     base = sum(item.buffer.bytes for item in held if item.buffer.memory == "device")
     points = _points(program, curve, look, base)
     temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
@@ -58,8 +62,15 @@ def report(look: Attribution, method: str = "heap_trace") -> Report:
     return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
 
 
-def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...], base: int,
-              buffers: tuple[Buffer, ...], elements: dict[int, int], method: str) -> Report:
+def _assemble(
+    program: Program,
+    curve: Curve,
+    points: tuple[TimelinePoint, ...],
+    base: int,
+    buffers: tuple[Buffer, ...],
+    elements: dict[int, int],
+    method: str,
+) -> Report:
     peak = base + curve.peak_bytes
     allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
     live = [b for b in buffers if b.at_peak and b.memory == "device"]
@@ -70,12 +81,20 @@ def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...],
         if not allocation.thread_local:
             elsewhere[_memory(allocation.color)] += allocation.size
     return Report(
-        peak_bytes=peak, allocated_bytes=allocated, breakdown=breakdown, method=method,
-        timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements),
+        peak_bytes=peak,
+        allocated_bytes=allocated,
+        breakdown=breakdown,
+        method=method,
+        timeline=points,
+        buffers=buffers,
+        ledger=ledger_rows(buffers, elements),
         residuals_by_name=_sums((naming.label(b), b.bytes) for b in live if b.category == "residuals"),
         workspace_by_scope=_sums((naming.label(b), b.bytes) for b in live if b.category == "workspace"),
-        host_bytes=elsewhere["host"], on_chip_bytes=elsewhere["on_chip"], peak_index=curve.peak_index,
-        program=program.module.name)
+        host_bytes=elsewhere["host"],
+        on_chip_bytes=elsewhere["on_chip"],
+        peak_index=curve.peak_index,
+        program=program.module.name,
+    )
 
 
 def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -102,27 +121,42 @@ def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
     values = [buffer_of(look.program, id) for id, _, _ in allocation.assigned]
     values = [(b, i) for b, i in values if b is not None and i is not None]
     values.sort(key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter"))
-    common = {"bytes": allocation.size, "start": 0, "end": last, "at_peak": True,
-              "memory": _memory(allocation.color)}
+    common = {"bytes": allocation.size, "start": 0, "end": last, "at_peak": True, "memory": _memory(allocation.color)}
     if allocation.entry_parameter:
         entry = module.computations.get(module.entry)
         parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
         if parameter is not None:
             shape = module.shape(parameter).leaf(allocation.parameter_index)
             known = look.arguments.by_number[allocation.parameter]
-            return _HeldBuffer(Buffer(name=known.path, shape=shape.dims, dtype=shape.dtype, phase="argument",
-                                      category=known.role, module=known.path, parameter=known.owner, **common),
-                               shape.elements)
-        return _HeldBuffer(Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument",
-                                  **common), 0)
+            return _HeldBuffer(
+                Buffer(
+                    name=known.path,
+                    shape=shape.dims,
+                    dtype=shape.dtype,
+                    phase="argument",
+                    category=known.role,
+                    module=known.path,
+                    parameter=known.owner,
+                    **common,
+                ),
+                shape.elements,
+            )
+        return _HeldBuffer(
+            Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument", **common), 0
+        )
     if not values:
-        return _HeldBuffer(Buffer(name=f"allocation {allocation.index}", category=_category_of(allocation),
-                                  **common), 0)
+        return _HeldBuffer(
+            Buffer(name=f"allocation {allocation.index}", category=_category_of(allocation), **common), 0
+        )
     logical, instruction = values[0]
     description = _describe(look, instruction, logical.index)
     if allocation.live_out:
-        description.update(category="outputs", phase="output", checkpoint_name="",
-                           parameter=look.gradient_of(instruction, logical.index))
+        description.update(
+            category="outputs",
+            phase="output",
+            checkpoint_name="",
+            parameter=look.gradient_of(instruction, logical.index),
+        )
     elif allocation.constant:
         description.update(category="workspace", component="constants", checkpoint_name="")
     shape = look.flow.shape(instruction, logical.index)
@@ -154,10 +188,19 @@ def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...
     component, module = "param_copy" if fact.of_parameter else scope.component, "/".join(scope.path)
     if named is None and (argument := look.argument_of(fact.origin)):
         component, module = component or "argument_copy", argument
-    return {"name": instruction.name, "shape": fact.shape.dims, "dtype": fact.shape.dtype,
-            "category": category, "phase": phase, "component": component, "module": module,
-            "op_name": first_of_merged(metadata.op_name), "source": source_line(metadata), "checkpoint_name": name,
-            "parameter": look.gradient_of(instruction, index) if category == "gradients" else ""}
+    return {
+        "name": instruction.name,
+        "shape": fact.shape.dims,
+        "dtype": fact.shape.dtype,
+        "category": category,
+        "phase": phase,
+        "component": component,
+        "module": module,
+        "op_name": first_of_merged(metadata.op_name),
+        "source": source_line(metadata),
+        "checkpoint_name": name,
+        "parameter": look.gradient_of(instruction, index) if category == "gradients" else "",
+    }
 
 
 def _container(scope: Scope) -> str:
@@ -166,8 +209,7 @@ def _container(scope: Scope) -> str:
     return next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
 
 
-def _temporary(look: Attribution, life: Life, curve: Curve,
-               points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
+def _temporary(look: Attribution, life: Life, curve: Curve, points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
     """A stretch of temporary memory as a buffer, described by the value it holds at the peak, and its elements."""
     at_peak = life.start <= curve.peak_index <= life.end
     value = _representative(look.program, life, curve.peak_index if at_peak else None)

@@ -80,8 +80,14 @@ def _activation(equation: Any, array: Any, labels: Labels) -> Iterator[Activatio
     frame = next(source_info_util.user_frames(equation.source_info.traceback), None)
     if frame is not None:
         suffix = f"{equation.source_info.name_stack}/{equation.primitive.name}"
-        yield Activation((frame.file_name, frame.start_line, frame.start_column), suffix, tuple(array.shape),
-                         array.dtype.name, labels, equation.params.get("name", ""))
+        yield Activation(
+            (frame.file_name, frame.start_line, frame.start_column),
+            suffix,
+            tuple(array.shape),
+            array.dtype.name,
+            labels,
+            equation.params.get("name", ""),
+        )
 
 
 def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
@@ -106,6 +112,7 @@ def _moved(labels: Labels, by: int) -> Labels:
 
 
 # ---- rules: (equation, labels of its operands, shape of the result) -> labels of the result ----------------------
+
 
 def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
     """Dimensions stay where they are; one whose size changes has lost its meaning."""
@@ -137,8 +144,9 @@ def _transpose(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> L
 
 def _broadcast(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
     dims = equation.params["broadcast_dimensions"]
-    return {dims[dim]: axes for dim, axes in labels[0].items()
-            if equation.invars[0].aval.shape[dim] == shape[dims[dim]]}
+    return {
+        dims[dim]: axes for dim, axes in labels[0].items() if equation.invars[0].aval.shape[dim] == shape[dims[dim]]
+    }
 
 
 def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
@@ -171,7 +179,15 @@ def _lost(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels
 
 
 _RULES: Mapping[str, Callable[[Any, list[Labels], tuple[int, ...]], Labels]] = {
-    "dot_general": _dot, "transpose": _transpose, "broadcast_in_dim": _broadcast, "reshape": _reshape,
-    "gather": _gather, "squeeze": _reduce, "argmax": _reduce, "argmin": _reduce, "scatter": _lost, "sort": _same,
+    "dot_general": _dot,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "gather": _gather,
+    "squeeze": _reduce,
+    "argmax": _reduce,
+    "argmin": _reduce,
+    "scatter": _lost,
+    "sort": _same,
     "conv_general_dilated": _lost,
 } | {f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")}

@@ -25,8 +25,19 @@ from bytescope.memory.hlo.scopes import COMPONENTS
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
-_FORMS = frozenset(("reshape", "convert_element_type", "transpose", "squeeze", "sharding_constraint",
-                    "expand_dims", "reduce_precision", "broadcast_in_dim", "copy"))
+_FORMS = frozenset(
+    (
+        "reshape",
+        "convert_element_type",
+        "transpose",
+        "squeeze",
+        "sharding_constraint",
+        "expand_dims",
+        "reduce_precision",
+        "broadcast_in_dim",
+        "copy",
+    )
+)
 MARK = "reduce_precision"
 _NAME = re.compile(r"^[A-Za-z_][\w.\-/]*$")
 _MAX_SOURCE = 4_000_000
@@ -75,8 +86,11 @@ class Names:
     def _by_place(self, metadata: Metadata) -> str:
         chain = tuple(frame[:3] for frame in metadata.frames)
         for length in range(len(chain), 0, -1):
-            found = {place.name for place in self._table.get(chain[:length], ())
-                     if metadata.op_name.endswith(place.suffix) and _same_end(metadata.frames[0], place.end)}
+            found = {
+                place.name
+                for place in self._table.get(chain[:length], ())
+                if metadata.op_name.endswith(place.suffix) and _same_end(metadata.frames[0], place.end)
+            }
             if found:
                 return found.pop() if len(found) == 1 else ""
         return ""
@@ -173,8 +187,11 @@ def _call_at(file: str, line: int, column: int) -> str:
     """The name in the call that starts at a place of a source file; "" when there is none."""
     for node in _source(file)[0].get(line, ()):
         if node.col_offset == column:
-            strings = [a.value for a in (*node.args[1:], *(k.value for k in node.keywords))
-                       if isinstance(a, ast.Constant) and isinstance(a.value, str) and _NAME.match(a.value)]
+            strings = [
+                a.value
+                for a in (*node.args[1:], *(k.value for k in node.keywords))
+                if isinstance(a, ast.Constant) and isinstance(a.value, str) and _NAME.match(a.value)
+            ]
             if len(strings) == 1:
                 return strings[0]
     return ""
@@ -186,8 +203,11 @@ def _call_around(file: str, line: int, column: int) -> str:
     calls, aliases = _source(file)
     for node in (node for nodes in calls.values() for node in nodes):
         function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if function in aliases and (node.lineno, node.col_offset) <= (line, column) \
-                and (line, column) < (node.end_lineno, node.end_col_offset):
+        if (
+            function in aliases
+            and (node.lineno, node.col_offset) <= (line, column)
+            and (line, column) < (node.end_lineno, node.end_col_offset)
+        ):
             return _call_at(file, node.lineno, node.col_offset)
     return ""
 
@@ -206,8 +226,7 @@ def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
             if isinstance(node, ast.Call):
                 calls.setdefault(node.lineno, []).append(node)
             elif isinstance(node, ast.ImportFrom):
-                aliases |= {item.asname for item in node.names
-                            if item.name == "checkpoint_name" and item.asname}
+                aliases |= {item.asname for item in node.names if item.name == "checkpoint_name" and item.asname}
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}, frozenset()
     return calls, frozenset(aliases)

@@ -59,8 +59,10 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
             total = state.setdefault((role, buffer.dtype), [0, 0])
             total[0] += count
             total[1] += buffer.bytes
-    out = [LedgerRow(role, dtype, count, size, _per_parameter(size, parameters) if role != "frozen" else 0.0)
-           for (role, dtype), (count, size) in sorted(state.items(), key=_row_order)]
+    out = [
+        LedgerRow(role, dtype, count, size, _per_parameter(size, parameters) if role != "frozen" else 0.0)
+        for (role, dtype), (count, size) in sorted(state.items(), key=_row_order)
+    ]
     trained = [row for row in out if row.role != "frozen"]
     size = sum(row.bytes for row in trained)
     return (*out, LedgerRow("total", "", sum(row.elements for row in trained), size, _per_parameter(size, parameters)))
@@ -105,12 +107,21 @@ def _narrowed(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
     left = sorted(items, key=lambda item: item[0].start)
     for narrow, count in sorted(items, key=lambda item: item[0].start):
         dims = _without_ones(narrow.shape)
-        wides = [other for other, values in left if values == count and other.bytes > narrow.bytes
-                 and _without_ones(other.shape) == dims and other.start <= narrow.start <= other.end]
+        wides = [
+            other
+            for other, values in left
+            if values == count
+            and other.bytes > narrow.bytes
+            and _without_ones(other.shape) == dims
+            and other.start <= narrow.start <= other.end
+        ]
         if wides:
             wide = min(wides, key=lambda other: other.end)  # the one that is read for the last time
-            left = [(dataclasses.replace(buffer, start=wide.start) if buffer is narrow else buffer, values)
-                    for buffer, values in left if buffer is not wide]
+            left = [
+                (dataclasses.replace(buffer, start=wide.start) if buffer is narrow else buffer, values)
+                for buffer, values in left
+                if buffer is not wide
+            ]
     return left
 
 
@@ -189,8 +200,16 @@ def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], c
         count = held * (degree if "params" in _sharded(strategy) else 1)
     share = routed_share(config) if plan and plan.expert > 1 else 0.0
     gradients = SUMMED.get(str(config.get(PRECISION_PRESET, "")), CLASSIC["gradients"])
-    return State(count, strategy, degree, tensor, gradients,
-                 _replicated(program, roles, plan.shard if plan else {}, strategy), share, plan.expert if plan else 1)
+    return State(
+        count,
+        strategy,
+        degree,
+        tensor,
+        gradients,
+        _replicated(program, roles, plan.shard if plan else {}, strategy),
+        share,
+        plan.expert if plan else 1,
+    )
 
 
 def parameters_held(report: Report, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
@@ -200,8 +219,9 @@ def parameters_held(report: Report, program: PlacedProgram, roles: Mapping[int, 
     return sum(found) or state.parameters * state.tensor + round(frozen * state.shards("params"))
 
 
-def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int],
-                strategy: str) -> dict[str, int]:
+def _replicated(
+    program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str
+) -> dict[str, int]:
     """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
     if not shard or not _sharded(strategy):
         return {}
@@ -231,8 +251,12 @@ def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
     live = [b for b in report.buffers if b.at_peak and b.memory == "device"]
     copies = sum(b.bytes for b in live if b.component == "param_copy" or b.category == "collectives")
     rows = report.breakdown
-    held = {"params": rows["params"], "gradients": rows["gradients"] + rows["accumulator"],
-            "optimizer": rows["optimizer"], "gathered": copies}
+    held = {
+        "params": rows["params"],
+        "gradients": rows["gradients"] + rows["accumulator"],
+        "optimizer": rows["optimizer"],
+        "gathered": copies,
+    }
     out = []
     for role, size in held.items():
         classic = (CLASSIC | {"gradients": state.gradients}).get(role, 0) / state.shards(role)

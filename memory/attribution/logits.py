@@ -73,8 +73,11 @@ class Logits:
     def _out_of(self, number: int, entry) -> int:
         """The dimension of a head that its products leave: the first in libraries that keep weights as (out, in)."""
         local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
-        left = [set(self._made(i).dims) for i in self.module.instructions.values() if self._is_product(i)
-                and self._phase(i) != "backward" and self._only_weight(i) == number]
+        left = [
+            set(self._made(i).dims)
+            for i in self.module.instructions.values()
+            if self._is_product(i) and self._phase(i) != "backward" and self._only_weight(i) == number
+        ]
         return 0 if left and all(local[0] in dims and local[-1] not in dims for dims in left) else -1
 
     def _made(self, instruction: Instruction) -> Shape:
@@ -104,8 +107,11 @@ class Logits:
     def _weight(self, instruction: Instruction) -> int:
         """The parameter that activations are multiplied by to something as wide as the vocabulary, outside of the
         backward pass; -1 for none."""
-        if not self._is_product(instruction) or not self._wide(self._made(instruction)) \
-                or self._phase(instruction) == "backward":
+        if (
+            not self._is_product(instruction)
+            or not self._wide(self._made(instruction))
+            or self._phase(instruction) == "backward"
+        ):
             return -1
         return self._only_weight(instruction)
 

@@ -206,5 +206,8 @@ def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
         if component == buffer.component and not buffer.checkpoint_name:
             modules.setdefault(label(buffer), set()).add(path[:depth])
             examples[label(buffer)] = buffer
-    return {key: label(examples[key], len(found)) for key, found in modules.items()
-            if len(found) > 1 and any(_NUMBERED.search(word) for path in found for word in path)}
+    return {
+        key: label(examples[key], len(found))
+        for key, found in modules.items()
+        if len(found) > 1 and any(_NUMBERED.search(word) for path in found for word in path)
+    }

@@ -48,8 +48,7 @@ class PlacedProgram:
         return self.program.allocations
 
 
-def place(program: Program, compilation: Compilation, config: Mapping[str, Any],
-          arguments: Arguments) -> PlacedProgram:
+def place(program: Program, compilation: Compilation, config: Mapping[str, Any], arguments: Arguments) -> PlacedProgram:
     """A program with the mesh of its arguments, else the config's, and the activations of its jaxpr.
 
     Args:
@@ -65,7 +64,10 @@ def place(program: Program, compilation: Compilation, config: Mapping[str, Any],
         replicated = frozenset(number for number, layout in matched.items() if layout.local == layout.dims)
     if compilation.jaxpr is not None and module.devices > 1:
         known = arguments.roles
-        batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
-                 for number, layout in matched.items() if known[number] == "batch"}
+        batch = {
+            layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
+            for number, layout in matched.items()
+            if known[number] == "batch"
+        }
         activations = activations_of(compilation.jaxpr, batch)
     return PlacedProgram(program, mesh, matched, replicated, activations, compilation.jaxpr, arguments)

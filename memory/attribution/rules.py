@@ -22,13 +22,31 @@ from bytescope.memory.hlo.shapes import Index, Shape, leaves
 
 _LATER = ("backward", "recompute")
 _SUMMING = frozenset(("add", "add_any"))
-_CASTING = frozenset(("convert", "copy", "bitcast", "transpose", "reshape", "reduce-precision", "parameter",
-                      "get-tuple-element", "fusion", "dynamic-slice", "slice", "all-gather",
-                      "all-gather-start", "all-gather-done", "tuple", "while", "opt-barrier", "copy-start",
-                      "copy-done"))
+_CASTING = frozenset(
+    (
+        "convert",
+        "copy",
+        "bitcast",
+        "transpose",
+        "reshape",
+        "reduce-precision",
+        "parameter",
+        "get-tuple-element",
+        "fusion",
+        "dynamic-slice",
+        "slice",
+        "all-gather",
+        "all-gather-start",
+        "all-gather-done",
+        "tuple",
+        "while",
+        "opt-barrier",
+        "copy-start",
+        "copy-done",
+    )
+)
 # Operations that may be a whole update or only hand a gradient on; their own name decides.
-_COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy", "fusion", "call",
-                        "conditional"))
+_COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy", "fusion", "call", "conditional"))
 _TUPLES = frozenset(("tuple", "get-tuple-element"))
 # Operations through which a value is still itself.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
@@ -62,14 +80,38 @@ class Fact:
 
 # (category, rule), first match wins.
 RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
-    ("accumulator", lambda f: f.origin.looped and f.weight_like and f.phase == "" and not f.of_parameter
-        and f.scope.operation in _SUMMING and f.scope.component != "optimizer"),
+    (
+        "accumulator",
+        lambda f: (
+            f.origin.looped
+            and f.weight_like
+            and f.phase == ""
+            and not f.of_parameter
+            and f.scope.operation in _SUMMING
+            and f.scope.component != "optimizer"
+        ),
+    ),
     # A loss that computes its gradients in the forward pass (a chunked one) has them there.
-    ("gradients", lambda f: f.weight_like and f.feeds_update and f.scope.component != "optimizer"
-        and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)),
+    (
+        "gradients",
+        lambda f: (
+            f.weight_like
+            and f.feeds_update
+            and f.scope.component != "optimizer"
+            and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)
+        ),
+    ),
     # What a collective brings and a loop keeps for the backward pass, such as the rows of experts.
-    ("residuals", lambda f: is_collective(f.opcode) and f.origin.stack is not None and f.phase == "forward"
-        and f.read_later and not (f.of_parameter or f.weight_like)),
+    (
+        "residuals",
+        lambda f: (
+            is_collective(f.opcode)
+            and f.origin.stack is not None
+            and f.phase == "forward"
+            and f.read_later
+            and not (f.of_parameter or f.weight_like)
+        ),
+    ),
     ("collectives", lambda f: is_collective(f.opcode)),
     ("logits_loss", lambda f: (f.scope.component in LOSS_COMPONENTS or f.logits) and not f.of_parameter),
     ("residuals", lambda f: f.phase == "forward" and f.read_later and not f.of_parameter),
@@ -92,7 +134,8 @@ class Attribution:
         self.naming = Naming(program.module, flow)
         self._feeds: dict[tuple[int, Index], bool] = {}
         self.after_backward = flow.dependent(
-            {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"})
+            {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"}
+        )
         self.weights = _weight_dims(self)
         self.logits = Logits(self)
 
@@ -124,10 +167,19 @@ class Attribution:
         if origin.stack is not None:
             instruction = self._loop_of(instruction)
         feeds_update = weight_like and self.feeds(instruction, index)
-        return Fact(shape, scope, phase, origin, origin.instruction.opcode if origin.instruction else "",
-                    phase == "forward" and self.read_later(instruction, index), weight_like, feeds_update,
-                    self.is_parameter(origin), named is not None,
-                    not feeds_update and (instruction, index, shape) in self.logits)
+        return Fact(
+            shape,
+            scope,
+            phase,
+            origin,
+            origin.instruction.opcode if origin.instruction else "",
+            phase == "forward" and self.read_later(instruction, index),
+            weight_like,
+            feeds_update,
+            self.is_parameter(origin),
+            named is not None,
+            not feeds_update and (instruction, index, shape) in self.logits,
+        )
 
     def _loop_of(self, instruction: Instruction) -> Instruction:
         """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""
@@ -143,19 +195,26 @@ class Attribution:
             for user in self.flow.users.get(value.id, ()):
                 scope = self.scope(user)
                 plain = user.opcode not in _COMPOSITE or scope.component in ("optimizer", "grad_norm")
-                if plain and not scope.phase and self.module.metadata(user).op_name \
-                        and self.phase(scope, user) == "optimizer":
+                if (
+                    plain
+                    and not scope.phase
+                    and self.module.metadata(user).op_name
+                    and self.phase(scope, user) == "optimizer"
+                ):
                     return True
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
         """Whether the backward pass reads a value, as it is or as the state of a loop."""
+
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
             return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
 
-        return any(user.opcode not in _TUPLES and self.scope(user).phase in _LATER
-                   for value in self._reached(instruction, index, onward)
-                   for user in self.flow.users.get(value.id, ()))
+        return any(
+            user.opcode not in _TUPLES and self.scope(user).phase in _LATER
+            for value in self._reached(instruction, index, onward)
+            for user in self.flow.users.get(value.id, ())
+        )
 
     def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
         """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
@@ -172,14 +231,14 @@ class Attribution:
             for user in self.flow.users.get(instruction.id, ()):
                 pending += onward(instruction, index, user)
 
-    def _onward(self, instruction: Instruction, index: Index, user: Instruction,
-                any_shape: bool = False) -> Iterable[tuple[Instruction, Index]]:
+    def _onward(
+        self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
+    ) -> Iterable[tuple[Instruction, Index]]:
         """The values that carry a weight-shaped value on through one of its readers."""
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
         if user.opcode == "tuple":
-            return [(user, (i, *index)) for i, operand in enumerate(user.operands)
-                    if operand == instruction.id]
+            return [(user, (i, *index)) for i, operand in enumerate(user.operands) if operand == instruction.id]
         if user.opcode == "while":
             body = self.module.computations.get(user.called[0]) if user.called else None
             inner = self.module.instructions.get(body.parameters.get(0, -1)) if body else None
@@ -187,8 +246,11 @@ class Attribution:
         if self._uses(user, instruction) or user.opcode == "dynamic-slice":
             return []
         made = None if any_shape or user.opcode not in ("fusion", "call") else self._made_by(user, instruction)
-        return [(user, at) for at, leaf in leaves(self.module.shape(user)) if (made is None or at in made)
-                and (any_shape or _without_ones(leaf.dims) in self.weights)]
+        return [
+            (user, at)
+            for at, leaf in leaves(self.module.shape(user))
+            if (made is None or at in made) and (any_shape or _without_ones(leaf.dims) in self.weights)
+        ]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
         """Whether an operation multiplies an operand by another, looks it up, or sums it over a dimension: of an
@@ -217,8 +279,11 @@ class Attribution:
                     pending.append(user.id)
         root = self.module.root(inside.id)
         if root is None or root.opcode != "tuple":
-            return frozenset(at for at, _ in leaves(self.module.shape(fusion))) if root and root.id in seen \
+            return (
+                frozenset(at for at, _ in leaves(self.module.shape(fusion)))
+                if root and root.id in seen
                 else frozenset()
+            )
         return frozenset((at,) for at, id in enumerate(root.operands) if id in seen)
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:

@@ -105,18 +105,34 @@ def _nccl(facts: Facts) -> int:
 
 
 ITEMS = (
-    Item("batches waiting", POOL, lambda facts: sum(facts.loop.waiting),
-         "train/data/feed.py: an update's batches arrive before the last update is done; counted on the CPU"),
-    Item("results not yet read", POOL, lambda facts: facts.loop.results * sum(facts.results),
-         "train/loop.py: metrics are read a step late"),
+    Item(
+        "batches waiting",
+        POOL,
+        lambda facts: sum(facts.loop.waiting),
+        "train/data/feed.py: an update's batches arrive before the last update is done; counted on the CPU",
+    ),
+    Item(
+        "results not yet read",
+        POOL,
+        lambda facts: facts.loop.results * sum(facts.results),
+        "train/loop.py: metrics are read a step late",
+    ),
     Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
-    Item("cuBLAS workspace", POOL, _blas,
-         "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "
-         "compiler; else at most this; from the source, an upper bound"),
+    Item(
+        "cuBLAS workspace",
+        POOL,
+        _blas,
+        "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "
+        "compiler; else at most this; from the source, an upper bound",
+    ),
     Item("context", CARD, lambda facts: facts.context, "CONTEXT_BYTES on CUDA, the compiler's own on TPU; estimate"),
     Item("NCCL", CARD, _nccl, "a ring for each group of devices that exchanges data; estimate"),
-    Item("machine code", CARD, lambda facts: facts.code if facts.platform == "cuda" else 0,
-         "generated_code_size_in_bytes, loaded by the driver; from the source"),
+    Item(
+        "machine code",
+        CARD,
+        lambda facts: facts.code if facts.platform == "cuda" else 0,
+        "generated_code_size_in_bytes, loaded by the driver; from the source",
+    ),
 )
 
 

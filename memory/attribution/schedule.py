@@ -20,8 +20,23 @@ Node = tuple[int, Index]
 
 _SAME = frozenset(("bitcast", "opt-barrier", "optimization-barrier", "add-dependency", "domain"))
 # Operations that write over an operand that dies with them.
-_OVERWRITING = frozenset(("fusion", "add", "subtract", "multiply", "divide", "maximum", "minimum", "select",
-                          "exp", "tanh", "negate", "convert", "all-reduce"))
+_OVERWRITING = frozenset(
+    (
+        "fusion",
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "maximum",
+        "minimum",
+        "select",
+        "exp",
+        "tanh",
+        "negate",
+        "convert",
+        "all-reduce",
+    )
+)
 
 
 def derive(module: Module) -> Program:
@@ -197,8 +212,15 @@ class _Derivation:
                 mine = groups.get(self._find((instruction.id, index)))
                 for operand in instruction.operands:
                     other = groups.get(self._find((operand, ())))
-                    if (mine and other and other is not mine and other.end == at and other.size == mine.size
-                            and mine.start == at and other.kind == mine.kind == "temp"):
+                    if (
+                        mine
+                        and other
+                        and other is not mine
+                        and other.end == at
+                        and other.size == mine.size
+                        and mine.start == at
+                        and other.kind == mine.kind == "temp"
+                    ):
                         self._merge(groups, (operand, ()), (instruction.id, index))
                         break
 

@@ -57,15 +57,31 @@ class OldFlag(argparse.Action):
     """The previous spelling of a flag: it is not in the help, and prints the present spelling."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
-        super().__init__(option_strings, dest, renamed.nargs, default=argparse.SUPPRESS, type=renamed.type,
-                         choices=renamed.choices, help=argparse.SUPPRESS, metavar=renamed.metavar)
+        super().__init__(
+            option_strings,
+            dest,
+            renamed.nargs,
+            default=argparse.SUPPRESS,
+            type=renamed.type,
+            choices=renamed.choices,
+            help=argparse.SUPPRESS,
+            metavar=renamed.metavar,
+        )
         self.renamed = renamed
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         """Prints the present name of the flag, then runs its action."""
-        print(f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
-              "name", file=sys.stderr)
+        print(
+            f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
+            "name",
+            file=sys.stderr,
+        )
         self.renamed(parser, namespace, values, option_string)
 
 
@@ -94,17 +110,23 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
         overriding: the help of --config.KEY.
     """
     add_config(parser)
-    parser.add_argument("target_here", nargs="?", metavar="TARGET", help="what to compile for, such as h200:8, "
-                        "h100:2x8 (hosts x devices), v5e:4x4, cpu:8 or local, the devices of this machine (default); "
-                        "bytescope targets lists the chips")
+    parser.add_argument(
+        "target_here",
+        nargs="?",
+        metavar="TARGET",
+        help="what to compile for, such as h200:8, "
+        "h100:2x8 (hosts x devices), v5e:4x4, cpu:8 or local, the devices of this machine (default); "
+        "bytescope targets lists the chips",
+    )
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
     parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds the config alone, by position or by flag."""
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG",
-                        help="a config file, or a name that bytescope configs lists")
+    parser.add_argument(
+        "config_here", nargs="?", metavar="CONFIG", help="a config file, or a name that bytescope configs lists"
+    )
     parser.add_argument("--config", metavar="CONFIG", help="the config, by flag")
 
 
@@ -122,8 +144,9 @@ def settle_subject(args: argparse.Namespace) -> None:
         if by_position is None:
             continue
         if getattr(args, name) is not None:
-            raise ReportError(f"{name} is given twice, as {by_position} and as --{name}={getattr(args, name)}: "
-                              "leave one out")
+            raise ReportError(
+                f"{name} is given twice, as {by_position} and as --{name}={getattr(args, name)}: leave one out"
+            )
         setattr(args, name, by_position)
     if "target" in args and args.target is None:
         args.target = "local"
@@ -139,19 +162,25 @@ def _settle_place(args: argparse.Namespace) -> None:
         return
     if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
         near = did_you_mean(first, names())
-        raise ReportError(f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
-                          f"with --{flag}: give either a config or --{flag}")
+        raise ReportError(
+            f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
+            f"with --{flag}: give either a config or --{flag}"
+        )
     args.config_here, args.target_here = None, first
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Adds the flag for adapters; `more`: what else it does, in words."""
-    parser.add_argument("--lora", action="store_true", help="LoRA adapters over frozen weights, rank "
-                        f"{LORA_DEFAULT_RANK} by default{more}")
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help=f"LoRA adapters over frozen weights, rank {LORA_DEFAULT_RANK} by default{more}",
+    )
 
 
-def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
-              trainer: Trainer) -> Sequence[tuple[str, str]]:
+def with_lora(
+    args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer
+) -> Sequence[tuple[str, str]]:
     """The overrides, with a rank where --lora asks for adapters and the config has none.
 
     Raises:
@@ -168,16 +197,21 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     """Adds how a command compiles and where its `result`, in words, goes."""
     parser.add_argument("--no-cache", action="store_true", help="compile everything: neither read nor write the cache")
     add_rates(parser)
-    parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
-                        "far as 20 GiB of host memory allow)")
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+    )
     parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
 def add_rates(parser: argparse.ArgumentParser) -> None:
     """Adds where the rates of predictions are from."""
-    parser.add_argument("--rates", metavar="FILE", type=user_path,
-                        help="predict seconds at the rates of bytescope calibrate")
+    parser.add_argument(
+        "--rates", metavar="FILE", type=user_path, help="predict seconds at the rates of bytescope calibrate"
+    )
 
 
 @contextmanager
@@ -282,12 +316,22 @@ def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
     from bytescope.memory.text.console import LineProgress, make_console
 
     console = make_console(stderr=True)
-    columns = (TextColumn(doing), BarColumn(bar_width=15), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.description}", markup=False, table_column=Column(
-                   ratio=1, no_wrap=True, overflow="ellipsis")))  # the labels get what the figures leave
+    columns = (
+        TextColumn(doing),
+        BarColumn(bar_width=15),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+    )  # the labels get what the figures leave
     # What goes to stdout stays there, even if only stderr is a terminal.
-    with LineProgress(*columns, console=console, transient=True, disable=not console.is_interactive,
-                      redirect_stdout=False, expand=True) as bar:
+    with LineProgress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_interactive,
+        redirect_stdout=False,
+        expand=True,
+    ) as bar:
         yield Bar(bar, total)
 
 

@@ -35,11 +35,20 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every combination")
-    parser.add_argument("--remat", metavar="P,P", help="remat policies to compare, short for --grid=remat.policy=P,P; "
-                        "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'")
-    parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
-                        help="values to compare of a config key, of config or of target; several grids are compared "
-                        "in every combination")
+    parser.add_argument(
+        "--remat",
+        metavar="P,P",
+        help="remat policies to compare, short for --grid=remat.policy=P,P; "
+        "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'",
+    )
+    parser.add_argument(
+        "--grid",
+        metavar="KEY=V,V",
+        action="append",
+        default=[],
+        help="values to compare of a config key, of config or of target; several grids are compared "
+        "in every combination",
+    )
     parser.add_argument("--measure", action="store_true", help="also run each step on this machine's devices, timed")
     parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict")
     add_compiling(parser, "the comparison")
@@ -56,11 +65,19 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     known = sum(1 for job in jobs if not args.no_cache and row_cache.read(place, job.name))
     with progress(len(jobs)) as tell:
         answers, interrupted = worker_pool.run(
-            jobs, workers=workers, env=env, measure=args.measure, progress=tell,
-            cache=None if args.no_cache else place)
+            jobs, workers=workers, env=env, measure=args.measure, progress=tell, cache=None if args.no_cache else place
+        )
     rows = plan_rows.mark_pareto([row_of(job, answers[job.name], args.formulas) for job in jobs if job.name in answers])
-    finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted,
-           given=grids.given_flags(overrides))
+    finish(
+        args,
+        rows,
+        answers,
+        names,
+        cached=known,
+        missing=len(jobs) - len(rows),
+        interrupted=interrupted,
+        given=grids.given_flags(overrides),
+    )
     if interrupted:
         return INTERRUPTED
     if not any(row.ok for row in rows):
@@ -120,8 +137,17 @@ def row_of(job: worker_pool.Job, answer: Mapping[str, Any], formulas: bool) -> R
     return row if isinstance(found, str) else dataclasses.replace(row, formula=dataclasses.asdict(found))
 
 
-def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
-           names: Sequence[str], *, cached: int, missing: int, interrupted: bool, given: str = "") -> None:
+def finish(
+    args: argparse.Namespace,
+    rows: Sequence[Row],
+    answers: Mapping[str, Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    cached: int,
+    missing: int,
+    interrupted: bool,
+    given: str = "",
+) -> None:
     """Prints the rows and writes the files asked for.
 
     Args:

@@ -23,14 +23,26 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("before", metavar="BEFORE.json", help="the report to compare with, written by bytescope report "
-                        "--json, or a run directory")
+    parser.add_argument(
+        "before",
+        metavar="BEFORE.json",
+        help="the report to compare with, written by bytescope report --json, or a run directory",
+    )
     parser.add_argument("after", metavar="AFTER.json", help="the report to compare, or a run directory")
-    parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
-                        help="exit with 1 if peak or allocated bytes grew by more than this")
+    parser.add_argument(
+        "--fail-above",
+        metavar="PERCENT",
+        type=_percent,
+        default=None,
+        help="exit with 1 if peak or allocated bytes grew by more than this",
+    )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the difference as a page that opens "
-                        "offline: both timelines, and what grew")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write the difference as a page that opens offline: both timelines, and what grew",
+    )
 
 
 def _percent(text: str) -> float:

@@ -36,10 +36,17 @@ WORK = {
     "mlp-tokens": "tokens of a rank whose MLP exists at once, 0 for all",
 }
 # Row of the JSON -> its title.
-ROWS = {"params": "parameters", "frozen": "frozen parameters", "gradients": "gradients",
-        "optimizer": "optimizer and master copy", "kept": "activations of the layers",
-        "recomputed": "one layer recomputed", "outside": "embedding, head and logits", "total": "total",
-        "host": "in host memory"}
+ROWS = {
+    "params": "parameters",
+    "frozen": "frozen parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer and master copy",
+    "kept": "activations of the layers",
+    "recomputed": "one layer recomputed",
+    "outside": "embedding, head and logits",
+    "total": "total",
+    "host": "in host memory",
+}
 
 # (least total in bytes, decimal unit, its bytes, binary unit, its bytes); the first that the total reaches is used.
 UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
@@ -49,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_config(parser)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
-    parser.add_argument("--params", metavar="N", help="assume a GPT of about so many parameters instead of a config: "
-                        "7e9, 7b, 350m")
+    parser.add_argument(
+        "--params", metavar="N", help="assume a GPT of about so many parameters instead of a config: 7e9, 7b, 350m"
+    )
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
     for flag, (_, _, _, summary) in KINDS.items():
@@ -62,32 +70,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
     for old, now in (("width", "d-model"), ("head-width", "d-head"), ("mlp-width", "d-ff"), ("sequence", "length")):
         keep_old_flag(parser, f"--{old}", f"--{now}")
-    parser.add_argument("--zero", type=int, choices=training_state.ZERO, metavar="STAGE",
-                        help="ZeRO stage over the data-parallel ranks: 0 to 3")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=training_state.ZERO,
+        metavar="STAGE",
+        help="ZeRO stage over the data-parallel ranks: 0 to 3",
+    )
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
-    parser.add_argument("--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the "
-                        "routed experts")
-    parser.add_argument("--tensor", type=int, metavar="N", help="number of devices to split heads, MLP "
-                        "width and vocabulary over")
-    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,
-                        help="shard norms and the residual stream over the tensor-parallel ranks too")
+    parser.add_argument(
+        "--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the routed experts"
+    )
+    parser.add_argument(
+        "--tensor", type=int, metavar="N", help="number of devices to split heads, MLP width and vocabulary over"
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="shard norms and the residual stream over the tensor-parallel ranks too",
+    )
     for flag, choices, summary in (
-            ("optimizer", training_state.OPTIMIZERS, "the optimizer"),
-            ("precision", training_state.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
-            ("attention", transformer.ATTENTION, "whether attention scores are kept in memory"),
-            ("offload", training_state.OFFLOAD, "what is kept in host memory")):
+        ("optimizer", training_state.OPTIMIZERS, "the optimizer"),
+        ("precision", training_state.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
+        ("attention", transformer.ATTENTION, "whether attention scores are kept in memory"),
+        ("offload", training_state.OFFLOAD, "what is kept in host memory"),
+    ):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
-    parser.add_argument("--lora-rank", type=int, metavar="N", help="train low-rank adapters of this rank over frozen "
-                        "weights; 0: the weights")
-    parser.add_argument("--lora-targets", metavar="T,T", help="the matrices that have an adapter (default: all of "
-                        f"{','.join(adapters.TARGETS)})")
-    parser.add_argument("--lora-base", choices=adapters.BASES, metavar="NAME", help="how frozen weights are stored: "
-                        f"{', '.join(adapters.BASES)}")
-    parser.add_argument("--fused", action=argparse.BooleanOptionalAction,
-                        help="update each layer inside the backward pass")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="N",
+        help="train low-rank adapters of this rank over frozen weights; 0: the weights",
+    )
+    parser.add_argument(
+        "--lora-targets",
+        metavar="T,T",
+        help=f"the matrices that have an adapter (default: all of {','.join(adapters.TARGETS)})",
+    )
+    parser.add_argument(
+        "--lora-base",
+        choices=adapters.BASES,
+        metavar="NAME",
+        help=f"how frozen weights are stored: {', '.join(adapters.BASES)}",
+    )
+    parser.add_argument(
+        "--fused", action=argparse.BooleanOptionalAction, help="update each layer inside the backward pass"
+    )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the estimate as a page that opens "
-                        "offline, with inputs to change")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write the estimate as a page that opens offline, with inputs to change",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -137,8 +172,10 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
                 notes.append(f"{MESH}{axis}=-1 counts as 1 device here: give the number with --{flag}=N.")
             break  # at most one axis may be -1
     if config[MESH_CONTEXT] != 1:
-        notes.append(f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out, which would divide the activations of a "
-                     "device by it: bytescope report --formulas counts it.")
+        notes.append(
+            f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out, which would divide the activations of a "
+            "device by it: bytescope report --formulas counts it."
+        )
     return tuple(notes)
 
 
@@ -149,8 +186,9 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         layout["expert"] = number(vars(args), "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
-    rest = {name: value for name in ("optimizer", "precision", "attention", "offload")
-            if (value := getattr(args, name))}
+    rest = {
+        name: value for name in ("optimizer", "precision", "attention", "offload") if (value := getattr(args, name))
+    }
     if args.fused is not None:
         rest["fused"] = args.fused
     for field, flag in (("sequence", "length"), ("batch", "batch")):
@@ -173,8 +211,9 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
     if rank == 0 or (rank is None and given is None):
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
-                raise ReportError(f"--{flag.replace('_', '-')}={getattr(args, flag)} without adapters: give "
-                                  "--lora-rank=16 too")
+                raise ReportError(
+                    f"--{flag.replace('_', '-')}={getattr(args, flag)} without adapters: give --lora-rank=16 too"
+                )
         return None
     start = given or Adapters(rank)
     targets = start.targets
@@ -194,17 +233,29 @@ def show(found: Estimate, console: Any = None) -> None:
     q, layout = found.question, found.question.layout
     asked, trained = q.model.adapters, ""
     if asked:
-        trained = f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted_anywhere(q.model))}: " \
-                  f"{adapters.adapter_count(q.model):,} trained, frozen weights in {asked.base}"
+        trained = (
+            f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted_anywhere(q.model))}: "
+            f"{adapters.adapter_count(q.model):,} trained, frozen weights in {asked.base}"
+        )
     shared = f", experts over {layout.expert} of them" if layout.expert > 1 else ""
     stages = f"{layout.pipeline} stages, a stash of {layout.stash:.3g} of all layers, " if layout.stash else ""
     tensor = f"{stages}tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
     parts = [
-        Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), *_mixture(q), f"{q.model.layers} layers, width "
-               f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens"]),
-        Prose(f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision}, {q.optimizer}, {q.attention} "
-              f"attention{trained}; per device"),
-        _table(found), *(Prose(f"note: {note}", "dim") for note in found.notes)]
+        Items(
+            [
+                Text(f"{q.parameters:,.0f} parameters", style="bold"),
+                *_mixture(q),
+                f"{q.model.layers} layers, width "
+                f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens",
+            ]
+        ),
+        Prose(
+            f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision}, {q.optimizer}, {q.attention} "
+            f"attention{trained}; per device"
+        ),
+        _table(found),
+        *(Prose(f"note: {note}", "dim") for note in found.notes),
+    ]
     put(Group(*parts), console)
 
 
@@ -230,9 +281,12 @@ def _table(found: Estimate) -> Any:
             continue
         each = document["per_parameter"].get(row)
         sizes = [document["policies"][policy][row] for policy in found.activations]
-        table.add(title, "" if each is None else f"{each:.4g}",
-                  *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
-                  style="bold" if row == "total" else "")
+        table.add(
+            title,
+            "" if each is None else f"{each:.4g}",
+            *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
+            style="bold" if row == "total" else "",
+        )
     ratios = [f"{flops / found.model_flops:.3f}" for flops in found.hardware_flops.values()]
     table.add("hardware over model FLOPs", "", *(cell for ratio in ratios for cell in (ratio, "")))
     return table

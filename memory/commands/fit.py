@@ -48,19 +48,26 @@ MOST_MEASURED = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every variant; no lever changes it")
-    parser.add_argument("--budget", metavar="SIZE", help="bytes per device, such as 72GiB (default: all "
-                        "that the device has available)")
-    parser.add_argument("--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: "
-                        "the config's)")
-    parser.add_argument("--levers", metavar="L,L", help="what may change (default: all of "
-                        f"{', '.join(fit_space.LEVERS)})")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="bytes per device, such as 72GiB (default: all that the device has available)"
+    )
+    parser.add_argument(
+        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: the config's)"
+    )
+    parser.add_argument(
+        "--levers", metavar="L,L", help=f"what may change (default: all of {', '.join(fit_space.LEVERS)})"
+    )
     add_lora(parser, "; then the most that each rank fits is found")
-    parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
-                        "do not count")
+    parser.add_argument(
+        "--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache do not count"
+    )
     parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="seconds after which no compile starts")
     keep_old_flag(parser, "--timeout", "--max-seconds")
-    parser.add_argument("--measure", action="store_true", help=f"run the {MOST_MEASURED} fastest on this machine, "
-                        "and choose by what was measured")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help=f"run the {MOST_MEASURED} fastest on this machine, and choose by what was measured",
+    )
     add_compiling(parser, "the fit, whether anything fits or not,")
 
 
@@ -77,14 +84,30 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
     budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
-    space = fit_space.space_of(flat, given, fit_space.choose(args.levers), target.n_devices,
-                               target.devices_per_host, args.batch_tokens, target.platform != "cpu")
+    space = fit_space.space_of(
+        flat,
+        given,
+        fit_space.choose(args.levers),
+        target.n_devices,
+        target.devices_per_host,
+        args.batch_tokens,
+        target.platform != "cpu",
+    )
     place = None if args.no_cache else row_cache.folder()
     workers = worker_pool.worker_count(2**10, args.jobs)
     lines = fit_text.Lines(target, space, budget)
     with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
-        trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
-                        args.max_seconds or math.inf)
+        trials = Trials(
+            args.config,
+            target,
+            overrides,
+            trainer,
+            pool,
+            place,
+            tell,
+            args.max_compiles or math.inf,
+            args.max_seconds or math.inf,
+        )
         walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
         walk.run()
         reach = Reach(walk) if args.lora else None
@@ -115,10 +138,14 @@ def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) ->
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MOST_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     with progress(len(jobs)) as tell:
-        answers, _ = worker_pool.run(jobs, workers=1, env=worker_pool.environment(["local"]), measure=True,
-                                     cache=place, progress=tell)
-    found = [(step, answers[job.name]["measured"]) for step, job in zip(finalists, jobs)
-             if answers.get(job.name, {}).get("status") == "ok"]
+        answers, _ = worker_pool.run(
+            jobs, workers=1, env=worker_pool.environment(["local"]), measure=True, cache=place, progress=tell
+        )
+    found = [
+        (step, answers[job.name]["measured"])
+        for step, job in zip(finalists, jobs)
+        if answers.get(job.name, {}).get("status") == "ok"
+    ]
     if not found:
         return None
     walk.best, measured = max(found, key=lambda item: item[1]["tokens_per_s"])
@@ -126,8 +153,15 @@ def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) ->
     return measured
 
 
-def _finish(args: argparse.Namespace, walk: walks.Walk, reach: Reach | None, flat: Mapping[str, Any],
-            overrides: Sequence[tuple[str, str]], trainer: Trainer, measured: Mapping[str, Any] | None) -> int:
+def _finish(
+    args: argparse.Namespace,
+    walk: walks.Walk,
+    reach: Reach | None,
+    flat: Mapping[str, Any],
+    overrides: Sequence[tuple[str, str]],
+    trainer: Trainer,
+    measured: Mapping[str, Any] | None,
+) -> int:
     """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
 

@@ -48,13 +48,25 @@ OWN = (REMAT_POLICY, REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD, REMAT_BUDGET, REMA
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every program; not those of remat.*, which the plans set")
-    parser.add_argument("--points", metavar="N", type=int, default=10, help="how many budgets, in even steps from what "
-                        "the policy full allocates to what none allocates (default: 10)")
-    parser.add_argument("--from", metavar="SIZE", dest="first", help="set the smallest budget, such as 20GiB per "
-                        "device")
+    parser.add_argument(
+        "--points",
+        metavar="N",
+        type=int,
+        default=10,
+        help="how many budgets, in even steps from what the policy full allocates to what none allocates (default: 10)",
+    )
+    parser.add_argument(
+        "--from", metavar="SIZE", dest="first", help="set the smallest budget, such as 20GiB per device"
+    )
     parser.add_argument("--to", metavar="SIZE", dest="last", help="set the largest budget, such as 40GiB per device")
-    parser.add_argument("--cost", choices=COSTS, default="time", metavar="NAME", help="what to minimize at each "
-                        "budget: time, which is predicted per update, or flops, which are recomputed (default: time)")
+    parser.add_argument(
+        "--cost",
+        choices=COSTS,
+        default="time",
+        metavar="NAME",
+        help="what to minimize at each "
+        "budget: time, which is predicted per update, or flops, which are recomputed (default: time)",
+    )
     parser.add_argument("--auto-offload", action="store_true", help="plans may also move tensors to pinned host memory")
     keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
@@ -71,17 +83,25 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     workers = worker_pool.worker_count(args.points, args.jobs)
     env = worker_pool.environment_for(compiled_for)
     with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:
-        trials = Trials(args.config, compiled_for, overrides, trainer, pool,
-                        None if args.no_cache else row_cache.folder(),
-                        lambda labels, done: tell(labels, trials.compiles + done))
+        trials = Trials(
+            args.config,
+            compiled_for,
+            overrides,
+            trainer,
+            pool,
+            None if args.no_cache else row_cache.folder(),
+            lambda labels, done: tell(labels, trials.compiles + done),
+        )
         found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers)
         found.run()
     _finish(args, found)
     return INTERRUPTED if found.stopped else 0
 
 
-def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
-             ) -> tuple[str, tuple[int | None, int | None]]:
+def _checked(
+    args: argparse.Namespace,
+    overrides: Sequence[tuple[str, str]],
+) -> tuple[str, tuple[int | None, int | None]]:
     """The target's name, and the smallest and the largest budget in bytes, None where they are not given.
 
     Raises ReportError for a mistake in the arguments, before anything is compiled.
@@ -92,8 +112,10 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
         raise ReportError(f"--points={args.points}: give 2 or more")
     for key, text in overrides:
         if key in OWN:
-            raise ReportError(f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "
-                              "says what to minimize, --auto-offload whether tensors may go to host memory)")
+            raise ReportError(
+                f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "
+                "says what to minimize, --auto-offload whether tensors may go to host memory)"
+            )
     target = args.target.strip().lower()
     check(args, [target])
     first, last = _size("--from", args.first), _size("--to", args.last)
@@ -120,10 +142,19 @@ def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
     from bytescope.memory.text import frontier as frontier_text
 
     out = frontier.to_json(
-        found.points, found.fixed, cost=args.cost, offload=args.auto_offload,
-        programs=len(found.search.tried) if found.search else 0, compiled=found.trials.compiles,
-        missing=found.missing, target=found.trials.target.to_json(), versions=versions(), interrupted=found.stopped,
-        config=args.config, given=given_flags(found.trials.overrides))
+        found.points,
+        found.fixed,
+        cost=args.cost,
+        offload=args.auto_offload,
+        programs=len(found.search.tried) if found.search else 0,
+        compiled=found.trials.compiles,
+        missing=found.missing,
+        target=found.trials.target.to_json(),
+        versions=versions(),
+        interrupted=found.stopped,
+        config=args.config,
+        given=given_flags(found.trials.overrides),
+    )
     frontier_text.show(found.points, found.fixed, out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")

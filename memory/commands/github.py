@@ -17,8 +17,9 @@ from bytescope.memory.units import human
 SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
 # GitHub shows ten annotations of a kind and step; of what grew, so many are told, and rows of a summary's tables.
 _GREW, _ROWS = 5, 12
-FLAG_HELP = ("print annotations for a workflow of GitHub, and add a table to its job's summary where "
-             "$GITHUB_STEP_SUMMARY is set")
+FLAG_HELP = (
+    "print annotations for a workflow of GitHub, and add a table to its job's summary where $GITHUB_STEP_SUMMARY is set"
+)
 
 
 def annotation(kind: str, title: str, message: str, source: str = "", environ: Mapping[str, str] | None = None) -> str:
@@ -33,19 +34,27 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
     return f"::{kind} {properties}::{_message(message)}"
 
 
-def of_difference(before: Report, after: Report, changes: Sequence[Change], failed: Iterable[Change],
-                  bar: float) -> list[str]:
+def of_difference(
+    before: Report, after: Report, changes: Sequence[Change], failed: Iterable[Change], bar: float
+) -> list[str]:
     """The annotations of two reports: an error for each total above the bar (per cent), a warning for all that makes
     them hard to compare, and where the peak grew, for the buffers that grew most."""
     lines, grown = diff.sources(after), diff.grown_buffers(changes)
     worst = lines.get(grown[0].name, "") if grown else ""
     out = [annotation("error", "device memory grew", f"{_words(change)}, above {bar:g} %", worst) for change in failed]
-    out += [annotation("warning", "memory reports of different programs", text)
-            for text in diff.warnings(before, after)]
+    out += [
+        annotation("warning", "memory reports of different programs", text) for text in diff.warnings(before, after)
+    ]
     if after.peak_bytes > before.peak_bytes:
-        out += [annotation("warning", "grew at the peak of device memory",
-                           f"{change.name}: {human(change.before)} to {human(change.after)}",
-                           lines.get(change.name, "")) for change in grown[:_GREW]]
+        out += [
+            annotation(
+                "warning",
+                "grew at the peak of device memory",
+                f"{change.name}: {human(change.before)} to {human(change.after)}",
+                lines.get(change.name, ""),
+            )
+            for change in grown[:_GREW]
+        ]
     return out
 
 
@@ -55,11 +64,23 @@ def of_report(report: Report) -> list[str]:
     if report.fits is False:
         largest = max((b for b in report.alive_at(report.peak_index) if b.source), key=lambda b: b.bytes, default=None)
         missing = report.predicted_bytes - (report.limit_bytes or 0)
-        out.append(annotation("error", "does not fit", f"{_name(report)} is predicted to take "
-                              f"{human(report.predicted_bytes)}{_limit(report)}: {human(missing)} too much",
-                              largest.source if largest else ""))
-    return out + [annotation("warning", finding.kind.replace("_", " "), ": ".join(filter(None, (
-        finding.message, finding.remedy, finding.flags)))) for finding in report.findings]
+        out.append(
+            annotation(
+                "error",
+                "does not fit",
+                f"{_name(report)} is predicted to take "
+                f"{human(report.predicted_bytes)}{_limit(report)}: {human(missing)} too much",
+                largest.source if largest else "",
+            )
+        )
+    return out + [
+        annotation(
+            "warning",
+            finding.kind.replace("_", " "),
+            ": ".join(filter(None, (finding.message, finding.remedy, finding.flags))),
+        )
+        for finding in report.findings
+    ]
 
 
 def _limit(report: Report) -> str:
@@ -73,19 +94,33 @@ def summary_of_difference(before: Report, after: Report, changes: Sequence[Chang
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
     notes = [f"> **Warning:** {_cell(text)}" for text in diff.warnings(before, after)]
-    table = _table(("", names[0], names[1], "change", "%"), [
-        (f"**{row.name.removesuffix('_bytes')}**" if row.kind == "total" else f"{row.kind} {row.name}",
-         human(row.before), human(row.after), _signed(row.growth), _percent(row)) for row in rows])
+    table = _table(
+        ("", names[0], names[1], "change", "%"),
+        [
+            (
+                f"**{row.name.removesuffix('_bytes')}**" if row.kind == "total" else f"{row.kind} {row.name}",
+                human(row.before),
+                human(row.after),
+                _signed(row.growth),
+                _percent(row),
+            )
+            for row in rows
+        ],
+    )
     return "\n\n".join((f"### Device memory: {_cell(_name(after))}", *notes, table)) + "\n"
 
 
 def summary_of_report(report: Report) -> str:
     """The table of a report for the summary of a job, as Markdown."""
-    said = (f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
-            f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}")
+    said = (
+        f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
+        f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}"
+    )
     held = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
-    table = _table(("at the peak", "bytes", "%"), [
-        (row, human(size), f"{100 * size / max(report.peak_bytes, 1):.1f}") for row, size in held])
+    table = _table(
+        ("at the peak", "bytes", "%"),
+        [(row, human(size), f"{100 * size / max(report.peak_bytes, 1):.1f}") for row, size in held],
+    )
     notes = [f"- {_cell(finding.message)}: {_cell(finding.remedy)}" for finding in report.findings]
     head = f"### Device memory: {_cell(_name(report))}"
     return "\n\n".join(filter(None, (head, said, table, "\n".join(notes)))) + "\n"
@@ -115,8 +150,11 @@ def _name(report: Report) -> str:
 
 
 def _words(change: Change) -> str:
-    return (f"{change.name} grew by {_percent(change)} %, {human(change.before)} to {human(change.after)}"
-            if change.before else f"{change.name} grew from zero to {human(change.after)}")
+    return (
+        f"{change.name} grew by {_percent(change)} %, {human(change.before)} to {human(change.after)}"
+        if change.before
+        else f"{change.name} grew from zero to {human(change.after)}"
+    )
 
 
 def _signed(size: int) -> str:

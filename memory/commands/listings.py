@@ -58,7 +58,11 @@ def targets(trainer: Trainer) -> tuple[Sequence[str], Rows]:
 
 
 LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {
-    "configs": configs, "targets": targets, "keys": keys, "policies": policies}
+    "configs": configs,
+    "targets": targets,
+    "keys": keys,
+    "policies": policies,
+}
 
 
 def show(headings: Sequence[str], rows: Rows, console: Any = None) -> None:
@@ -69,8 +73,12 @@ def show(headings: Sequence[str], rows: Rows, console: Any = None) -> None:
 
     rows = list(rows)
     numbers = [all(re.fullmatch(r"[\d.,]*", row[at]) for row in rows) for at in range(len(headings))]
-    table = FigureTable(*(figure(heading) if number else words(heading, style="") if at == len(headings) - 1
-                          else fixed(heading) for at, (heading, number) in enumerate(zip(headings, numbers))))
+    table = FigureTable(
+        *(
+            figure(heading) if number else words(heading, style="") if at == len(headings) - 1 else fixed(heading)
+            for at, (heading, number) in enumerate(zip(headings, numbers))
+        )
+    )
     for row in rows:
         table.add(*row)
     put(table, console)

@@ -51,9 +51,14 @@ def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict
     sharding: name of a tensor -> (its sharding as text, number of shards).
     """
     text, shards = sharding(tensor.name)
-    return {**dataclasses.asdict(tensor), "shape": list(tensor.shape), "sharding": text,
-            "bytes_per_layer": tensor.bytes_each // shards, "bytes": tensor.bytes // shards,
-            "flops": tensor.flops * tensor.copies // shards}
+    return {
+        **dataclasses.asdict(tensor),
+        "shape": list(tensor.shape),
+        "sharding": text,
+        "bytes_per_layer": tensor.bytes_each // shards,
+        "bytes": tensor.bytes // shards,
+        "flops": tensor.flops * tensor.copies // shards,
+    }
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
@@ -63,10 +68,21 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from bytescope.memory.text.table import FigureTable, figure, fixed, label
     from bytescope.memory.units import human
 
-    table = FigureTable(label("name", least=16), fixed("tensor"), label("sharding"),
-                        *map(figure, ("layers", "per layer", "total", "GFLOP")))
+    table = FigureTable(
+        label("name", least=16),
+        fixed("tensor"),
+        label("sharding"),
+        *map(figure, ("layers", "per layer", "total", "GFLOP")),
+    )
     for r in rows:
-        table.add(r["name"], f"{r['dtype']}{r['shape']}".replace(" ", ""), r["sharding"].replace("'", ""),
-                  str(r["copies"]), human(r["bytes_per_layer"]), human(r["bytes"]), f"{r['flops'] / 1e9:,.1f}")
+        table.add(
+            r["name"],
+            f"{r['dtype']}{r['shape']}".replace(" ", ""),
+            r["sharding"].replace("'", ""),
+            str(r["copies"]),
+            human(r["bytes_per_layer"]),
+            human(r["bytes"]),
+            f"{r['flops'] / 1e9:,.1f}",
+        )
     title = "checkpoint names in the order of computation; on one device: bytes, and the GFLOP to recompute them"
     return Group(Prose(title, "bold"), table)

@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("workdir", metavar="WORKDIR", type=user_path, help="the run directory of bytescope train, "
-                        "finished or not")
-    parser.add_argument("others", metavar="OTHER", nargs="*", type=user_path, help="other run directories, whose "
-                        "losses are drawn over those of the first")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="where the page goes (default: "
-                        "WORKDIR/index.html)")
+    parser.add_argument(
+        "workdir", metavar="WORKDIR", type=user_path, help="the run directory of bytescope train, finished or not"
+    )
+    parser.add_argument(
+        "others",
+        metavar="OTHER",
+        nargs="*",
+        type=user_path,
+        help="other run directories, whose losses are drawn over those of the first",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", type=user_path, help="where the page goes (default: WORKDIR/index.html)"
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:

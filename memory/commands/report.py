@@ -31,18 +31,38 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser)
-    parser.add_argument("--program", metavar="MODULE:FUNCTION", help="report on a step of your own instead of a "
-                        "config: a function of a module, or of path/to/file.py, that returns (step, (state, batch)), "
-                        "with options of jax.jit as a third, or jax.jit(step).trace(...)")
-    parser.add_argument("--hlo", metavar="FILE", type=user_path, help="report on any program instead of a "
-                        "config: XLA's dump of it, *after_optimizations.hlo.pb, also as .gz, or the dump's "
-                        "folder, of which the largest program is taken")
-    parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict, and "
-                        "by how much the compiler differs (needs a config)")
-    parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
-                        "evaluation and the final sample, and show their peaks (needs a config)")
-    parser.add_argument("--generate", action="store_true", help="report on generating from the config's model in the "
-                        "place of training it: weights, pool of keys and values, sequences that fit")
+    parser.add_argument(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        help="report on a step of your own instead of a "
+        "config: a function of a module, or of path/to/file.py, that returns (step, (state, batch)), "
+        "with options of jax.jit as a third, or jax.jit(step).trace(...)",
+    )
+    parser.add_argument(
+        "--hlo",
+        metavar="FILE",
+        type=user_path,
+        help="report on any program instead of a "
+        "config: XLA's dump of it, *after_optimizations.hlo.pb, also as .gz, or the dump's "
+        "folder, of which the largest program is taken",
+    )
+    parser.add_argument(
+        "--formulas",
+        action="store_true",
+        help="also show what the published formulas predict, and by how much the compiler differs (needs a config)",
+    )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also compile the other programs of a run, which are init, "
+        "evaluation and the final sample, and show their peaks (needs a config)",
+    )
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="report on generating from the config's model in the "
+        "place of training it: weights, pool of keys and values, sequences that fit",
+    )
     generating = parser.add_argument_group("with --generate")
     for add in (pool.add_dtype, pool.add_weights, pool.add_devices, pool.add_pool):
         add(generating)
@@ -118,8 +138,9 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
             raise
         raise ReportError(" ".join(str(error).split())) from error
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
-    report = report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
-                       loop=trainer.loop_overhead(program))
+    report = report_of(
+        compilation, target=target, config=config, names=trainer.vocabulary(), loop=trainer.loop_overhead(program)
+    )
     named = subject(args.config, overrides, program, config, settled, compilation.jaxpr)
     report = with_seconds(dataclasses.replace(report, subject=named), measure=True)
     _show(report, trainer.choices(program))
@@ -140,15 +161,23 @@ def _generation(args: argparse.Namespace, planned: Planned) -> int:
     put(shown.view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
-        write(args.json, json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports},
-                                    indent=1) + "\n")
+        write(
+            args.json,
+            json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports}, indent=1) + "\n",
+        )
     if args.html:
         write(args.html, page.render(planned))
     return 0
 
 
-def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, config: Mapping[str, Any],
-            settled: Mapping[str, Any], jaxpr: Any) -> Subject:
+def subject(
+    name: str,
+    overrides: Sequence[tuple[str, str]],
+    program: Any,
+    config: Mapping[str, Any],
+    settled: Mapping[str, Any],
+    jaxpr: Any,
+) -> Subject:
     """What a trainer's program is called in its report; `settled`: what the trainer made of its config."""
     from bytescope.memory.costs import flops
     from bytescope.memory.formulas import reconcile
@@ -157,10 +186,16 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, confi
     from bytescope.memory.plan.worker import tokens_of
 
     return Subject(
-        name=called(name), changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
-        policy=policy_words(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
-        model_flops=0 if jaxpr is None else round(
-            reconcile.model_flops(config, settled, flops.count(jaxpr).model_flops)))
+        name=called(name),
+        changes=tuple(f"{key}={value}" for key, value in overrides),
+        batch=settled["batch"],
+        policy=policy_words(settled["segments"]),
+        tokens=tokens_of(program),
+        calls=program.calls_per_update,
+        model_flops=0
+        if jaxpr is None
+        else round(reconcile.model_flops(config, settled, flops.count(jaxpr).model_flops)),
+    )
 
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:
@@ -186,8 +221,10 @@ def _of_program(args: argparse.Namespace) -> Report:
     target = args.target if args.target != "local" else own["target"]
     with user_program.one_line_errors(f"{found.name}: the step cannot be compiled"):  # the first trace
         compilation, judged = compiled_for(found.program, found.args, own["kwargs"], target=target, options=options)
-    report = with_seconds(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
-                                     names=own["names"] or ()), measure=True)
+    report = with_seconds(
+        report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (), names=own["names"] or ()),
+        measure=True,
+    )
     _show(report)
     _write(args, report, compilation.proto, {})
     return report
@@ -221,8 +258,9 @@ def _show(report: Report, choices: str = "") -> None:
     report_text.show(report, choices=choices)
 
 
-def _formulas(report: Report, config: Mapping[str, Any], settled: Mapping[str, Any],
-              jaxpr: Any) -> dict[str, Any] | None:
+def _formulas(
+    report: Report, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
+) -> dict[str, Any] | None:
     """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
     from rich.console import Group
     from rich.text import Text
@@ -238,8 +276,16 @@ def _formulas(report: Report, config: Mapping[str, Any], settled: Mapping[str, A
         put(Group(Text(), Prose(f"no formula: {found}")))
         return None
     counted = flops.count(jaxpr)
-    formulas_text.show_report(found, reconcile.lines(found, report.peak_bytes, report.breakdown, {
-        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}, report.host_bytes))
+    formulas_text.show_report(
+        found,
+        reconcile.lines(
+            found,
+            report.peak_bytes,
+            report.breakdown,
+            {"model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops},
+            report.host_bytes,
+        ),
+    )
     return dataclasses.asdict(found)
 
 

@@ -21,14 +21,27 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("trace", metavar="DIR", help="a folder that bytescope train --profile or jax.profiler wrote, "
-                        "whose newest trace is read, or one file *.xplane.pb")
-    parser.add_argument("--report", metavar="FILE", type=user_path, help="the program's report, which a run "
-                        "writes as memory.json: compare the measured time with the predicted one")
+    parser.add_argument(
+        "trace",
+        metavar="DIR",
+        help="a folder that bytescope train --profile or jax.profiler wrote, "
+        "whose newest trace is read, or one file *.xplane.pb",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        type=user_path,
+        help="the program's report, which a run "
+        "writes as memory.json: compare the measured time with the predicted one",
+    )
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline: phases, "
-                        "components, the host, the longest operations")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write it as a page that opens offline: phases, components, the host, the longest operations",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -68,13 +81,21 @@ def prediction(report: records.Report) -> dict | None:
         return None
     calls = max(report.subject.calls, 1)
     seconds = {name: getattr(found, name) / calls if found else None for name in ("seconds", "low", "high")}
-    return {**seconds, "rates": found.rates if found else None, "at_least": bound.total if bound else None,
-            "bound": bound.source if bound else None}
+    return {
+        **seconds,
+        "rates": found.rates if found else None,
+        "at_least": bound.total if bound else None,
+        "bound": bound.source if bound else None,
+    }
 
 
 # Key of a trace's JSON -> key of a prediction of one call.
-_PREDICTED = {"predicted_seconds": "seconds", "predicted_seconds_low": "low", "predicted_seconds_high": "high",
-              "at_least_seconds": "at_least"}
+_PREDICTED = {
+    "predicted_seconds": "seconds",
+    "predicted_seconds_low": "low",
+    "predicted_seconds_high": "high",
+    "at_least_seconds": "at_least",
+}
 
 
 def to_json(found: breakdown.Breakdown, predicted: dict | None) -> dict:

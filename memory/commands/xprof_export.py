@@ -51,11 +51,13 @@ def pprof(report: Report) -> bytes:
     """
     table = _Table()
     samples = []
-    for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"),
-                         key=lambda b: -b.bytes):
+    for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"), key=lambda b: -b.bytes):
         locations = [table.location(*frame) for frame in reversed(_stack(buffer))]
-        labels = b"".join(_message(3, _int(1, table.string(key)) + _int(2, table.string(value)))
-                          for key, value in _labels(buffer) if value)
+        labels = b"".join(
+            _message(3, _int(1, table.string(key)) + _int(2, table.string(value)))
+            for key, value in _labels(buffer)
+            if value
+        )
         samples.append(_message(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
     value_type = _int(1, table.string("space")) + _int(2, table.string("bytes"))
     comments = b"".join(_int(13, table.string(line)) for line in _comments(report))
@@ -78,8 +80,13 @@ def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
 
 def _labels(buffer: Buffer) -> Iterable[tuple[str, str]]:
     shape = "x".join(map(str, buffer.shape))
-    return (("phase", buffer.phase), ("dtype", buffer.dtype), ("shape", shape),
-            ("checkpoint_name", buffer.checkpoint_name), ("parameter", buffer.parameter))
+    return (
+        ("phase", buffer.phase),
+        ("dtype", buffer.dtype),
+        ("shape", shape),
+        ("checkpoint_name", buffer.checkpoint_name),
+        ("parameter", buffer.parameter),
+    )
 
 
 def _comments(report: Report) -> list[str]:
@@ -107,8 +114,9 @@ class _Table:
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1
             text = self.string(name)
-            self.functions.append(_message(5, _int(1, number) + _int(2, text) + _int(3, text)
-                                           + _int(4, self.string(file))))
+            self.functions.append(
+                _message(5, _int(1, number) + _int(2, text) + _int(3, text) + _int(4, self.string(file)))
+            )
             self.locations.append(_message(4, _int(1, number) + _message(4, _int(1, number) + _int(2, line))))
         return self._ids[key]
 

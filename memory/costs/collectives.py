@@ -50,8 +50,9 @@ def find(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tupl
     return tuple(found)
 
 
-def _collective(look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str,
-                times: int) -> Iterator[Collective]:
+def _collective(
+    look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
+) -> Iterator[Collective]:
     """The record of one instruction that runs `times` in a step; none for a collective that moves nothing."""
     module = look.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
@@ -67,12 +68,24 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instructi
     named, metadata, scope = look.best_named(start, ())
     overlapped = overlap.of(look, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
     yield Collective(
-        name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, mesh), group=group,
-        dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(sent * payload),
-        phase=look.phase(scope, named or start), component=scope.component, module="/".join(scope.path),
-        op_name=metadata.op_name, asynchronous=overlapped.asynchronous, overlapped=overlapped.instructions,
-        overlapped_flops=overlapped.flops, in_flight_bytes=given + _result_bytes(kind, given, group),
-        hosts=hlo_mesh.hosts_of(groups, per_host))
+        name=start.name,
+        kind=kind,
+        axes=hlo_mesh.spanned(groups, mesh),
+        group=group,
+        dtype=_dtype(arrays),
+        times=times,
+        bytes=payload,
+        wire_bytes=round(sent * payload),
+        phase=look.phase(scope, named or start),
+        component=scope.component,
+        module="/".join(scope.path),
+        op_name=metadata.op_name,
+        asynchronous=overlapped.asynchronous,
+        overlapped=overlapped.instructions,
+        overlapped_flops=overlapped.flops,
+        in_flight_bytes=given + _result_bytes(kind, given, group),
+        hosts=hlo_mesh.hosts_of(groups, per_host),
+    )
 
 
 def arrays_of(module: Module, instruction: Instruction) -> list[Shape]:
@@ -137,8 +150,18 @@ def rows(found: Iterable[Collective], expected: Iterable[Expected] = ()) -> tupl
     out = []
     for (kind, axes), (group, times, size, sent, exposed, hosts) in table.items():
         known = formulas.get((kind, axes), [])
-        out.append(Communication(
-            kind, axes, group, times, size, sent, exposed,
-            sum(round(entry.bytes * WIRE[kind](entry.group)) for entry in known) if known else None,
-            "; ".join(entry.formula for entry in known), hosts))
+        out.append(
+            Communication(
+                kind,
+                axes,
+                group,
+                times,
+                size,
+                sent,
+                exposed,
+                sum(round(entry.bytes * WIRE[kind](entry.group)) for entry in known) if known else None,
+                "; ".join(entry.formula for entry in known),
+                hosts,
+            )
+        )
     return tuple(sorted(out, key=lambda row: (-row.wire_bytes, -(row.formula_bytes or 0), row.kind, row.axes)))

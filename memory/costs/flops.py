@@ -23,8 +23,11 @@ from bytescope.memory.hlo.loops import MEAN_TURNS
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
 # Name stack -> phase, the first that matches; the forward pass carries no mark of its own.
-_PHASES = ((re.compile(r"\boptimizer\b"), "optimizer"), (RECOMPUTED, "recompute"),
-           (re.compile(r"\btranspose\("), "backward"))
+_PHASES = (
+    (re.compile(r"\boptimizer\b"), "optimizer"),
+    (RECOMPUTED, "recompute"),
+    (re.compile(r"\btranspose\("), "backward"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +59,25 @@ class FlopCount:
             by[key] = by.get(key, 0) + flops
         for phase, flops in other.replicated.items():
             replicated[phase] = replicated.get(phase, 0) + flops
-        return FlopCount(self.total + other.total, self.recomputed + other.recomputed,
-                         self.kernel_recomputed + other.kernel_recomputed,
-                         tuple(dict.fromkeys(self.notes + other.notes)), by, replicated)
+        return FlopCount(
+            self.total + other.total,
+            self.recomputed + other.recomputed,
+            self.kernel_recomputed + other.kernel_recomputed,
+            tuple(dict.fromkeys(self.notes + other.notes)),
+            by,
+            replicated,
+        )
 
     def times(self, trips: int | Fraction) -> FlopCount:
         """The count of a loop of `trips`, which may be a mean."""
-        return FlopCount(trips * self.total, trips * self.recomputed, trips * self.kernel_recomputed, self.notes,
-                         {key: trips * flops for key, flops in self.by.items()},
-                         {phase: trips * flops for phase, flops in self.replicated.items()})
+        return FlopCount(
+            trips * self.total,
+            trips * self.recomputed,
+            trips * self.kernel_recomputed,
+            self.notes,
+            {key: trips * flops for key, flops in self.by.items()},
+            {phase: trips * flops for phase, flops in self.replicated.items()},
+        )
 
     @property
     def model_flops(self) -> int:
@@ -93,9 +106,14 @@ def count(jaxpr: Any) -> FlopCount:
     inner = jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
     found = _count(live, "")
-    return FlopCount(round(found.total), round(found.recomputed), round(found.kernel_recomputed), found.notes,
-                     {key: round(flops) for key, flops in found.by.items()},
-                     {phase: round(flops) for phase, flops in found.replicated.items()})
+    return FlopCount(
+        round(found.total),
+        round(found.recomputed),
+        round(found.kernel_recomputed),
+        found.notes,
+        {key: round(flops) for key, flops in found.by.items()},
+        {phase: round(flops) for phase, flops in found.replicated.items()},
+    )
 
 
 def of_equation(equation: Any) -> FlopCount:
@@ -105,8 +123,9 @@ def of_equation(equation: Any) -> FlopCount:
 
 def _count(jaxpr: Any, stack: str) -> FlopCount:
     """`stack`: the name stacks of the equations around; one inside a jaxpr is relative to it."""
-    return sum((_equation(equation, f"{stack}/{equation.source_info.name_stack}") for equation in jaxpr.eqns),
-               FlopCount())
+    return sum(
+        (_equation(equation, f"{stack}/{equation.source_info.name_stack}") for equation in jaxpr.eqns), FlopCount()
+    )
 
 
 def _equation(equation: Any, stack: str) -> FlopCount:
@@ -148,11 +167,24 @@ def _narrowed(precision: Any) -> str:
     card that has it, and a TPU rounds them to bfloat16; "highest" forbids both (jax.lax.Precision). An algorithm
     (jax.lax.DotAlgorithmPreset) names its operands."""
     names = str(precision).upper()
-    return next((unit for word, unit in (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", "fp32"),
-                                         ("F32_F32", "fp32")) if word in names), "tf32")
+    return next(
+        (
+            unit
+            for word, unit in (
+                ("TF32", "tf32"),
+                ("BF16", "bf16"),
+                ("F16", "fp16"),
+                ("HIGHEST", "fp32"),
+                ("F32_F32", "fp32"),
+            )
+            if word in names
+        ),
+        "tf32",
+    )
 
 
 # ---- equations that compute: (FLOPs, of which the kernel's own recomputation) ------------------------------
+
 
 def _dot(equation: Any) -> tuple[int, int]:
     """2 x output elements x contracted elements."""
@@ -203,14 +235,18 @@ KERNELS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "fp8_tile_product": _dot,  # within the kernel of model/fp8/kernel.py
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
-} | {f"dot_product_attention{kind}_{way}{wrapper}": rule
-     for way, rule in (("fwd", _attention_forward), ("bwd", _attention_backward))
-     for kind in ("", "_fp8") for wrapper in ("", "_wrapper")}
+} | {
+    f"dot_product_attention{kind}_{way}{wrapper}": rule
+    for way, rule in (("fwd", _attention_forward), ("bwd", _attention_backward))
+    for kind in ("", "_fp8")
+    for wrapper in ("", "_wrapper")
+}
 
 OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_callback", "io_callback"))
 
 
 # ---- equations that contain others --------------------------------------------------------------------------
+
 
 def _inner(value: Any) -> Iterator[Any]:
     """The jaxprs in an equation's parameter, closed ones opened."""
@@ -281,6 +317,11 @@ def _pallas(equation: Any, stack: str) -> FlopCount:
 
 
 CONTROL: dict[str, Callable[[Any, str], FlopCount]] = {
-    "scan": _scan, "while": _while, "cond": _cond, "linear_call": _linear_call, "shard_map": _shard_map,
-    "custom_partitioning": _custom_partitioning, "pallas_call": _pallas,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "linear_call": _linear_call,
+    "shard_map": _shard_map,
+    "custom_partitioning": _custom_partitioning,
+    "pallas_call": _pallas,
 }

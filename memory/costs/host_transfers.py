@@ -29,21 +29,30 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
                 where = "optimizer" if "optimizer" in scope.path else scope.phase
                 size = array if computation in whole else size * times
                 sums[where, direction] = sums.get((where, direction), 0) + size
-    return tuple(Transfer(where, direction, size, size / bytes_per_s if bytes_per_s else 0.0)
-                 for (where, direction), size in sorted(sums.items(), key=lambda item: -item[1]))
+    return tuple(
+        Transfer(where, direction, size, size / bytes_per_s if bytes_per_s else 0.0)
+        for (where, direction), size in sorted(sums.items(), key=lambda item: -item[1])
+    )
 
 
 def uncounted(module: Module) -> set[int]:
     """Computations inside loops without a known trip count."""
-    pending = [called for instruction in module.instructions.values() if instruction.opcode == "while"
-               and not loops.trip_count(module, instruction) for called in instruction.called]
+    pending = [
+        called
+        for instruction in module.instructions.values()
+        if instruction.opcode == "while" and not loops.trip_count(module, instruction)
+        for called in instruction.called
+    ]
     found: set[int] = set()
     while pending:
         computation = pending.pop()
         if computation not in found and computation in module.computations:
             found.add(computation)
-            pending += [called for id in module.computations[computation].instructions
-                        for called in module.instructions[id].called]
+            pending += [
+                called
+                for id in module.computations[computation].instructions
+                for called in module.instructions[id].called
+            ]
     return found
 
 

@@ -98,8 +98,12 @@ def is_product(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "custom-call":
         return bool(_PRODUCT_CALLS.search(instruction.target))
     if instruction.opcode == "fusion":
-        return any(is_product(module, module.instructions[id]) for called in instruction.called
-                   if called in module.computations for id in module.computations[called].instructions)
+        return any(
+            is_product(module, module.instructions[id])
+            for called in instruction.called
+            if called in module.computations
+            for id in module.computations[called].instructions
+        )
     return instruction.opcode in PRODUCTS
 
 
@@ -122,14 +126,18 @@ def moved(module: Module, instruction: Instruction) -> int:
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
     if opcode == "fusion" and instruction.called and instruction.called[0] in module.computations:
         return _fusion(module, instruction, operands)
-    read = sum(_part(module, instruction, i, module.shape(operand)) for i, operand in enumerate(operands)
-               if operand.id not in instruction.operands[:i])
+    read = sum(
+        _part(module, instruction, i, module.shape(operand))
+        for i, operand in enumerate(operands)
+        if operand.id not in instruction.operands[:i]
+    )
     if opcode in _UPDATING:
         return read + _written(module, instruction, result)
     # A library's product has its workspace as a second result.
     library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
-    return read + sum(_held(leaf) for index, leaf in leaves(result)
-                      if not (library and index != (0,) and leaf.dtype in _WORKSPACE))
+    return read + sum(
+        _held(leaf) for index, leaf in leaves(result) if not (library and index != (0,) and leaf.dtype in _WORKSPACE)
+    )
 
 
 def _held(shape: Shape) -> int:
@@ -175,8 +183,14 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
     return read + sum(_written(module, maker, part) for maker, part in zip(made, result.parts))
 
 
-def _needed(module: Module, value: Instruction, source: Shape, users: dict[int, list[Instruction]], root: int,
-            itself: bool = True) -> int:
+def _needed(
+    module: Module,
+    value: Instruction,
+    source: Shape,
+    users: dict[int, list[Instruction]],
+    root: int,
+    itself: bool = True,
+) -> int:
     """Bytes of a fusion's operand that the fused operations ask for; `itself`: the value is the operand still."""
     if value.id == root:
         return _held(source)

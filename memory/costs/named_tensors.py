@@ -65,16 +65,21 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
     for tensor in _walk(jaxpr.jaxpr, 1):
         key = (tensor.name, tensor.shape, tensor.dtype, tensor.read_as)
         known = merged.get(key, dataclasses.replace(tensor, copies=0, autodiff=False))
-        merged[key] = dataclasses.replace(known, copies=known.copies + tensor.copies,
-                                          autodiff=known.autodiff or tensor.autodiff)
+        merged[key] = dataclasses.replace(
+            known, copies=known.copies + tensor.copies, autodiff=known.autodiff or tensor.autodiff
+        )
     return tuple(merged.values())
 
 
 def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
     """One sentence for each name that, saved, takes more bytes than are read of it."""
-    return tuple(f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
-                 f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
-                 "too much over all devices; name it after the cast" for tensor in tensors if tensor.read_as)
+    return tuple(
+        f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
+        f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
+        "too much over all devices; name it after the cast"
+        for tensor in tensors
+        if tensor.read_as
+    )
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator[NamedTensor]:
@@ -90,16 +95,24 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator
             variable, value = equation.outvars[0], equation.outvars[0].aval
             same, read = _onward(variable, readers)
             narrow = None if same & outputs else _narrow_dtype(value.dtype, read)
-            yield NamedTensor(equation.params["name"], tuple(value.shape), value.dtype.name, value.dtype.itemsize,
-                              copies, _cost(equation.invars[0], makers), narrow.name if narrow else "",
-                              narrow.itemsize if narrow else 0,
-                              bool(same & stacked) or any(map(_is_backward, read)))
+            yield NamedTensor(
+                equation.params["name"],
+                tuple(value.shape),
+                value.dtype.name,
+                value.dtype.itemsize,
+                copies,
+                _cost(equation.invars[0], makers),
+                narrow.name if narrow else "",
+                narrow.itemsize if narrow else 0,
+                bool(same & stacked) or any(map(_is_backward, read)),
+            )
             continue
         loop = equation.primitive.name == "scan"
         for inner in bodies(equation):
             # What a loop stacks has a dimension more outside than in its body, what it carries has not.
-            kept = _variables(v for v, out in zip(inner.outvars, equation.outvars)
-                              if loop and len(out.aval.shape) > len(v.aval.shape))
+            kept = _variables(
+                v for v, out in zip(inner.outvars, equation.outvars) if loop and len(out.aval.shape) > len(v.aval.shape)
+            )
             yield from _walk(inner, copies * (equation.params["length"] if loop else 1), kept)
 
 
@@ -122,8 +135,10 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset, li
 
 def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
     """The dtype in which a value of dtype `own` is read when all its readers narrow it; None when one does not."""
-    dtypes = [equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
-              for equation in readers]
+    dtypes = [
+        equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
+        for equation in readers
+    ]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=own)
     return widest if widest.itemsize < own.itemsize else None
 

@@ -13,10 +13,31 @@ from bytescope.memory.hlo.loops import backend_config, trip_count
 from bytescope.memory.hlo.module import Instruction, Module
 
 # Opcodes that compute nothing: views, bookkeeping, copies by the DMA engines, the ends of other transfers.
-IDLE = frozenset((
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier",
-    "after-all", "add-dependency", "domain", "partition-id", "replica-id", "copy-start", "copy-done",
-    "async-start", "async-update", "async-done", "send", "send-done", "recv", "recv-done"))
+IDLE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "opt-barrier",
+        "optimization-barrier",
+        "after-all",
+        "add-dependency",
+        "domain",
+        "partition-id",
+        "replica-id",
+        "copy-start",
+        "copy-done",
+        "async-start",
+        "async-update",
+        "async-done",
+        "send",
+        "send-done",
+        "recv",
+        "recv-done",
+    )
+)
 _DONE = re.compile(r"-(done|update)$")
 _MOST_DEPTH = 24
 
@@ -45,8 +66,11 @@ def of(look: Attribution, start: Instruction) -> Overlap:
     done = _done(look, start)
     if start.id not in positions or done is None or done.id not in positions:
         return Overlap(True)
-    inside = [module.instructions[id] for id in order[positions[start.id] + 1:positions[done.id]]
-              if id in module.instructions]
+    inside = [
+        module.instructions[id]
+        for id in order[positions[start.id] + 1 : positions[done.id]]
+        if id in module.instructions
+    ]
     inside = [item for item in inside if item.opcode not in IDLE and not is_collective(item.opcode)]
     return Overlap(True, len(inside), sum(flops(module, item) for item in inside))
 
@@ -75,8 +99,9 @@ def flops(module: Module, instruction: Instruction, known: dict[int, int] | None
     for called in instruction.called:
         if called not in known and called in module.computations:
             known[called] = 0  # a damaged module may call in circles
-            known[called] = sum(flops(module, module.instructions[id], known)
-                                for id in module.computations[called].instructions)
+            known[called] = sum(
+                flops(module, module.instructions[id], known) for id in module.computations[called].instructions
+            )
         total += trips * known.get(called, 0)
     return total
 

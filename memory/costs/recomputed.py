@@ -71,8 +71,10 @@ def _trips(equation: Any) -> int:
 def _product(equation: Any, times: int) -> RecomputedProduct:
     from jax._src import source_info_util
 
-    frames = tuple(Frame(frame.file_name, frame.start_line, function=frame.function_name)
-                   for frame in source_info_util.user_frames(equation.source_info.traceback))
+    frames = tuple(
+        Frame(frame.file_name, frame.start_line, function=frame.function_name)
+        for frame in source_info_util.user_frames(equation.source_info.traceback)
+    )
     size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars if hasattr(v.aval, "dtype"))
     name = equation.primitive.name
     batched = name == "dot_general" and any(equation.params["dimension_numbers"][1])

@@ -59,8 +59,12 @@ class Figures:
     source: str = DATA_SHEET
 
     def __post_init__(self) -> None:
-        rates = {**self.peak_flops, **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
-                 "memory": self.hbm_bytes_per_s, "host link": self.host_link_bytes_per_s}
+        rates = {
+            **self.peak_flops,
+            **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
+            "memory": self.hbm_bytes_per_s,
+            "host link": self.host_link_bytes_per_s,
+        }
         wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
             raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
@@ -68,7 +72,7 @@ class Figures:
     def flops_per_s(self, dtype: str) -> float:
         """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else the next wider one, else passes of
         bfloat16."""
-        wider = UNITS[UNITS.index(dtype):]
+        wider = UNITS[UNITS.index(dtype) :]
         unit = next((unit for unit in wider if unit in self.peak_flops), None)
         if unit:
             return self.peak_flops[unit]
@@ -134,8 +138,9 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
         wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
         by_term[longest] += wait
         by_phase[window[-1]] += wait
-    return Prediction(sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]),
-                      figures.source)
+    return Prediction(
+        sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]), figures.source
+    )
 
 
 def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
@@ -151,8 +156,10 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
 def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
     """Term -> seconds of what the compute of some phases overlaps."""
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
-    return {"collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
-            "host_link": max(moved) / figures.host_link_bytes_per_s}
+    return {
+        "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
+        "host_link": max(moved) / figures.host_link_bytes_per_s,
+    }
 
 
 def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
@@ -187,8 +194,10 @@ def figures(target: Any) -> Figures | None:
             raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
         flops, copied = (rate / max(sharing, 1) for rate in machine_rates())
         return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
-    rates = {key: known.get(key) for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s",
-                                             "interconnect_bytes_per_s")}
+    rates = {
+        key: known.get(key)
+        for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s", "interconnect_bytes_per_s")
+    }
     for key in ("peak_flops", "interconnect_bytes_per_s"):
         if rates[key] and not isinstance(rates[key], Mapping):
             raise ReportError(f"a damaged report (target.{key} is {rates[key]!r:.40}): write it again")
@@ -204,8 +213,10 @@ def machine_rates() -> tuple[float, float]:
     source = np.ones(_COPY // 4, np.float32)
     copy = np.zeros_like(source)
     product = np.empty_like(left)
-    return (2 * _SIDE**3 / _best(lambda: np.matmul(left, right, out=product)),
-            2 * _COPY / _best(lambda: np.copyto(copy, source)))
+    return (
+        2 * _SIDE**3 / _best(lambda: np.matmul(left, right, out=product)),
+        2 * _COPY / _best(lambda: np.copyto(copy, source)),
+    )
 
 
 def _best(run: Callable[[], Any]) -> float:
@@ -237,8 +248,15 @@ def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
 
 
 # Key of a phase's work -> the names of its parts, () for a single number.
-_WORK = {"flops": UNITS, "collective_bytes": LINKS, "hidden_collective_bytes": LINKS, "product_bytes": (),
-         "other_bytes": (), "to_host_bytes": (), "to_device_bytes": ()}
+_WORK = {
+    "flops": UNITS,
+    "collective_bytes": LINKS,
+    "hidden_collective_bytes": LINKS,
+    "product_bytes": (),
+    "other_bytes": (),
+    "to_host_bytes": (),
+    "to_device_bytes": (),
+}
 
 
 def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

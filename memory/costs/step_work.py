@@ -19,8 +19,13 @@ from bytescope.memory.records import STEP_PHASES, Collective, Report
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
-def by_phase(report: Report, kernel_bytes: Mapping[str, Mapping[str, int]], flops: Mapping[tuple[str, str], float],
-             mesh: Axes, per_host: int) -> dict[str, dict[str, Any]]:
+def by_phase(
+    report: Report,
+    kernel_bytes: Mapping[str, Mapping[str, int]],
+    flops: Mapping[tuple[str, str], float],
+    mesh: Axes,
+    per_host: int,
+) -> dict[str, dict[str, Any]]:
     """Phase -> work of one device and one call, with the keys that `memory.costs.roofline` reads.
 
     Args:
@@ -32,9 +37,16 @@ def by_phase(report: Report, kernel_bytes: Mapping[str, Mapping[str, int]], flop
     """
     out: dict[str, dict[str, Any]] = {}
     for phase in STEP_PHASES:
-        out[phase] = {"flops": {}, "product_bytes": 0, "other_bytes": 0, **kernel_bytes.get(phase, {}),
-                      "collective_bytes": dict.fromkeys(LINKS, 0), "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
-                      "to_host_bytes": 0, "to_device_bytes": 0}
+        out[phase] = {
+            "flops": {},
+            "product_bytes": 0,
+            "other_bytes": 0,
+            **kernel_bytes.get(phase, {}),
+            "collective_bytes": dict.fromkeys(LINKS, 0),
+            "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
+            "to_host_bytes": 0,
+            "to_device_bytes": 0,
+        }
     for (phase, unit), count in flops.items():
         out[phase]["flops"][unit] = count
     for item in report.collectives:

@@ -77,9 +77,14 @@ _PCIE = "PCI Express: x16, one direction; gen 4 32 GB/s, gen 5 64 GB/s"
 
 
 def _sources(sheet: str, host: str, total: str = _TOTAL, link: str = _PCIE) -> dict[str, str]:
-    return {"device_memory_bytes": total, "hbm_bytes_per_s": sheet, "peak_flops": sheet,
-            "interconnect_bytes_per_s": f"{sheet}; {host}", "host_memory_bytes": host,
-            "host_link_bytes_per_s": link}
+    return {
+        "device_memory_bytes": total,
+        "hbm_bytes_per_s": sheet,
+        "peak_flops": sheet,
+        "interconnect_bytes_per_s": f"{sheet}; {host}",
+        "host_memory_bytes": host,
+        "host_link_bytes_per_s": link,
+    }
 
 
 _AMPERE = GpuShape((8, 0), "", 108, 64, 1.41, 40 * 2**20, 164 * 1024, 163 * 1024)
@@ -89,8 +94,9 @@ _L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 
 _ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
 _L4 = dataclasses.replace(_L40S, cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20)
 _A10G = GpuShape((8, 6), "", 80, 128, 1.71, 6 * 2**20, 100 * 1024, 99 * 1024, 1536)
-_3090, _A5000, _A6000 = (dataclasses.replace(_A10G, cores=cores, clock_ghz=clock)
-                         for cores, clock in ((82, 1.695), (64, 1.695), (84, 1.8)))
+_3090, _A5000, _A6000 = (
+    dataclasses.replace(_A10G, cores=cores, clock_ghz=clock) for cores, clock in ((82, 1.695), (64, 1.695), (84, 1.8))
+)
 _5090 = GpuShape((12, 0), "ACCELERATED_FEATURES", 170, 128, 2.407, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
 _TURING = GpuShape((7, 5), "", 40, 64, 1.59, 4 * 2**20, 64 * 1024, 64 * 1024, 1024)
 _VOLTA = GpuShape((7, 0), "", 80, 64, 1.53, 6 * 2**20, 96 * 1024, 96 * 1024)
@@ -115,17 +121,47 @@ _T4_FLOPS = {"fp32": 8.1 * T, "fp16": 65 * T}
 _V100_FLOPS = {"fp32": 15.7 * T, "fp16": 125 * T}
 
 
-def _gpu(name: str, kind: str, total_gib: float, hbm: float, link: float, nvlink: float, nic: float,
-         host_bytes: int, flops: Mapping[str, float], shape: GpuShape, sheet: str, host: str) -> Chip:
+def _gpu(
+    name: str,
+    kind: str,
+    total_gib: float,
+    hbm: float,
+    link: float,
+    nvlink: float,
+    nic: float,
+    host_bytes: int,
+    flops: Mapping[str, float],
+    shape: GpuShape,
+    sheet: str,
+    host: str,
+) -> Chip:
     """A GPU row; eight cards a host. Without NVLink between all of them the cards of a host meet over PCIe."""
-    return Chip(name, kind, "cuda", int(total_gib * GIB), CONTEXT_BYTES, hbm, link, nvlink or link, nic, 8,
-                host_bytes, flops, _sources(sheet, host), gpu=shape)
+    return Chip(
+        name,
+        kind,
+        "cuda",
+        int(total_gib * GIB),
+        CONTEXT_BYTES,
+        hbm,
+        link,
+        nvlink or link,
+        nic,
+        8,
+        host_bytes,
+        flops,
+        _sources(sheet, host),
+        gpu=shape,
+    )
 
 
 def _rack(chip: Chip, devices_per_host: int, hosts: int, host_link: str) -> Chip:
     """A GPU whose rack is one NVLink domain of so many hosts; its host link is that of a source of its own."""
-    return dataclasses.replace(chip, devices_per_host=devices_per_host, max_shape=(hosts, devices_per_host),
-                               sources={**chip.sources, "host_link_bytes_per_s": host_link})
+    return dataclasses.replace(
+        chip,
+        devices_per_host=devices_per_host,
+        max_shape=(hosts, devices_per_host),
+        sources={**chip.sources, "host_link_bytes_per_s": host_link},
+    )
 
 
 _WORKSTATION = "assumed workstation: 64 GiB a card, 10 Gb/s Ethernet"
@@ -135,63 +171,341 @@ _SERVER = "assumed server: 8 cards, 1 TiB, 200 Gb/s a card"
 _TPU_LINK = "PCIe of a TPU host, How to Scale Your Model (jax-ml.github.io/scaling-book), table of TPU specs"
 
 
-def _tpu(name: str, kind: str, total: int, usable_gib: float, hbm: float, link: float, ici: float, dcn: float,
-         host_bytes: int, flops: Mapping[str, float], max_shape: tuple[int, ...]) -> Chip:
+def _tpu(
+    name: str,
+    kind: str,
+    total: int,
+    usable_gib: float,
+    hbm: float,
+    link: float,
+    ici: float,
+    dcn: float,
+    host_bytes: int,
+    flops: Mapping[str, float],
+    max_shape: tuple[int, ...],
+) -> Chip:
     """A TPU row; hosts are virtual machines of four chips. XLA itself names the usable HBM."""
     page = f"Google Cloud documentation, TPU {name} system architecture"
-    sources = _sources(page, f"{page} and its four-chip machine type",
-                       f"{page}; usable part as libtpu's compiler states it", _TPU_LINK)
-    return Chip(name, kind, "tpu", total, total - int(usable_gib * GIB), hbm, link, ici, dcn, 4, host_bytes,
-                flops, sources, max_shape=max_shape)
+    sources = _sources(
+        page, f"{page} and its four-chip machine type", f"{page}; usable part as libtpu's compiler states it", _TPU_LINK
+    )
+    return Chip(
+        name,
+        kind,
+        "tpu",
+        total,
+        total - int(usable_gib * GIB),
+        hbm,
+        link,
+        ici,
+        dcn,
+        4,
+        host_bytes,
+        flops,
+        sources,
+        max_shape=max_shape,
+    )
 
 
 _CHIPS = (
-    _gpu("h200", "NVIDIA H200", 139.8, 4.8 * T, 64 * GB, 450 * GB, 50 * GB, 2048 * GIB, _H100_FLOPS, _HOPPER,
-         "NVIDIA H200 data sheet (SXM)", "NVIDIA DGX H200 data sheet"),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 3.35 * T, 64 * GB, 450 * GB, 50 * GB, 2048 * GIB, _H100_FLOPS,
-         _HOPPER, "NVIDIA H100 data sheet (SXM5)", "NVIDIA DGX H100 data sheet"),
-    _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 39.39, 1.555 * T, 32 * GB, 300 * GB, 25 * GB, 1024 * GIB,
-         _A100_FLOPS, _AMPERE, "NVIDIA A100 data sheet (SXM4 40 GB)", "NVIDIA DGX A100 320GB data sheet"),
-    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 79.15, 2.039 * T, 32 * GB, 300 * GB, 25 * GB, 2048 * GIB,
-         _A100_FLOPS, _AMPERE, "NVIDIA A100 data sheet (SXM4 80 GB)", "NVIDIA DGX A100 640GB data sheet"),
-    _gpu("b200", "NVIDIA B200", 178.35, 8 * T, 64 * GB, 900 * GB, 50 * GB, 2048 * GIB, _B200_FLOPS,
-         _BLACKWELL, "NVIDIA HGX B200 data sheet (per GPU, dense)", "NVIDIA DGX B200 data sheet"),
-    _gpu("l40s", "NVIDIA L40S", 44.39, 0.864 * T, 32 * GB, 0, 25 * GB, 768 * GIB, _L40S_FLOPS, _L40S,
-         "NVIDIA L40S data sheet", "NVIDIA OVX server guide (8 cards)"),
-    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, 1.008 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB,
-         _4090_FLOPS, _ADA, "NVIDIA Ada GPU architecture whitepaper", _WORKSTATION),
+    _gpu(
+        "h200",
+        "NVIDIA H200",
+        139.8,
+        4.8 * T,
+        64 * GB,
+        450 * GB,
+        50 * GB,
+        2048 * GIB,
+        _H100_FLOPS,
+        _HOPPER,
+        "NVIDIA H200 data sheet (SXM)",
+        "NVIDIA DGX H200 data sheet",
+    ),
+    _gpu(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        79.1,
+        3.35 * T,
+        64 * GB,
+        450 * GB,
+        50 * GB,
+        2048 * GIB,
+        _H100_FLOPS,
+        _HOPPER,
+        "NVIDIA H100 data sheet (SXM5)",
+        "NVIDIA DGX H100 data sheet",
+    ),
+    _gpu(
+        "a100-40g",
+        "NVIDIA A100-SXM4-40GB",
+        39.39,
+        1.555 * T,
+        32 * GB,
+        300 * GB,
+        25 * GB,
+        1024 * GIB,
+        _A100_FLOPS,
+        _AMPERE,
+        "NVIDIA A100 data sheet (SXM4 40 GB)",
+        "NVIDIA DGX A100 320GB data sheet",
+    ),
+    _gpu(
+        "a100-80g",
+        "NVIDIA A100-SXM4-80GB",
+        79.15,
+        2.039 * T,
+        32 * GB,
+        300 * GB,
+        25 * GB,
+        2048 * GIB,
+        _A100_FLOPS,
+        _AMPERE,
+        "NVIDIA A100 data sheet (SXM4 80 GB)",
+        "NVIDIA DGX A100 640GB data sheet",
+    ),
+    _gpu(
+        "b200",
+        "NVIDIA B200",
+        178.35,
+        8 * T,
+        64 * GB,
+        900 * GB,
+        50 * GB,
+        2048 * GIB,
+        _B200_FLOPS,
+        _BLACKWELL,
+        "NVIDIA HGX B200 data sheet (per GPU, dense)",
+        "NVIDIA DGX B200 data sheet",
+    ),
+    _gpu(
+        "l40s",
+        "NVIDIA L40S",
+        44.39,
+        0.864 * T,
+        32 * GB,
+        0,
+        25 * GB,
+        768 * GIB,
+        _L40S_FLOPS,
+        _L40S,
+        "NVIDIA L40S data sheet",
+        "NVIDIA OVX server guide (8 cards)",
+    ),
+    _gpu(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090",
+        23.52,
+        1.008 * T,
+        32 * GB,
+        0,
+        1.25 * GB,
+        512 * GIB,
+        _4090_FLOPS,
+        _ADA,
+        "NVIDIA Ada GPU architecture whitepaper",
+        _WORKSTATION,
+    ),
     # NVLink bridges of the next five join two cards at most.
-    _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.11, 2 * T, 64 * GB, 0, 25 * GB, 1024 * GIB, _H100_PCIE_FLOPS,
-         dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755), "NVIDIA H100 data sheet (PCIe)", _SERVER),
-    _gpu("h100-nvl", "NVIDIA H100 NVL", 93.1, 3.9 * T, 64 * GB, 0, 25 * GB, 1024 * GIB, _H100_NVL_FLOPS,
-         dataclasses.replace(_HOPPER, clock_ghz=1.785), "NVIDIA H100 data sheet (NVL, per card)", _SERVER),
-    _gpu("a5000", "NVIDIA RTX A5000", 23.55, 0.768 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _A5000_FLOPS, _A5000,
-         "NVIDIA RTX A5000 data sheet, half of its rates with sparsity", _WORKSTATION),
-    _gpu("a6000", "NVIDIA RTX A6000", 47.53, 0.768 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _A6000_FLOPS, _A6000,
-         "NVIDIA RTX A6000 data sheet, half of its rates with sparsity", _WORKSTATION),
-    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.69, 0.936 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _3090_FLOPS, _3090,
-         "NVIDIA Ampere GA102 GPU architecture whitepaper", _WORKSTATION),
-    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, 1.792 * T, 64 * GB, 0, 1.25 * GB, 512 * GIB, _5090_FLOPS, _5090,
-         "NVIDIA RTX Blackwell GPU architecture whitepaper", _WORKSTATION),
-    _gpu("a10g", "NVIDIA A10G", 22.06, 0.6 * T, 32 * GB, 0, 1.5625 * GB, 768 * GIB, _A10G_FLOPS, _A10G,
-         "NVIDIA A10G data sheet", "Amazon EC2 g5.48xlarge"),
-    _gpu("l4", "NVIDIA L4", 22.03, 0.3 * T, 32 * GB, 0, 1.5625 * GB, 768 * GIB, _L4_FLOPS, _L4,
-         "NVIDIA L4 data sheet, half of its rates with sparsity", "Amazon EC2 g6.48xlarge"),
-    _gpu("t4", "Tesla T4", 14.57, 0.32 * T, 16 * GB, 0, 1.5625 * GB, 384 * GIB, _T4_FLOPS, _TURING,
-         "NVIDIA T4 data sheet", "Amazon EC2 g4dn.metal"),
-    _gpu("v100", "Tesla V100-SXM2-32GB", 31.74, 0.9 * T, 16 * GB, 150 * GB, 6.25 * GB, 512 * GIB, _V100_FLOPS, _VOLTA,
-         "NVIDIA V100 data sheet (SXM2)", "NVIDIA DGX-1 data sheet (8 cards, 4 x 100 Gb/s)"),
+    _gpu(
+        "h100-pcie",
+        "NVIDIA H100 PCIe",
+        79.11,
+        2 * T,
+        64 * GB,
+        0,
+        25 * GB,
+        1024 * GIB,
+        _H100_PCIE_FLOPS,
+        dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755),
+        "NVIDIA H100 data sheet (PCIe)",
+        _SERVER,
+    ),
+    _gpu(
+        "h100-nvl",
+        "NVIDIA H100 NVL",
+        93.1,
+        3.9 * T,
+        64 * GB,
+        0,
+        25 * GB,
+        1024 * GIB,
+        _H100_NVL_FLOPS,
+        dataclasses.replace(_HOPPER, clock_ghz=1.785),
+        "NVIDIA H100 data sheet (NVL, per card)",
+        _SERVER,
+    ),
+    _gpu(
+        "a5000",
+        "NVIDIA RTX A5000",
+        23.55,
+        0.768 * T,
+        32 * GB,
+        0,
+        1.25 * GB,
+        512 * GIB,
+        _A5000_FLOPS,
+        _A5000,
+        "NVIDIA RTX A5000 data sheet, half of its rates with sparsity",
+        _WORKSTATION,
+    ),
+    _gpu(
+        "a6000",
+        "NVIDIA RTX A6000",
+        47.53,
+        0.768 * T,
+        32 * GB,
+        0,
+        1.25 * GB,
+        512 * GIB,
+        _A6000_FLOPS,
+        _A6000,
+        "NVIDIA RTX A6000 data sheet, half of its rates with sparsity",
+        _WORKSTATION,
+    ),
+    _gpu(
+        "rtx3090",
+        "NVIDIA GeForce RTX 3090",
+        23.69,
+        0.936 * T,
+        32 * GB,
+        0,
+        1.25 * GB,
+        512 * GIB,
+        _3090_FLOPS,
+        _3090,
+        "NVIDIA Ampere GA102 GPU architecture whitepaper",
+        _WORKSTATION,
+    ),
+    _gpu(
+        "rtx5090",
+        "NVIDIA GeForce RTX 5090",
+        31.36,
+        1.792 * T,
+        64 * GB,
+        0,
+        1.25 * GB,
+        512 * GIB,
+        _5090_FLOPS,
+        _5090,
+        "NVIDIA RTX Blackwell GPU architecture whitepaper",
+        _WORKSTATION,
+    ),
+    _gpu(
+        "a10g",
+        "NVIDIA A10G",
+        22.06,
+        0.6 * T,
+        32 * GB,
+        0,
+        1.5625 * GB,
+        768 * GIB,
+        _A10G_FLOPS,
+        _A10G,
+        "NVIDIA A10G data sheet",
+        "Amazon EC2 g5.48xlarge",
+    ),
+    _gpu(
+        "l4",
+        "NVIDIA L4",
+        22.03,
+        0.3 * T,
+        32 * GB,
+        0,
+        1.5625 * GB,
+        768 * GIB,
+        _L4_FLOPS,
+        _L4,
+        "NVIDIA L4 data sheet, half of its rates with sparsity",
+        "Amazon EC2 g6.48xlarge",
+    ),
+    _gpu(
+        "t4",
+        "Tesla T4",
+        14.57,
+        0.32 * T,
+        16 * GB,
+        0,
+        1.5625 * GB,
+        384 * GIB,
+        _T4_FLOPS,
+        _TURING,
+        "NVIDIA T4 data sheet",
+        "Amazon EC2 g4dn.metal",
+    ),
+    _gpu(
+        "v100",
+        "Tesla V100-SXM2-32GB",
+        31.74,
+        0.9 * T,
+        16 * GB,
+        150 * GB,
+        6.25 * GB,
+        512 * GIB,
+        _V100_FLOPS,
+        _VOLTA,
+        "NVIDIA V100 data sheet (SXM2)",
+        "NVIDIA DGX-1 data sheet (8 cards, 4 x 100 Gb/s)",
+    ),
     # Two superchips a host: four GPUs, two Grace with 480 GB each; between the 18 hosts of a rack NVLink too.
-    _rack(_gpu("gb200", "NVIDIA GB200", 184.31, 8 * T, 225 * GB, 900 * GB, 900 * GB, 960 * GB, _GB200_FLOPS,
-               dataclasses.replace(_BLACKWELL, cores=152), "NVIDIA GB200 NVL72 data sheet (per GPU, dense)",
-               "NVIDIA GB200 NVL72 data sheet (a compute tray)"), 4, 18,
-          "NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs"),
-    _tpu("v5e", "TPU v5 lite", 16 * GIB, 15.75, 819 * GB, 16 * GB, 200 * GB, 3.125 * GB, 192 * GIB,
-         {"bf16": 197 * T}, (16, 16)),
-    _tpu("v5p", "TPU v5", 96 * GIB, 95.74, 2765 * GB, 16 * GB, 600 * GB, 6.25 * GB, 448 * GIB,
-         {"bf16": 459 * T}, (16, 20, 28)),
-    _tpu("v6e", "TPU v6 lite", 32 * GIB, 31.25, 1600 * GB, 32 * GB, 400 * GB, 12.5 * GB, 720 * GIB,
-         {"bf16": 918 * T}, (16, 16)),
+    _rack(
+        _gpu(
+            "gb200",
+            "NVIDIA GB200",
+            184.31,
+            8 * T,
+            225 * GB,
+            900 * GB,
+            900 * GB,
+            960 * GB,
+            _GB200_FLOPS,
+            dataclasses.replace(_BLACKWELL, cores=152),
+            "NVIDIA GB200 NVL72 data sheet (per GPU, dense)",
+            "NVIDIA GB200 NVL72 data sheet (a compute tray)",
+        ),
+        4,
+        18,
+        "NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
+    ),
+    _tpu(
+        "v5e",
+        "TPU v5 lite",
+        16 * GIB,
+        15.75,
+        819 * GB,
+        16 * GB,
+        200 * GB,
+        3.125 * GB,
+        192 * GIB,
+        {"bf16": 197 * T},
+        (16, 16),
+    ),
+    _tpu(
+        "v5p",
+        "TPU v5",
+        96 * GIB,
+        95.74,
+        2765 * GB,
+        16 * GB,
+        600 * GB,
+        6.25 * GB,
+        448 * GIB,
+        {"bf16": 459 * T},
+        (16, 20, 28),
+    ),
+    _tpu(
+        "v6e",
+        "TPU v6 lite",
+        32 * GIB,
+        31.25,
+        1600 * GB,
+        32 * GB,
+        400 * GB,
+        12.5 * GB,
+        720 * GIB,
+        {"bf16": 918 * T},
+        (16, 16),
+    ),
 )
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
@@ -210,21 +524,32 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
         raise ValueError(f"{chip.name} is not a GPU: it has no target configuration")
     extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
     info = {
-        "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * 1024,
-        "shared_memory_per_core": gpu.shared_per_core, "threads_per_core_limit": gpu.threads_per_core,
-        "core_count": gpu.cores, "fpus_per_core": gpu.fpus_per_core, "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 65535, "block_dim_limit_z": 65535, "memory_bandwidth": int(chip.hbm),
-        "l2_cache_size": gpu.l2_bytes, "clock_rate_ghz": gpu.clock_ghz,
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_core": gpu.shared_per_core,
+        "threads_per_core_limit": gpu.threads_per_core,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.fpus_per_core,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(chip.hbm),
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": gpu.clock_ghz,
         "device_memory_size": chip.device_memory_bytes,
         "shared_memory_per_block_optin": gpu.shared_per_block_optin,
-        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
     }
     fields = "\n".join(f"  {name}: {value}" for name, value in info.items())
-    return (f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {gpu.capability[0]} "
-            f"minor: {gpu.capability[1]} {extension} }}\n}}\n"
-            f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
-            f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
-            f'device_description_str: "{chip.kind}"\n')
+    return (
+        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {gpu.capability[0]} "
+        f"minor: {gpu.capability[1]} {extension} }}\n}}\n"
+        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
+        f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
+        f'device_description_str: "{chip.kind}"\n'
+    )
 
 
 def lacks(chip: Chip) -> str:

@@ -30,8 +30,10 @@ _COMPILER = logging.getLogger("jax._src.compiler")
 _KEYED = re.compile("(?i)persistent compilation cache (hit|miss) for")
 # Beside an entry: protos of the programs that are the same but for the names and lines in their source, newest first.
 _BUFFERS, _MOST = ".buffers.gz", 4
-RENAMED = ("out of the compilation cache: names and source lines are those of the program that filled it, which "
-           "differs from this one in nothing else")
+RENAMED = (
+    "out of the compilation cache: names and source lines are those of the program that filled it, which "
+    "differs from this one in nothing else"
+)
 _watching = threading.Lock()
 _ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
 
@@ -52,9 +54,13 @@ def mend(tell: Callable[[str], None]) -> None:
             remove_damaged(folder, program)
         if does not in told:
             told.add(does)
-            tell({"reading": f"damaged entries of the compilation cache {folder} are removed and compiled again",
-                  "writing": f"the compilation cache {folder} cannot be written ({_short(why)}): the next start will "
-                             "compile again"}[does])
+            tell(
+                {
+                    "reading": f"damaged entries of the compilation cache {folder} are removed and compiled again",
+                    "writing": f"the compilation cache {folder} cannot be written ({_short(why)}): the next start will "
+                    "compile again",
+                }[does]
+            )
 
     plain = warnings.showwarning
     warnings.filterwarnings("always", message=MESSAGE)

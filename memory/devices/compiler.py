@@ -29,8 +29,18 @@ from bytescope.memory.report_json import one_line
 if TYPE_CHECKING:
     from bytescope.memory.hlo.buffers import Program
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
-             "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "libtpu",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-rocm7-plugin",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+)
 
 
 class Retry(NamedTuple):
@@ -43,9 +53,12 @@ class Retry(NamedTuple):
 
 RETRIES = (
     # Fusions of matrix products with reshapes that no tile divides, in jax 0.10: bf16 attention of length 196.
-    Retry("Couldn't find output tile sizes", {"xla_gpu_enable_triton_gemm": False},
-          "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
-          "may have to be: jax.jit(step, compiler_options={\"xla_gpu_enable_triton_gemm\": False})"),
+    Retry(
+        "Couldn't find output tile sizes",
+        {"xla_gpu_enable_triton_gemm": False},
+        "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
+        'may have to be: jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})',
+    ),
 )
 MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; for more, the CPU's compiler aborts the process
 # XLA's error messages if a size that it computes itself overflows.
@@ -102,14 +115,17 @@ def check_sizes(jaxpr: Any) -> None:
             shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
             sizes = [size for size in shape if isinstance(size, int)]
             if math.prod(sizes) * getattr(dtype, "itemsize", 1) > MAX_BYTES:
-                raise ReportError(f"an array of {' x '.join(map(str, shape))} {dtype} is too large for XLA, which "
-                                  "counts its bytes in 64 bits: give smaller sizes")
+                raise ReportError(
+                    f"an array of {' x '.join(map(str, shape))} {dtype} is too large for XLA, which "
+                    "counts its bytes in 64 bits: give smaller sizes"
+                )
         for equation in inside.eqns:
             pending += bodies(equation)
 
 
-def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True,
-                    options: Mapping[str, Any] | None = None) -> Compilation:
+def compile_lowered(
+    lowered: Any, *, described: bool = False, exact: bool = True, options: Mapping[str, Any] | None = None
+) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
     An executable that comes out of the persistent cache has no heap trace: its proto is kept beside it. Where none is,
@@ -140,12 +156,19 @@ def read_compiled(compiled: Any) -> Compilation:
         modules = compiled.runtime_executable().hlo_modules()
         module = modules[0].as_serialized_hlo_module_proto()
     except Exception as error:  # a runtime without HLO raises errors of its own kinds
-        raise ReportError("an executable that does not keep its program: give the Lowered that it was compiled "
-                          "from") from error
+        raise ReportError(
+            "an executable that does not keep its program: give the Lowered that it was compiled from"
+        ) from error
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
-    return Compilation(module=module, assignment=assignment, compiled=compiled, stats=stats_of(compiled),
-                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions())
+    return Compilation(
+        module=module,
+        assignment=assignment,
+        compiled=compiled,
+        stats=stats_of(compiled),
+        local=hasattr(compiled.runtime_executable(), "local_devices"),
+        versions=versions(),
+    )
 
 
 def stats_of(compiled: Any) -> XlaStats | None:
@@ -157,11 +180,14 @@ def stats_of(compiled: Any) -> XlaStats | None:
     if analysis is None:
         return None
     return XlaStats(
-        argument_bytes=analysis.argument_size_in_bytes, output_bytes=analysis.output_size_in_bytes,
-        alias_bytes=analysis.alias_size_in_bytes, temp_bytes=analysis.temp_size_in_bytes,
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
         host_temp_bytes=getattr(analysis, "host_temp_size_in_bytes", None),
         peak_bytes=getattr(analysis, "peak_memory_in_bytes", None),
-        generated_code_bytes=analysis.generated_code_size_in_bytes)
+        generated_code_bytes=analysis.generated_code_size_in_bytes,
+    )
 
 
 def versions() -> dict[str, str]:
@@ -188,8 +214,7 @@ def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
     """A program compiled, or out of the cache with the proto that was kept of it; then again, if it has to be exact."""
     program = compile_cache.digest(lowered)
     made = _compile(lowered, options)
-    if not made.proto and made.entry is not None and (
-            kept := made.entry.kept(program, renamed=not exact)):
+    if not made.proto and made.entry is not None and (kept := made.entry.kept(program, renamed=not exact)):
         proto, told = kept
         stats = XlaStats(**told["stats"]) if told["stats"] else None
         return dataclasses.replace(made, proto=proto, stats=stats, notes=tuple(told["notes"]))
@@ -215,8 +240,9 @@ def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
         return _compile_once(lowered, options)
     except Exception as error:  # XLA's own kinds
         if any(words in str(error) for words in OVERFLOWS):
-            raise ReportError(f"XLA cannot compile arrays of such sizes ({one_line(error)}): give smaller "
-                              "sizes") from error
+            raise ReportError(
+                f"XLA cannot compile arrays of such sizes ({one_line(error)}): give smaller sizes"
+            ) from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise
@@ -231,8 +257,9 @@ def _compile_once(lowered: Any, options: Mapping[str, Any]) -> _Made:
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _unpacked(protos[-1]) if protos else b""
-    return _Made(compiled, proto if _has_buffers(proto) else b"", stats_of(compiled),
-                 entry=entries[-1] if entries else None)
+    return _Made(
+        compiled, proto if _has_buffers(proto) else b"", stats_of(compiled), entry=entries[-1] if entries else None
+    )
 
 
 def _unpacked(path: Path) -> bytes:
@@ -250,8 +277,10 @@ def _has_buffers(proto: bytes) -> bool:
     from bytescope.memory.hlo import wire
 
     try:
-        return any(field == 3 and not isinstance(value, int) and value[1] > value[0]
-                   for field, value in wire.fields(proto, (0, len(proto))))
+        return any(
+            field == 3 and not isinstance(value, int) and value[1] > value[0]
+            for field, value in wire.fields(proto, (0, len(proto)))
+        )
     except ReportError:  # a full disk cuts the dump off
         return False
 

@@ -22,8 +22,9 @@ def budget_of(text: str, limit: int, what: str) -> int:
     except ReportError as error:
         raise ReportError(f"{what}: {error}") from error
     if not 0 < size <= limit:
-        raise ReportError(f"{what}={text}: a device has {human(limit)} available; give more than 0 and at most that, "
-                          "or leave it out")
+        raise ReportError(
+            f"{what}={text}: a device has {human(limit)} available; give more than 0 and at most that, or leave it out"
+        )
     return size
 
 

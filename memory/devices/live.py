@@ -47,8 +47,11 @@ class LiveMemory:
     def metrics(self, prefix: str = "memory/") -> dict[str, float]:
         """What is known, as flat numbers for a metrics writer: `memory/in_use_bytes` and so on."""
         values = dataclasses.asdict(self)
-        return {prefix + name: float(value) for name, value in values.items()
-                if name not in ("device", "source", "sharing") and value is not None}
+        return {
+            prefix + name: float(value)
+            for name, value in values.items()
+            if name not in ("device", "source", "sharing") and value is not None
+        }
 
 
 def sample(device: Any, host_limit: bool = True) -> LiveMemory | None:
@@ -67,14 +70,29 @@ def sample(device: Any, host_limit: bool = True) -> LiveMemory | None:
         return None
     rss, peak_rss = _resident()
     if stats:
-        return LiveMemory(device=device.device_kind, source="allocator", host_rss_bytes=rss,
-                          host_peak_rss_bytes=peak_rss, **_allocator(stats), **_card(device))
+        return LiveMemory(
+            device=device.device_kind,
+            source="allocator",
+            host_rss_bytes=rss,
+            host_peak_rss_bytes=peak_rss,
+            **_allocator(stats),
+            **_card(device),
+        )
     if device.platform != "cpu":
-        return LiveMemory(device.device_kind, "allocator", host_rss_bytes=rss, host_peak_rss_bytes=peak_rss,
-                          **_card(device))
+        return LiveMemory(
+            device.device_kind, "allocator", host_rss_bytes=rss, host_peak_rss_bytes=peak_rss, **_card(device)
+        )
     limit = rss + free_host_bytes() if host_limit and rss is not None else None
-    return LiveMemory(device.device_kind, "host", len(device.client.local_devices()), rss, peak_rss, limit,
-                      host_rss_bytes=rss, host_peak_rss_bytes=peak_rss)
+    return LiveMemory(
+        device.device_kind,
+        "host",
+        len(device.client.local_devices()),
+        rss,
+        peak_rss,
+        limit,
+        host_rss_bytes=rss,
+        host_peak_rss_bytes=peak_rss,
+    )
 
 
 def predicted_in_use(report: Any, before: LiveMemory | None) -> int:
@@ -102,16 +120,20 @@ def predicted_against_measured(report: Any, live: LiveMemory | None, before: Liv
         text = f"predicted {human(predicted * live.sharing)} on {devices}; the process"
         if held is None:
             return f"{text} peaked at {human(live.peak_bytes)}, Python and its libraries included"
-        return (f"{text} grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints included: from "
-                f"{human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}")
+        return (
+            f"{text} grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints included: from "
+            f"{human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}"
+        )
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
     start = f", {human(held)} of it held before the first step" if held is not None else ""
     limit = f", limit {human(live.limit_bytes)}" if live.limit_bytes else ""
     card = ""
     if live.card_used_bytes is not None and live.card_total_bytes is not None:
         card = f", card {human(live.card_used_bytes)} of {human(live.card_total_bytes)} in use"
-    return (f"predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
-            f"(prediction {error:+.1f} %){start}{limit}{card}")
+    return (
+        f"predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
+        f"(prediction {error:+.1f} %){start}{limit}{card}"
+    )
 
 
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
@@ -123,8 +145,13 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
     if in_use is not None and pool and block is not None:
         # A pool that still grows has its next region outside `pool`: the block can be the larger one.
         fragmentation = min(max(1.0 - block / max(pool - in_use, 1), 0.0), 1.0) if pool > in_use else 0.0
-    return {"in_use_bytes": in_use, "peak_bytes": stats.get("peak_bytes_in_use"), "limit_bytes": limit,
-            "largest_free_block_bytes": block, "fragmentation": fragmentation}
+    return {
+        "in_use_bytes": in_use,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "limit_bytes": limit,
+        "largest_free_block_bytes": block,
+        "fragmentation": fragmentation,
+    }
 
 
 def _resident() -> tuple[int | None, int | None]:

@@ -26,7 +26,7 @@ def renamed(names: Sequence[str], tree: Any) -> list[str]:
 
 def _with(name: str, path: str) -> str:
     places = list(_NUMBERED.finditer(name))
-    return name[:places[-1].start()] + path + name[places[-1].end():] if places else name
+    return name[: places[-1].start()] + path + name[places[-1].end() :] if places else name
 
 
 def _inside(tree: Any) -> list[str]:
@@ -49,9 +49,13 @@ def _inside(tree: Any) -> list[str]:
 
 def _is_split(node: Any) -> bool:
     """Whether a node of a tree is an NNX object, split into its definition and its numbered leaves."""
-    return type(node).__name__ == "NodeStates" and type(node).__module__.startswith("flax.") \
-        and getattr(node, "_graphdef", None) is not None and len(node.states) == 1 \
+    return (
+        type(node).__name__ == "NodeStates"
+        and type(node).__module__.startswith("flax.")
+        and getattr(node, "_graphdef", None) is not None
+        and len(node.states) == 1
         and isinstance(node.states[0], (list, tuple))
+    )
 
 
 def _paths(node: Any, seen: dict[Any, Any]) -> list[str]:

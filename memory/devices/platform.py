@@ -76,8 +76,11 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
     a count. To be called before jax starts; the simulated devices share the host.
     """
     env = os.environ if env is None else env
-    counts = [int(count) for name, _, count in (target.partition(":") for target in targets)
-              if name == "cpu" and count.isdigit()]
+    counts = [
+        int(count)
+        for name, _, count in (target.partition(":") for target in targets)
+        if name == "cpu" and count.isdigit()
+    ]
     if counts and "xla_force_host_platform_device_count" not in env.get("XLA_FLAGS", ""):
         env.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
     if simulated(env) > 1:

@@ -63,18 +63,23 @@ def signature_of(lowered: Any) -> Signature | None:
         return None
     debug = getattr(told.get("all_args_info"), "debug_info", None)
     plain = [_positional(keystr(path)) for path, _ in inside]
-    names = [own if name.startswith(_LOST) else name
-             for name, own in zip(_named(debug, "arg_names", len(inside)) or plain, plain)]
+    names = [
+        own if name.startswith(_LOST) else name
+        for name, own in zip(_named(debug, "arg_names", len(inside)) or plain, plain)
+    ]
     names = nnx_paths.renamed(names, lowered.args_info)
     paths = _named(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
     paths = nnx_paths.renamed(paths, lowered.out_info)
     # Constants that a newer jax hoists out of the program come first among its parameters.
     first = max(len(told.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}
-    arguments = [Leaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
-                 for number, (name, (_, info)) in enumerate(zip(names, inside))]
-    results = [Leaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype))
-               for path, (_, info) in zip(paths, outside)]
+    arguments = [
+        Leaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
+        for number, (name, (_, info)) in enumerate(zip(names, inside))
+    ]
+    results = [
+        Leaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype)) for path, (_, info) in zip(paths, outside)
+    ]
     return Signature(tuple(arguments), tuple(results))
 
 

@@ -88,8 +88,9 @@ class Target:
 
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
-            raise ReportError(f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices}: "
-                              "change the mesh or the target")
+            raise ReportError(
+                f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices}: change the mesh or the target"
+            )
         return np.array(self.devices()).reshape(sizes)
 
     def mesh(self, **axes: int) -> Any:
@@ -105,8 +106,12 @@ class Target:
         """Returns every field as plain JSON values, the limit in bytes, and `memory_fraction`: the fraction of a GPU's
         memory that is available to programs. It is None unless the target is a GPU that is not attached."""
         fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
-        return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes,
-                "memory_fraction": fraction}
+        return {
+            **dataclasses.asdict(self),
+            "shape": list(self.shape),
+            "limit_bytes": self.limit_bytes,
+            "memory_fraction": fraction,
+        }
 
 
 def names() -> tuple[str, ...]:
@@ -123,8 +128,10 @@ def parse(name: str) -> Target:
     base, colon, count = name.strip().lower().partition(":")
     if base not in names():
         hint = did_you_mean(base, names())
-        raise ReportError(f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
-                          "(cpu:8, h100:8, h100:2x8, v5e:4x4)")
+        raise ReportError(
+            f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
+            "(cpu:8, h100:8, h100:2x8, v5e:4x4)"
+        )
     shape = _numbers(count) if colon else ()
     if colon and not shape:
         raise ReportError(f"target {name!r}: after the colon comes a count such as 8 or a shape such as 2x8")
@@ -173,7 +180,7 @@ def of(devices: Sequence[Any]) -> Target:
     if chip is None:
         raise ReportError(f"{first.device_kind} is not in the table of chips: compile for one of {', '.join(names())}")
     if chip.platform == "tpu":
-        shape = tuple(max(axis) + 1 for axis in zip(*(d.coords[:len(chip.max_shape)] for d in devices)))
+        shape = tuple(max(axis) + 1 for axis in zip(*(d.coords[: len(chip.max_shape)] for d in devices)))
     else:
         hosts = len({device.process_index for device in devices})
         shape = (hosts, len(devices) // hosts)
@@ -197,12 +204,13 @@ def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     if len(shape) > 2 or full[1] > per_host:
         hosts, left = divmod(math.prod(shape), per_host)
         example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
-        raise ReportError(f"target {name!r}: a host holds at most {per_host} of these; "
-                          f"say {example} (hosts x devices)")
+        raise ReportError(f"target {name!r}: a host holds at most {per_host} of these; say {example} (hosts x devices)")
     if chip.max_shape and full[0] > chip.max_shape[0]:
         largest = "x".join(map(str, chip.max_shape))
-        raise ReportError(f"target {name!r}: a rack holds {largest} of these (hosts x devices), which NVLink joins; "
-                          "what lies between racks is not described")
+        raise ReportError(
+            f"target {name!r}: a rack holds {largest} of these (hosts x devices), which NVLink joins; "
+            "what lies between racks is not described"
+        )
     return full
 
 
@@ -214,8 +222,10 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     fits = len(full) == rank and all(n <= most for n, most in zip(full, chip.max_shape, strict=True))
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
         smallest, largest = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
-        raise ReportError(f"target {name!r}: a {chip.name} slice has {rank} axes: {smallest}, or even numbers "
-                          f"of chips on the first two, up to {largest}")
+        raise ReportError(
+            f"target {name!r}: a {chip.name} slice has {rank} axes: {smallest}, or even numbers "
+            f"of chips on the first two, up to {largest}"
+        )
     return full
 
 
@@ -226,17 +236,28 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
     n_devices = math.prod(shape)
     per_host = shape[1] if chip.platform == "cuda" else min(n_devices, chip.devices_per_host)
     return Target(
-        name=name, platform=chip.platform, kind=chip.kind, shape=shape, n_devices=n_devices,
-        devices_per_host=per_host, device_memory_bytes=chip.device_memory_bytes,
-        host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host, is_described=True,
-        **_figures(chip))
+        name=name,
+        platform=chip.platform,
+        kind=chip.kind,
+        shape=shape,
+        n_devices=n_devices,
+        devices_per_host=per_host,
+        device_memory_bytes=chip.device_memory_bytes,
+        host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
+        is_described=True,
+        **_figures(chip),
+    )
 
 
 def _figures(chip: Chip) -> dict[str, Any]:
-    return {"reserved_bytes": chip.reserved_bytes, "hbm_bytes_per_s": chip.hbm,
-            "host_link_bytes_per_s": chip.host_link, "peak_flops": dict(chip.peak_flops),
-            "interconnect_bytes_per_s": {"in_host": chip.in_host, "between_hosts": chip.between_hosts},
-            "sources": dict(chip.sources)}
+    return {
+        "reserved_bytes": chip.reserved_bytes,
+        "hbm_bytes_per_s": chip.hbm,
+        "host_link_bytes_per_s": chip.host_link,
+        "peak_flops": dict(chip.peak_flops),
+        "interconnect_bytes_per_s": {"in_host": chip.in_host, "between_hosts": chip.between_hosts},
+        "sources": dict(chip.sources),
+    }
 
 
 def _cpu(name: str, shape: tuple[int, ...]) -> Target:
@@ -245,8 +266,17 @@ def _cpu(name: str, shape: tuple[int, ...]) -> Target:
     n = shape[0] if shape else 1
     plain = f"cpu:{n}"
     _devices(plain)
-    return Target(plain, "cpu", "cpu", (n,), n, n, physical_bytes(), host_memory_bytes=physical_bytes(),
-                  sources={"device_memory_bytes": "this host's memory, shared by its simulated devices"})
+    return Target(
+        plain,
+        "cpu",
+        "cpu",
+        (n,),
+        n,
+        n,
+        physical_bytes(),
+        host_memory_bytes=physical_bytes(),
+        sources={"device_memory_bytes": "this host's memory, shared by its simulated devices"},
+    )
 
 
 def _local() -> Target:
@@ -260,8 +290,17 @@ def _local() -> Target:
         memory = host
     else:
         memory = chip.device_memory_bytes if chip else limit_bytes(first)
-    return Target("local", platform, first.device_kind, (len(devices),), len(devices), per_host, memory,
-                  host_memory_bytes=host, **(_figures(chip) if chip else {}))
+    return Target(
+        "local",
+        platform,
+        first.device_kind,
+        (len(devices),),
+        len(devices),
+        per_host,
+        memory,
+        host_memory_bytes=host,
+        **(_figures(chip) if chip else {}),
+    )
 
 
 def platform_of(device: Any) -> str:
@@ -283,8 +322,11 @@ def _devices(name: str) -> tuple[Any, ...]:
     if base == "cpu":
         n, here = int(count), _ask(name, lambda: jax.local_devices(backend="cpu"))
         if len(here) < n:
-            raise ReportError(f"target {name}: this process has {len(here)} CPU devices; "
-                              + _CPU_REMEDY.format(n=n) + " before jax starts")
+            raise ReportError(
+                f"target {name}: this process has {len(here)} CPU devices; "
+                + _CPU_REMEDY.format(n=n)
+                + " before jax starts"
+            )
         return tuple(here[:n])
     chip = CHIPS[base]
     shape = _SHAPES[chip.platform](name, chip, _numbers(count))

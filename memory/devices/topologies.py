@@ -50,11 +50,12 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
     found = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
     if not found and old:
         major, minor = chip.gpu.capability
-        raise ReportError(f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in an environment of "
-                          "its own, pip install 'bytescope[cuda12]' (it needs no GPU)")
+        raise ReportError(
+            f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in an environment of "
+            "its own, pip install 'bytescope[cuda12]' (it needs no GPU)"
+        )
     if not found:
-        raise ReportError(f"target {name}: no CUDA compiler here; "
-                          "pip install 'bytescope[cuda]' (it needs no GPU)")
+        raise ReportError(f"target {name}: no CUDA compiler here; pip install 'bytescope[cuda]' (it needs no GPU)")
     topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
     config = target_config(chip, CUDA_PLUGINS[found[0]])
     _register_without_gpu(f"jax_plugins.{found[0]}")
@@ -82,8 +83,7 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
     Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
     """
     if not installed("libtpu"):
-        raise ReportError(f"target {name}: no TPU compiler here; "
-                          "pip install 'bytescope[tpu]' (it needs no TPU)")
+        raise ReportError(f"target {name}: no TPU compiler here; pip install 'bytescope[tpu]' (it needs no TPU)")
     if accelerator() != "tpu":  # on a TPU machine these describe the real one
         for variable, value in _LIBTPU_QUIET.items():
             os.environ.setdefault(variable, value)
@@ -101,8 +101,9 @@ def _topology(target: str, platform: str, *, name: str | None = None, **options:
             refused = error
     reason = one_line(refused, 160)
     extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
-    raise ReportError(f"target {target}: the {platform} compiler refused it ({reason}); "
-                      f"pip install -U 'bytescope[{extra}]'") from refused
+    raise ReportError(
+        f"target {target}: the {platform} compiler refused it ({reason}); pip install -U 'bytescope[{extra}]'"
+    ) from refused
 
 
 def installed(module: str) -> bool:

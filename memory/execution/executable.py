@@ -32,10 +32,15 @@ class Statics:
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple]:
         """(positional, keyword arguments that are not static, the values of those that are)."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
-        values = (tuple((number, args[number]) for number in sorted(fixed)),
-                  tuple((name, kwargs[name]) for name in sorted(self.names) if name in kwargs))
-        return ([arg for number, arg in enumerate(args) if number not in fixed],
-                {name: arg for name, arg in kwargs.items() if name not in self.names}, values)
+        values = (
+            tuple((number, args[number]) for number in sorted(fixed)),
+            tuple((name, kwargs[name]) for name in sorted(self.names) if name in kwargs),
+        )
+        return (
+            [arg for number, arg in enumerate(args) if number not in fixed],
+            {name: arg for name, arg in kwargs.items() if name not in self.names},
+            values,
+        )
 
 
 class Executable:
@@ -45,8 +50,9 @@ class Executable:
     donated. What was compiled for devices that are not here cannot be called.
     """
 
-    def __init__(self, compiled: Any, run: Callable[..., Any], statics: Statics = Statics(),
-                 values: tuple = ()) -> None:
+    def __init__(
+        self, compiled: Any, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
+    ) -> None:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +61,10 @@ class Executable:
         if self._statics:
             args, kwargs, values = self._statics.split(args, kwargs)
             if values != self._values:
-                raise TypeError(f"compiled for the static arguments {_named(self._values)}, called with "
-                                f"{_named(values)}: compile again for those")
+                raise TypeError(
+                    f"compiled for the static arguments {_named(self._values)}, called with "
+                    f"{_named(values)}: compile again for those"
+                )
         return self._run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,10 +76,16 @@ class Executable:
         return f"Executable({self.compiled!r})"
 
 
-def compile(step: Callable[..., Any], *args: Any, target: Target | str | None = None,
-            kwargs: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None,
-            roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-            **options: Any) -> tuple[Executable, Report]:
+def compile(
+    step: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> tuple[Executable, Report]:
     """Compiles a step once: (the executable, the report of that executable).
 
     The executable is called as the step is, with the same pytrees; what the step donates is donated. All arguments are
@@ -84,8 +98,10 @@ def compile(step: Callable[..., Any], *args: Any, target: Target | str | None = 
     check_options(options, "compile")
     roles = checked_roles(roles)
     if not takes_arguments(step):
-        raise ReportError(f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
-                          "plain or jitted, and memory.analyze all else")
+        raise ReportError(
+            f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
+            "plain or jitted, and memory.analyze all else"
+        )
     compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
     report = report_of(compilation, target=found, config=config, roles=roles, names=names)
     return executable, Report.of(with_seconds(report))
@@ -102,13 +118,18 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     if not hasattr(step, "lower"):
         return jax.jit(in_place.refused(step), **given)
     if given:
-        raise ReportError(f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the "
-                          "function itself")
+        raise ReportError(
+            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+        )
     return step
 
 
-def compiled(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | str | None = None,
-             ) -> tuple[Compilation, Target | None, Executable]:
+def compiled(
+    jitted: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Target | str | None = None,
+) -> tuple[Compilation, Target | None, Executable]:
     """A jitted step compiled for its arguments: (compilation, the target that it is judged by, the executable)."""
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
         compilation, found = compiled_for(jitted, args, kwargs, target=target)
@@ -130,8 +151,9 @@ def compiled(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target
 def statics_of(jitted: Any) -> Statics:
     """The static arguments of a step that `jax.jit` has made: jax keeps what it was told, names and numbers both."""
     told = getattr(jitted, "_jit_info", None)
-    return Statics(tuple(getattr(told, "static_argnums", None) or ()),
-                   tuple(getattr(told, "static_argnames", None) or ()))
+    return Statics(
+        tuple(getattr(told, "static_argnums", None) or ()), tuple(getattr(told, "static_argnames", None) or ())
+    )
 
 
 def is_wrapper(jitted: Any) -> bool:
@@ -158,14 +180,18 @@ def _wrapped(lowered: Any, executable: Any) -> Callable[..., Any]:
 
 def _refusing(target: str) -> Callable[..., Any]:
     """What is called in the place of an executable whose devices are not here."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        raise ReportError(f"compiled for {target}, which is not here: the executable cannot run; its report tells what "
-                          "it would take, and memory.compile(step, *arguments) without a target compiles for this "
-                          "machine")
+        raise ReportError(
+            f"compiled for {target}, which is not here: the executable cannot run; its report tells what "
+            "it would take, and memory.compile(step, *arguments) without a target compiles for this "
+            "machine"
+        )
 
     return run
 
 
 def _named(values: tuple) -> str:
-    return ", ".join(f"{name if isinstance(name, str) else f'args[{name}]'}={value!r:.40}"
-                     for part in values for name, value in part)
+    return ", ".join(
+        f"{name if isinstance(name, str) else f'args[{name}]'}={value!r:.40}" for part in values for name, value in part
+    )

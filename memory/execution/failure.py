@@ -39,7 +39,7 @@ def told_by(error: BaseException) -> str:
     """What an error says of memory, in a line: the line that names it, from there on."""
     text = "\n".join(str(each) for each in _chain(error))
     found = next((line for line in text.splitlines() if EXHAUSTED in line), text)
-    return in_one_line(found[max(found.find(EXHAUSTED), 0):])
+    return in_one_line(found[max(found.find(EXHAUSTED), 0) :])
 
 
 def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
@@ -52,8 +52,9 @@ def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]
     import jax
 
     own = {id(getattr(leaf, "_base_array", leaf)) for leaf in arguments if isinstance(leaf, jax.Array)}  # of keys too
-    shapes = collections.Counter(_type(leaf) for leaf in arguments
-                                 if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape"))
+    shapes = collections.Counter(
+        _type(leaf) for leaf in arguments if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape")
+    )
     groups: dict[tuple, list[int]] = {}
     places: set[int] = set()
     # A part of an array is an array too, in the same memory: the whole ones count.

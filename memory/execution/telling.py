@@ -58,8 +58,9 @@ class Telling:
         seen = measured.since(self._before, live.sample(device, host_limit=False))
         self._say(f"{self.name}, call {call:,}: {live.predicted_against_measured(report, seen, self._before)}")
 
-    def exhausted(self, error: BaseException, call: int, device: Any, arguments: Iterable[Any],
-                  report: Report | None) -> None:
+    def exhausted(
+        self, error: BaseException, call: int, device: Any, arguments: Iterable[Any], report: Report | None
+    ) -> None:
         """What is known of an error of a device without memory, once: printed, written, and noted on the error.
 
         Args:
@@ -72,8 +73,14 @@ class Telling:
         error._bytescope_told = True
         try:
             self.post_mortem = found = PostMortem(
-                self.name, call, failure.told_by(error), device.device_kind,
-                failure.held_arrays(device, list(arguments)), failure.allocator_of(device), report)
+                self.name,
+                call,
+                failure.told_by(error),
+                device.device_kind,
+                failure.held_arrays(device, list(arguments)),
+                failure.allocator_of(device),
+                report,
+            )
             files = failure.write(found, self._folder, jax.process_index())
             where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
             unwritten = "" if files else f"\n\nnot written: {self._folder} takes no files; give watch(..., folder=DIR)"

@@ -52,8 +52,17 @@ class Watched:
     also explains errors that come when results are read: `with memory.watch(step) as step: ...`
     """
 
-    def __init__(self, step: Callable[..., Any], *, every: int, limit: int | None, folder: Path,
-                 tell: Callable[[str], None], about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        every: int,
+        limit: int | None,
+        folder: Path,
+        tell: Callable[[str], None],
+        about: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
         self.__wrapped__, self._step = step, as_jitted(step, options)
         name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
         self._telling = Telling(name, tell, folder)
@@ -202,7 +211,8 @@ class Watched:
 
         error = jax.errors.JaxRuntimeError(
             f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(known.report.predicted_bytes)} per "
-            f"device, more than limit={human(self._limit)}")
+            f"device, more than limit={human(self._limit)}"
+        )
         limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
         self._telling.exhausted(error, self.calls, known.device, arguments, limited)
         raise error
@@ -217,9 +227,18 @@ class Watched:
         self._telling.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
 
 
-def watch(step: Callable[..., Any] | None = None, *, every: int = 100, limit: int | str | None = None,
-          folder: str | Path = ".", tell: Callable[[str], None] = print, config: Mapping[str, Any] | None = None,
-          roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (), **options: Any) -> Any:
+def watch(
+    step: Callable[..., Any] | None = None,
+    *,
+    every: int = 100,
+    limit: int | str | None = None,
+    folder: str | Path = ".",
+    tell: Callable[[str], None] = print,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Any:
     """A step of anyone's loop with its memory watched; it is called as before, and can decorate a function.
 
     The first call compiles the step once, and prints what it is predicted to take; arguments of other shapes compile
@@ -242,14 +261,18 @@ def watch(step: Callable[..., Any] | None = None, *, every: int = 100, limit: in
     check_options(options, "watch")
     if every < 0:
         raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
-    given = {"every": every, "limit": parse_bytes(limit) if limit is not None else None, "folder": Path(folder),
-             "tell": tell, "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
-             "options": options}
+    given = {
+        "every": every,
+        "limit": parse_bytes(limit) if limit is not None else None,
+        "folder": Path(folder),
+        "tell": tell,
+        "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
+        "options": options,
+    }
     if step is None:
         return functools.partial(Watched, **given)
     if not callable(step):
-        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or "
-                          "jitted")
+        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
     return Watched(step, **given)
 
 

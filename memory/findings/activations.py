@@ -25,8 +25,11 @@ def wide_activations(report: Report, program: PlacedProgram) -> Found | None:
         return None
     message = f"{human(wide)} of residuals are float32 in a bfloat16 program"
     if report.target.get("platform") == "cpu":
-        return Found(wide, f"{message}; the CPU computes bfloat16 in float32",
-                     "compile for the device that it will run on, such as target='h200', where bfloat16 stays narrow")
+        return Found(
+            wide,
+            f"{message}; the CPU computes bfloat16 in float32",
+            "compile for the device that it will run on, such as target='h200', where bfloat16 stays narrow",
+        )
     first = max((b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"), key=lambda b: b.bytes)
     return Found(wide, f"{message}, the largest {told(first)}")
 

@@ -112,8 +112,10 @@ def candidates(report: Report, program: PlacedProgram) -> list[Candidate]:
             first.setdefault(call.function, (depth, call))
             libraries[call.function] = libraries.get(call.function) or functions.wrapper(frames)
     recomputed = known.recomputed() if kept else frozenset()
-    found = [(first[function][0], _candidate(first[function][1], items, function in recomputed, libraries[function]))
-             for function, items in kept.items()]
+    found = [
+        (first[function][0], _candidate(first[function][1], items, function in recomputed, libraries[function]))
+        for function, items in kept.items()
+    ]
     found.sort(key=lambda item: (-item[1].freed, item[1].call.function.nameless, item[0]))
     return [candidate for _, candidate in found if candidate.freed > 0]
 
@@ -134,8 +136,12 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
     sizes = [sum(item.buffer.bytes for item in group) for group in groups.values()]
     kept = sum(sizes)
     calls = _most_common(zip(map(_runs, groups.values()), sizes))
-    each = [item.buffer.bytes // item.trips for group, size in zip(groups.values(), sizes) for item in group
-            if size >= _SUBSTANTIAL * kept]
+    each = [
+        item.buffer.bytes // item.trips
+        for group, size in zip(groups.values(), sizes)
+        for item in group
+        if size >= _SUBSTANTIAL * kept
+    ]
     inputs = calls * min(each, default=0)
     scanned = any(item.trips > 1 for group in groups.values() for item in group)
     return Candidate(call, calls, kept, max(kept - kept // calls - inputs, 0), scanned, already, library)
@@ -199,5 +205,3 @@ class _Frames:
             if scopes.parse(name).phase == "recompute":
                 found |= {call.function for call in self.calls(frames, name)}
         return frozenset(found)
-
-

@@ -38,8 +38,11 @@ def arguments(report: Report, program: PlacedProgram) -> dict[int, tuple[Instruc
     """The entry parameters that are arrays, by number, each with its buffer."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
-    return {number: (parameters[number], named[argument.path])
-            for number, argument in program.arguments.by_number.items() if argument.path in named}
+    return {
+        number: (parameters[number], named[argument.path])
+        for number, argument in program.arguments.by_number.items()
+        if argument.path in named
+    }
 
 
 def batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:

@@ -33,14 +33,18 @@ def empty_expert_rows(report: Report, program: PlacedProgram) -> Found | None:
     if empty <= max(NOTABLE * report.peak_bytes, TOY):
         return None
     parts = ", ".join(f"{scope} {human(size)}" for scope, size in held.items() if size)
-    message = (f"rows of experts hold {human(total)} at the peak ({parts}), {human(empty)} of it empty where experts "
-               f"have equal loads: a device has room for {room.rows:,} rows, of which {room.filled:,} come")
+    message = (
+        f"rows of experts hold {human(total)} at the peak ({parts}), {human(empty)} of it empty where experts "
+        f"have equal loads: a device has room for {room.rows:,} rows, of which {room.filled:,} come"
+    )
     found = smaller(case)
     if found is None:
         return Found(empty, message)
     factor, less = found
-    remedy = (f"room for {factor:g} times the mean, {less.rows:,} rows, should free "
-              f"{human(int(total * (1 - less.rows / room.rows)))}; rows beyond it are dropped and counted")
+    remedy = (
+        f"room for {factor:g} times the mean, {less.rows:,} rows, should free "
+        f"{human(int(total * (1 - less.rows / room.rows)))}; rows beyond it are dropped and counted"
+    )
     return Found(empty, message, remedy, flags({MODEL_CAPACITY_FACTOR: f"{factor:g}"}))
 
 
@@ -54,5 +58,8 @@ def _has_rows(buffer: Buffer, count: int) -> bool:
     """Whether an array has `count` rows of experts, in one dimension or in two or three that follow each other: tiles
     and their rows; peers, experts and slots."""
     dims = buffer.shape
-    return any(math.prod(dims[start:start + length]) == count
-               for length in (1, 2, 3) for start in range(len(dims) - length + 1))
+    return any(
+        math.prod(dims[start : start + length]) == count
+        for length in (1, 2, 3)
+        for start in range(len(dims) - length + 1)
+    )

@@ -16,8 +16,12 @@ from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Folder of a library -> how it wraps a module or a function in jax.checkpoint.
-_WRAPPERS = {"/flax/linen/": "nn.remat", "/flax/nnx/": "nnx.remat", "/equinox/": "eqx.filter_checkpoint",
-             "/haiku/": "hk.remat"}
+_WRAPPERS = {
+    "/flax/linen/": "nn.remat",
+    "/flax/nnx/": "nnx.remat",
+    "/equinox/": "eqx.filter_checkpoint",
+    "/haiku/": "hk.remat",
+}
 
 
 class Function(NamedTuple):
@@ -63,10 +67,11 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
         function = Function(frame.function, frame.file)
         if not frame.function or kind_of(frame.file) != OWN or function in found:
             continue
-        outer = chain[at + 1:]
+        outer = chain[at + 1 :]
         caller = next((place(each) for each in outer if kind_of(each.file) == OWN), "")
-        found[function] = Call(function, caller, tuple((each.file, each.line) for each in outer),
-                               any(in_loop(each) for each in outer))
+        found[function] = Call(
+            function, caller, tuple((each.file, each.line) for each in outer), any(in_loop(each) for each in outer)
+        )
     return list(found.values())
 
 
@@ -74,8 +79,8 @@ def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
     """The frames inside a traced function, itself among them; without its name, those inside this package's."""
     names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
     if traced in names:
-        return frames[:len(names) - names[::-1].index(traced)]
-    return frames[:next((at for at, frame in enumerate(frames) if kind_of(frame.file) == OUTSIDE), len(frames))]
+        return frames[: len(names) - names[::-1].index(traced)]
+    return frames[: next((at for at, frame in enumerate(frames) if kind_of(frame.file) == OUTSIDE), len(frames))]
 
 
 def in_loop(frame: Frame) -> bool:
@@ -100,8 +105,11 @@ def _tree(file: str) -> ast.Module:
 @functools.lru_cache(maxsize=256)
 def _bodies(file: str) -> tuple[tuple[int, int], ...]:
     """(first, last line) of every function of a file."""
-    return tuple((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(_tree(file))
-                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return tuple(
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 @functools.lru_cache(maxsize=256)

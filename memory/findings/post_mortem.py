@@ -121,8 +121,11 @@ def _pool(report: Report | None, pool: int) -> Iterator[WayOut]:
     """The part of the card that nobody may use: jax takes three quarters of a GPU where nobody says otherwise."""
     card = int(report.target.get("device_memory_bytes") or 0) if report else 0
     if 0 < pool < FRACTION_IS_LOW * card:
-        yield WayOut(int(MEMORY_FRACTION * card) - pool, f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax "
-                     f"starts: its pool is {pool / card:.0%} of the card")
+        yield WayOut(
+            int(MEMORY_FRACTION * card) - pool,
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax "
+            f"starts: its pool is {pool / card:.0%} of the card",
+        )
 
 
 def _unneeded(report: Report | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
@@ -155,13 +158,19 @@ def _of_findings(report: Report) -> Iterator[WayOut]:
 
 def _in_parts(report: Report) -> Iterator[WayOut]:
     """The largest array of the workspace at the peak, with the line that makes it."""
-    found = [b for b in report.buffers if b.at_peak and b.memory == "device" and b.source
-             and b.category in ("workspace", "logits_loss")]
+    found = [
+        b
+        for b in report.buffers
+        if b.at_peak and b.memory == "device" and b.source and b.category in ("workspace", "logits_loss")
+    ]
     largest = max(found, key=lambda b: b.bytes, default=None)
     if largest is not None and largest.bytes >= WORTH_PARTS * report.peak_bytes:
         shape = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
-        yield WayOut(largest.bytes, f"compute {shape} of {largest.source} in parts: jax.lax.map with batch_size, or a "
-                                    "scan over one of its axes")
+        yield WayOut(
+            largest.bytes,
+            f"compute {shape} of {largest.source} in parts: jax.lax.map with batch_size, or a "
+            "scan over one of its axes",
+        )
 
 
 def _recomputed(report: Report) -> Iterator[WayOut]:
@@ -176,9 +185,13 @@ def _recomputed(report: Report) -> Iterator[WayOut]:
     for module, size in sizes.most_common(1):
         if size < WORTH * report.peak_bytes:
             return
-        lines = [b for b in report.buffers if b.at_peak and b.category == "residuals"
-                 and module in (b.module, b.component, b.source) and b.source]
+        lines = [
+            b
+            for b in report.buffers
+            if b.at_peak and b.category == "residuals" and module in (b.module, b.component, b.source) and b.source
+        ]
         where = max(lines, key=lambda b: b.bytes).source if lines else ""
         line = f", most of it from {where}" if where and where != module else ""
-        yield WayOut(size, f"jax.checkpoint around {module or 'the layer'}, which keeps this for the backward "
-                           f"pass{line}")
+        yield WayOut(
+            size, f"jax.checkpoint around {module or 'the layer'}, which keeps this for the backward pass{line}"
+        )

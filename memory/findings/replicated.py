@@ -66,8 +66,9 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
             scope = scopes.parse(metadata.op_name)
             where = source_line(metadata).rsplit("/", 1)[-1]
             what = name or "/".join((*scope.path, scope.operation))
-            yield ReplicatedArray(instruction.name, f"{what} at {where}" if where else what, shape.dims, shape.dtype,
-                                  shape.bytes, lost)
+            yield ReplicatedArray(
+                instruction.name, f"{what} at {where}" if where else what, shape.dims, shape.dtype, shape.bytes, lost
+            )
 
 
 class _ByJaxpr:
@@ -82,15 +83,17 @@ class _ByJaxpr:
     def __bool__(self) -> bool:
         return bool(self.places)
 
-    def __call__(self, instruction: Instruction, shape: Shape,
-                 sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    def __call__(self, instruction: Instruction, shape: Shape, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
         """(mesh axes that should shard the array and do not, its checkpoint name)."""
         metadata = self.module.metadata(instruction)
         place = metadata.frames[0][:3] if metadata.frames else None
         # jax lowers cuDNN's attention under the name of the primitive that partitions it.
         partitioned = metadata.op_name.endswith("custom_partitioning")
-        found = [a for a in self.places.get(place, ()) if metadata.op_name.endswith(a.suffix)
-                 or (partitioned and a.suffix.endswith("_wrapper"))]
+        found = [
+            a
+            for a in self.places.get(place, ())
+            if metadata.op_name.endswith(a.suffix) or (partitioned and a.suffix.endswith("_wrapper"))
+        ]
         if not found or len({(a.dims, tuple(a.labels.items())) for a in found}) > 1:
             return (), ""
         if instruction.opcode == "fusion" and are_partial_sums(found[0], shape, sizes):
@@ -106,8 +109,7 @@ def are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, i
     """
     parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
     same = shape.dims == activation.dims and shape.dtype == activation.dtype
-    return (len(shape.dims) > 2 and not same
-            and shape.elements // shape.dims[0] * parts == math.prod(activation.dims))
+    return len(shape.dims) > 2 and not same and shape.elements // shape.dims[0] * parts == math.prod(activation.dims)
 
 
 class _ByShape:
@@ -115,14 +117,17 @@ class _ByShape:
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
-        self.known = {size for number, layout in program.layouts.items() if number not in batch
-                      for size in (*layout.dims, *layout.local)}
+        self.known = {
+            size
+            for number, layout in program.layouts.items()
+            if number not in batch
+            for size in (*layout.dims, *layout.local)
+        }
 
     def __bool__(self) -> bool:
         return bool(self.batch)
 
-    def __call__(self, instruction: Instruction, shape: Shape,
-                 sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    def __call__(self, instruction: Instruction, shape: Shape, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
         """As `_ByJaxpr`; a size that other arguments have too tells nothing."""
         dims = set(shape.dims)
         for layout in self.batch:

@@ -25,13 +25,25 @@ def findings_of(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) 
     if idle := int(last.get("idle_experts", 0)):
         weight = float(config.get(LOSS_BALANCE) or 0)
         raised = 2 * weight if weight else BALANCE
-        found.append(Finding(
-            "idle_experts", 0, f"{idle:,} experts took no token {step}, counted over all layers: their parameters and "
-            "state are held for nothing", f"raise loss.balance, now {weight:g}", f"--config.{LOSS_BALANCE}={raised:g}"))
+        found.append(
+            Finding(
+                "idle_experts",
+                0,
+                f"{idle:,} experts took no token {step}, counted over all layers: their parameters and "
+                "state are held for nothing",
+                f"raise loss.balance, now {weight:g}",
+                f"--config.{LOSS_BALANCE}={raised:g}",
+            )
+        )
     if dropped := last.get("dropped_share", 0.0):
         room = float(config.get(MODEL_CAPACITY_FACTOR) or DEFAULT_ROOM)
-        found.append(Finding(
-            "dropped_rows", 0, f"{dropped:.2%} of the choices found no room {step}, and went through no expert",
-            f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
-            f"--config.{MODEL_CAPACITY_FACTOR}={MORE_ROOM * room:g}"))
+        found.append(
+            Finding(
+                "dropped_rows",
+                0,
+                f"{dropped:.2%} of the choices found no room {step}, and went through no expert",
+                f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
+                f"--config.{MODEL_CAPACITY_FACTOR}={MORE_ROOM * room:g}",
+            )
+        )
     return found

@@ -48,15 +48,15 @@ RULES: Mapping[Rule, str] = {
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
     replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that shard the batch; a model "
-                            "with logical axes, such as Flax's, is traced inside of its rules "
-                            "(flax.linen.logical_axis_rules)",
+    "with logical axes, such as Flax's, is traced inside of its rules "
+    "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
     wide_activations: "cast it to bfloat16 where it is made, before the backward pass keeps it",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
-               "jax_compiler_enable_remat_pass to False to compare policies",
+    "jax_compiler_enable_remat_pass to False to compare policies",
     state_too_large: "shard the state over more devices",
     whole_state: "shard it over the mesh",
     unsharded_gradients: "pin it to the sharding of its parameter",

@@ -39,19 +39,22 @@ def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
     devices = int(target.get("n_devices") or 1)
     if module.devices == 1 and devices > 1 and target.get("name") != "local":
         chip = str(target.get("name", "")).partition(":")[0]
-        return Found(report.peak_bytes,
-                     f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are "
-                     "unused",
-                     "give its arguments shardings over a mesh of all devices, the batch for example "
-                     f"NamedSharding(jax.make_mesh(({devices},), ('data',)), P('data')), or name a target of one "
-                     f"device, {chip}")
+        return Found(
+            report.peak_bytes,
+            f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are unused",
+            "give its arguments shardings over a mesh of all devices, the batch for example "
+            f"NamedSharding(jax.make_mesh(({devices},), ('data',)), P('data')), or name a target of one "
+            f"device, {chip}",
+        )
     if module.devices == 1 or report.collectives or not _computes_alike(program):
         return None
     axis = program.mesh[0][0] if program.mesh else "data"
-    return Found(report.peak_bytes,
-                 f"{module.devices} devices, nothing is sharded: every device holds and computes the same",
-                 f"shard the batch at least, for example by jax.sharding.NamedSharding(mesh, P('{axis}')) in "
-                 "in_shardings or by jax.device_put")
+    return Found(
+        report.peak_bytes,
+        f"{module.devices} devices, nothing is sharded: every device holds and computes the same",
+        f"shard the batch at least, for example by jax.sharding.NamedSharding(mesh, P('{axis}')) in "
+        "in_shardings or by jax.device_put",
+    )
 
 
 def _computes_alike(program: PlacedProgram) -> bool:
@@ -105,8 +108,10 @@ def replicated_activations(report: Report, program: PlacedProgram) -> Found | No
         return None
     sizes = dict(program.mesh)
     devices = math.prod(sizes[axis] for axis in first.axes)
-    message = (f"activations are replicated over {devices} devices of {' and '.join(first.axes)}, over which the batch "
-               f"is sharded; the first is {first.what}, {first.dtype}{list(first.dims)} on every device")
+    message = (
+        f"activations are replicated over {devices} devices of {' and '.join(first.axes)}, over which the batch "
+        f"is sharded; the first is {first.what}, {first.dtype}{list(first.dims)} on every device"
+    )
     return Found(size, message)
 
 
@@ -122,24 +127,35 @@ def _data_axes(report: Report, program: PlacedProgram) -> frozenset[str]:
         layout = program.layouts.get(number)
         for axis in layout.axes if layout is not None and argument.role in HELD else ():
             held[axis] = held.get(axis, 0) + layout.elements
-    return frozenset(axis for axis, size in program.mesh
-                     if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis]))
+    return frozenset(
+        axis for axis, size in program.mesh if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis])
+    )
 
 
 def _gathers(report: Report, program: PlacedProgram) -> bool:
     """Whether a program whose mesh is unknown brings together what its devices share of parameters or caches, or they
     share none: else it is tensor parallel."""
     entry = program.module.computations.get(program.module.entry)
-    held = [program.module.instructions[entry.parameters[number]] for role in HELD
-            for number in program.arguments.of_role(role)] if entry else []
+    held = (
+        [
+            program.module.instructions[entry.parameters[number]]
+            for role in HELD
+            for number in program.arguments.of_role(role)
+        ]
+        if entry
+        else []
+    )
     return all(map(program.module.replicated, held)) or any("all-gather" in item.kind for item in report.collectives)
 
 
 def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
     """Gathered parameters that are kept from the forward into the backward pass."""
     backward = start_of_backward(report)
-    gathers = [b for b in report.buffers if b.category == "collectives" and "all-gather" in b.name
-               and b.component == "param_copy" and "float" in b.dtype]  # activations and tokens are gathered too
+    gathers = [
+        b
+        for b in report.buffers
+        if b.category == "collectives" and "all-gather" in b.name and b.component == "param_copy" and "float" in b.dtype
+    ]  # activations and tokens are gathered too
     kept = [b for b in gathers if b.start < backward <= b.end and b.phase == "forward"]
     size = sum(b.bytes for b in kept)
     if size <= max(SMALL * report.peak_bytes, TOY):
@@ -153,13 +169,13 @@ _IN_PARTS = "or compute it in a scan over parts of the batch, so that a part at 
 _SMALLER = {
     ("all-gather", True): f"gather by layer under a scan, {_THRESHOLD}",
     ("all-gather", False): "pin what it gathers with jax.lax.with_sharding_constraint, so that each device computes "
-                           f"with its shard; {_IN_PARTS.format('gathered')}",
+    f"with its shard; {_IN_PARTS.format('gathered')}",
     ("all-reduce", True): f"reduce by layer in the backward pass of a scan, {_THRESHOLD}",
     ("all-reduce", False): "leave the sum sharded, by jax.lax.psum_scatter or a sharding constraint on it, where what "
-                           f"follows can take shards; {_IN_PARTS.format('summed')}",
+    f"follows can take shards; {_IN_PARTS.format('summed')}",
     ("all-to-all", False): "exchange in parts, in a scan over parts of the batch or over heads",
     ("collective-permute", False): "send the block in parts, one after the other in a loop, or shard it over another "
-                                   "axis too: a block that is sent and the one that arrives are held at once",
+    "axis too: a block that is sent and the one that arrives are held at once",
 }
 _SAME = {"reduce-scatter": "all-reduce", "ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 
@@ -193,10 +209,17 @@ def _kind(report: Report, program: PlacedProgram, buffer: Buffer) -> str:
 
 def unsharded_gradients(report: Report, program: PlacedProgram) -> Found | None:
     """Float32 gradients that a device holds whole although it has a shard of their parameter."""
-    parameters = [(buffer, program.layouts.get(number)) for number, (_, buffer) in arguments(report, program).items()
-                  if buffer.category == "params"]
-    found = [(gradient, *sharded) for gradient in at_peak(report, "gradients") if gradient.dtype == "float32"
-             and (sharded := _sharded(gradient, parameters, program.module.devices)) is not None]
+    parameters = [
+        (buffer, program.layouts.get(number))
+        for number, (_, buffer) in arguments(report, program).items()
+        if buffer.category == "params"
+    ]
+    found = [
+        (gradient, *sharded)
+        for gradient in at_peak(report, "gradients")
+        if gradient.dtype == "float32"
+        and (sharded := _sharded(gradient, parameters, program.module.devices)) is not None
+    ]
     whole = sum(gradient.bytes for gradient, *_ in found)
     freed = whole - sum(gradient.bytes // parts for gradient, _, _, parts in found)
     if freed <= max(SMALL * report.peak_bytes, LEAST):
@@ -204,14 +227,21 @@ def unsharded_gradients(report: Report, program: PlacedProgram) -> Found | None:
     first, parameter, layout, parts = max(found, key=lambda each: each[0].bytes)
     where = f" at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
     spec = spec_words(layout.spec) if layout else "P(...)"
-    message = (f"{human(whole)} of gradients are whole on every device, while their parameters are sharded over "
-               f"{parts} devices: the largest {first.dtype}{list(first.shape)} of {parameter.name}{where}")
-    return Found(freed, message, f"pin it where it is computed: jax.lax.with_sharding_constraint(gradient, "
-                                 f"jax.sharding.NamedSharding(mesh, {spec})), as its parameter is")
+    message = (
+        f"{human(whole)} of gradients are whole on every device, while their parameters are sharded over "
+        f"{parts} devices: the largest {first.dtype}{list(first.shape)} of {parameter.name}{where}"
+    )
+    return Found(
+        freed,
+        message,
+        f"pin it where it is computed: jax.lax.with_sharding_constraint(gradient, "
+        f"jax.sharding.NamedSharding(mesh, {spec})), as its parameter is",
+    )
 
 
-def _sharded(gradient: Buffer, parameters: Iterable[tuple[Buffer, Layout | None]],
-             devices: int) -> tuple[Buffer, Layout | None, int] | None:
+def _sharded(
+    gradient: Buffer, parameters: Iterable[tuple[Buffer, Layout | None]], devices: int
+) -> tuple[Buffer, Layout | None, int] | None:
     """The parameter that a gradient is whole of: its shard, its layout where that is known, and the number of shards.
 
     Without layouts the parameter's shard has the gradient's dimensions but one, of which it has the part of as many
@@ -220,8 +250,9 @@ def _sharded(gradient: Buffer, parameters: Iterable[tuple[Buffer, Layout | None]
     plain = tuple(dim for dim in gradient.shape if dim > 1)
     dims = _dims(plain)
     # One that is transposed comes after those that are not: a table and a head may have the same dimensions.
-    for shard, layout in sorted(parameters, key=lambda item: sum(a == b for a, b in zip(item[0].shape, plain)),
-                                reverse=True):
+    for shard, layout in sorted(
+        parameters, key=lambda item: sum(a == b for a, b in zip(item[0].shape, plain)), reverse=True
+    ):
         if gradient.parameter and gradient.parameter != shard.name:
             continue
         if layout is not None:

@@ -88,8 +88,10 @@ def _with_config(message: str, case: Case, free: int, recomputed: float) -> Foun
         remedy = "remat.policy=auto keeps what fits: the least recomputation, found by compiling"
         return Found(free, message, remedy, flags(_keys(case, "auto")))
     left = max(recomputed - plan.spares, 0.0)
-    remedy = (f"{plan.name} should fit by the formula: it keeps {human(plan.adds)} more, of the {human(free)} free, "
-              f"and leaves {f'{left:.0%}' if left >= 0.005 else 'nothing'} recomputed")
+    remedy = (
+        f"{plan.name} should fit by the formula: it keeps {human(plan.adds)} more, of the {human(free)} free, "
+        f"and leaves {f'{left:.0%}' if left >= 0.005 else 'nothing'} recomputed"
+    )
     return Found(int(plan.adds), message, remedy, flags(plan.keys))
 
 
@@ -132,8 +134,13 @@ def _formula(case: Case, policy: str) -> reconcile.Formula | None:
     """The formulas' figures of a case under a policy; None where they have none."""
     if policy not in (*SAVED, *reconcile.PRODUCT_POLICIES, "none") or case.flat[PRECISION_PRESET] == "fp8":
         return None
-    segment = {"layers": case.flat[MODEL_N_LAYERS], "policy": policy, "groups": 1, "save": SAVED.get(policy, ()),
-               "offload": ()}
+    segment = {
+        "layers": case.flat[MODEL_N_LAYERS],
+        "policy": policy,
+        "groups": 1,
+        "save": SAVED.get(policy, ()),
+        "offload": (),
+    }
     settled = {"segments": [segment], **{MESH + axis: size for axis, size in case.axes.items()}}
     found = reconcile.formula_of(case.flat, settled, str(case.report.target.get("platform", "")))
     return None if isinstance(found, str) else found
@@ -148,8 +155,9 @@ def _keys(case: Case, policy: str) -> dict[str, str]:
 # ---- any other program ----------------------------------------------------------------------------------------------
 
 
-def _with_policy(report: Report, message: str, products: Sequence[RecomputedProduct], free: int, model: float,
-                 program: PlacedProgram) -> Found:
+def _with_policy(
+    report: Report, message: str, products: Sequence[RecomputedProduct], free: int, model: float, program: PlacedProgram
+) -> Found:
     """The policy of jax.checkpoint that keeps products, or those of the costliest function, and should fit."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
     costliest, of = _costliest(products)
@@ -159,16 +167,28 @@ def _with_policy(report: Report, message: str, products: Sequence[RecomputedProd
         adds = sum(product.bytes for product in chosen) // shards
         spared = sum(product.flops for product in chosen) / devices / model
         if spared >= SPARED and adds <= FILL * free:
-            return Found(adds, message, f"policy=jax.checkpoint_policies.{policy} in jax.checkpoint should fit: the "
-                                        f"results of these products are {human(adds)} of the {human(free)} free, and "
-                                        f"{spared:.0%} of the model's FLOPs are spared")
+            return Found(
+                adds,
+                message,
+                f"policy=jax.checkpoint_policies.{policy} in jax.checkpoint should fit: the "
+                f"results of these products are {human(adds)} of the {human(free)} free, and "
+                f"{spared:.0%} of the model's FLOPs are spared",
+            )
     adds = sum(product.bytes for product in of) // shards
     name_them = "with jax.ad_checkpoint.checkpoint_name, policy=save_only_these_names(...) in jax.checkpoint"
     if costliest and adds <= FILL * free:
-        return Found(adds, message, f"keep the results of its products, named {name_them}: they should fit, "
-                                    f"{human(adds)} of the {human(free)} free")
-    return Found(free, message, f"keep a part of it, named {name_them}, or let memory.plan_remat choose it: all "
-                                "products together would not fit")
+        return Found(
+            adds,
+            message,
+            f"keep the results of its products, named {name_them}: they should fit, "
+            f"{human(adds)} of the {human(free)} free",
+        )
+    return Found(
+        free,
+        message,
+        f"keep a part of it, named {name_them}, or let memory.plan_remat choose it: all "
+        "products together would not fit",
+    )
 
 
 def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:

@@ -39,7 +39,11 @@ def uneven_stash(report: Report, program: PlacedProgram) -> Found | None:
     slot = held / max(now.stash_slots)
     needed = ", ".join(f"{slot * slots / 2**30:.2f}" for slots in now.stash_slots)
     then, today = (f"{100 * simulate(schedule).bubble:.1f} %" for schedule in (even, now))
-    return Found(less, f"by the schedule the stages hold {needed} GiB of residuals at once, and one program allocates "
-                 f"{human(held)} on each",
-                 f"two chunks a stage, placed as a V, should free {human(less)} of them on each; the bubble is {then} "
-                 f"then, {today} now", flags({PIPELINE_SCHEDULE: EVEN, PIPELINE_VIRTUAL: str(CHUNKS)}))
+    return Found(
+        less,
+        f"by the schedule the stages hold {needed} GiB of residuals at once, and one program allocates "
+        f"{human(held)} on each",
+        f"two chunks a stage, placed as a V, should free {human(less)} of them on each; the bubble is {then} "
+        f"then, {today} now",
+        flags({PIPELINE_SCHEDULE: EVEN, PIPELINE_VIRTUAL: str(CHUNKS)}),
+    )

@@ -50,14 +50,18 @@ def state_too_large(report: Report, program: PlacedProgram) -> Found | None:
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
-    message = (f"parameters and optimizer state alone take {human(size)} of {human(limit)}: no smaller batch and no "
-               "recomputation makes it fit")
+    message = (
+        f"parameters and optimizer state alone take {human(size)} of {human(limit)}: no smaller batch and no "
+        "recomputation makes it fit"
+    )
     missing = size - limit
     if case_of(report) is None:
         whole = sum(leaf.whole for leaf in _leaves(report, program)) or size
-        remedy = (f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more by a "
-                  "NamedSharding of each, or keep the optimizer state in 8 bits, or in host memory "
-                  "(memory_kind='pinned_host')")
+        remedy = (
+            f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more by a "
+            "NamedSharding of each, or keep the optimizer state in 8 bits, or in host memory "
+            "(memory_kind='pinned_host')"
+        )
         return Found(missing, message, remedy)
     chosen = _cheapest(report, limit)
     if not chosen:
@@ -72,8 +76,11 @@ def state_too_large(report: Report, program: PlacedProgram) -> Found | None:
 
 def _cheapest(report: Report, limit: int) -> Sequence[Lever]:
     """The fewest levers of a config that bring its state under the limit, of as many the cheapest; () for none."""
-    levers = [lever for lever in open_levers(report) if _left(report, [lever]) < _left(report, [])
-              and _fits_host(report, lever)]
+    levers = [
+        lever
+        for lever in open_levers(report)
+        if _left(report, [lever]) < _left(report, []) and _fits_host(report, lever)
+    ]
     for count in range(1, min(len(levers), _TOGETHER) + 1):
         for chosen in itertools.combinations(levers, count):
             if _left(report, chosen) < limit:
@@ -84,8 +91,11 @@ def _cheapest(report: Report, limit: int) -> Sequence[Lever]:
 def _left(report: Report, levers: Iterable[Lever]) -> int:
     """Bytes of state on a device at least, once levers are pulled."""
     levers = list(levers)
-    return int(sum(report.breakdown.get(row, 0) * math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
-                   for row in STATE))
+    return int(
+        sum(
+            report.breakdown.get(row, 0) * math.prod(1 - lever.frees.get(row, 0.0) for lever in levers) for row in STATE
+        )
+    )
 
 
 def _fits_host(report: Report, lever: Lever) -> bool:
@@ -166,12 +176,19 @@ def _stacked(report: Report, program: PlacedProgram) -> frozenset[int]:
     and the gradient is summed over all of them. Without the sum each device has state of its own."""
     module = program.module
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
-    paths = {path for (id, _), path in program.arguments.owners.items()
-             if (one := module.instructions.get(id)) is not None and one.name in summed}
+    paths = {
+        path
+        for (id, _), path in program.arguments.owners.items()
+        if (one := module.instructions.get(id)) is not None and one.name in summed
+    }
     entry = module.computations.get(module.entry)
-    stacks = {number for number, argument in program.arguments.by_number.items()
-              if entry and argument.shape[:1] == (module.devices,)
-              and module.shape(module.instructions[entry.parameters[number]]).dims[:1] == (1,)}
+    stacks = {
+        number
+        for number, argument in program.arguments.by_number.items()
+        if entry
+        and argument.shape[:1] == (module.devices,)
+        and module.shape(module.instructions[entry.parameters[number]]).dims[:1] == (1,)
+    }
     known = program.arguments.by_number
     # XLA sums small gradients as one array, in which each is no longer seen.
     roots = {root_of(known[number].path) for number in stacks if {known[number].path, known[number].owner} & paths}
@@ -190,8 +207,10 @@ def _replicas(report: Report, known: int) -> tuple[tuple[str, ...], int]:
 
 def _named(leaves: Sequence[_Leaf]) -> str:
     """The largest leaves, and how many more: "params['embed'] float32[50304, 768] 147.38 MiB and 3 more"."""
-    named = [f"{leaf.buffer.name} {leaf.buffer.dtype}{list(leaf.buffer.shape)} {human(leaf.buffer.bytes)}"
-             for leaf in leaves[:_NAMED]]
+    named = [
+        f"{leaf.buffer.name} {leaf.buffer.dtype}{list(leaf.buffer.shape)} {human(leaf.buffer.bytes)}"
+        for leaf in leaves[:_NAMED]
+    ]
     more = [f"{len(leaves) - _NAMED} more"] if len(leaves) > _NAMED else []
     return ", ".join(named) + (f" and {more[0]}" if more else "")
 
@@ -199,16 +218,22 @@ def _named(leaves: Sequence[_Leaf]) -> str:
 def _sharding(leaf: _Leaf) -> str:
     """How the largest leaf would be sharded, in JAX's words."""
     if leaf.stacked:
-        return ("jax.pmap keeps a copy on each device: use jax.jit over a mesh instead, without the leading dimension, "
-                "and give every leaf of the state a jax.sharding.NamedSharding over it")
+        return (
+            "jax.pmap keeps a copy on each device: use jax.jit over a mesh instead, without the leading dimension, "
+            "and give every leaf of the state a jax.sharding.NamedSharding over it"
+        )
     if leaf.layout is None or not leaf.axes:
         return "give it a jax.sharding.NamedSharding over the mesh, in in_shardings or by jax.device_put"
     free = [(size, dim) for dim, size in enumerate(leaf.layout.local) if size % leaf.copies == 0]
     if not free:
-        return (f"no dimension of {leaf.buffer.name}, {list(leaf.layout.local)}, is a multiple of {leaf.copies}: pad "
-                "one, or shard it over fewer devices by a jax.sharding.NamedSharding of its own")
+        return (
+            f"no dimension of {leaf.buffer.name}, {list(leaf.layout.local)}, is a multiple of {leaf.copies}: pad "
+            "one, or shard it over fewer devices by a jax.sharding.NamedSharding of its own"
+        )
     _, dim = max(free)
     known = (*leaf.layout.spec, *[()] * len(leaf.layout.local))
     spec = [(*known[at], *(leaf.axes if at == dim else ())) for at in range(len(leaf.layout.local))]
-    return (f"shard it where the state is made and in in_shardings and out_shardings: {leaf.buffer.name} as "
-            f"jax.sharding.NamedSharding(mesh, {spec_words(spec)})")
+    return (
+        f"shard it where the state is made and in in_shardings and out_shardings: {leaf.buffer.name} as "
+        f"jax.sharding.NamedSharding(mesh, {spec_words(spec)})"
+    )

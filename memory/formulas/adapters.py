@@ -58,11 +58,19 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the matrices of a layer that every token meets, by the names of TARGETS; latent attention
     has those of `latent.matrices`."""
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
-    found = {"q": (model.width, queries), "k": (model.width, keys), "v": (model.width, keys),
-             "o": (queries, model.width)}
+    found = {
+        "q": (model.width, queries),
+        "k": (model.width, keys),
+        "v": (model.width, keys),
+        "o": (queries, model.width),
+    }
     mlp = experts.mlp_width(model)
-    found = {**(latent.matrices(model) if model.latent else found),
-             "gate": (model.width, mlp), "up": (model.width, mlp), "down": (mlp, model.width)}
+    found = {
+        **(latent.matrices(model) if model.latent else found),
+        "gate": (model.width, mlp),
+        "up": (model.width, mlp),
+        "down": (mlp, model.width),
+    }
     return {name: shape for name, shape in found.items() if (model.gated or name != "gate") and 0 not in shape}
 
 
@@ -80,12 +88,13 @@ def adapted_anywhere(model: Model) -> list[str]:
 def adapter_count(model: Model) -> int:
     """Parameters of all adapters, r (inputs + outputs) of each matrix that has one; 0 without (section 4.1)."""
     rank = model.adapters.rank if model.adapters else 0
-    return rank * sum(kind.layers * sum(inputs + outputs for inputs, outputs in adapted(kind).values())
-                      for kind in experts.by_kind(model))
+    return rank * sum(
+        kind.layers * sum(inputs + outputs for inputs, outputs in adapted(kind).values())
+        for kind in experts.by_kind(model)
+    )
 
 
-def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool,
-                 wide: int = 2) -> float:
+def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool, wide: int = 2) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters.
 
     parameters: of the model, `tables` of them in embedding tables; sharded: whether the ranks of `layout.data` share
@@ -94,7 +103,9 @@ def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout,
     if model.adapters is None:
         return 0.0
     base = BASES[model.adapters.base]
-    columns = sum(kind.layers * (sum(outputs for _, outputs in matrices(kind).values()) + experts.columns(kind))
-                  for kind in experts.by_kind(model))
+    columns = sum(
+        kind.layers * (sum(outputs for _, outputs in matrices(kind).values()) + experts.columns(kind))
+        for kind in experts.by_kind(model)
+    )
     size = base.size(wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
     return size * layout.held(sharded, experts.routed_count(model) / parameters)

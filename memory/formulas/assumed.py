@@ -41,7 +41,8 @@ from bytescope.memory.formulas.latent import Latent
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What a config says itself and --params leaves open: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": (MODEL_N_LAYERS, "layers of the model"), "d-model": (MODEL_D_MODEL, "width of the residual stream"),
+    "layers": (MODEL_N_LAYERS, "layers of the model"),
+    "d-model": (MODEL_D_MODEL, "width of the residual stream"),
     "heads": (MODEL_N_HEADS, "number of attention heads"),
     "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
     "d-head": (MODEL_D_HEAD, "width of a head (default: d-model / heads)"),
@@ -78,8 +79,9 @@ EXPERTS = {
     "shared-experts": Part("shared", MODEL_SHARED_EXPERTS, "experts that every token goes to"),
     "dense-layers": Part("dense_layers", MODEL_DENSE_LAYERS, "first layers without experts"),
     "moe-every": Part("every", MODEL_MOE_EVERY, "of the layers after those, each so manieth has experts", 1, 1),
-    "capacity": Part("capacity", MODEL_CAPACITY_FACTOR, "rows that there is room for over their mean, 0: no limit",
-                     kind=float),
+    "capacity": Part(
+        "capacity", MODEL_CAPACITY_FACTOR, "rows that there is room for over their mean, 0: no limit", kind=float
+    ),
     "expert-slots": Part("slots", MODEL_MOE_KERNEL, "each expert has as much room, more rows are dropped", kind=bool),
 }
 LATENT = {
@@ -109,19 +111,28 @@ def assumed(args: Mapping[str, Any]) -> Question:
     if not 1 <= parameters < 1e18:
         raise ReportError(f"--params={args['params']}: give 1 or more, below 1e18")
     given = {flag: number(args, flag) for flag in SHAPE}
-    model = shape_for(parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"],
-                      width=given["d-model"])
+    model = shape_for(
+        parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
+    )
     heads = given["heads"] or model.heads
-    kinds = {field: value for flag, (field, value, _, _) in KINDS.items()
-             if args[flag.replace("-", "_")]}
-    model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
-                                head_width=given["d-head"] or max(model.width // heads, 1),
-                                mlp_width=given["d-ff"] or model.mlp_width, **kinds)
+    kinds = {field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]}
+    model = dataclasses.replace(
+        model,
+        heads=heads,
+        kv_heads=given["kv-heads"] or heads,
+        head_width=given["d-head"] or max(model.width // heads, 1),
+        mlp_width=given["d-ff"] or model.mlp_width,
+        **kinds,
+    )
     experts, latent = _parts(args, EXPERTS), _parts(args, LATENT)
     if experts:
         experts["width"] = experts["width"] or model.mlp_width
-    return Question(parameters, dataclasses.replace(model, experts=Experts(**experts) if experts else None,
-                                                    latent=Latent(**latent) if latent else None))
+    return Question(
+        parameters,
+        dataclasses.replace(
+            model, experts=Experts(**experts) if experts else None, latent=Latent(**latent) if latent else None
+        ),
+    )
 
 
 def _parts(args: Mapping[str, Any], table: Mapping[str, Part]) -> dict[str, Any]:
@@ -131,8 +142,11 @@ def _parts(args: Mapping[str, Any], table: Mapping[str, Part]) -> dict[str, Any]
     for flag, value in given.items():
         if value is not None and not given[first]:
             raise ReportError(f"--{flag}={value} without --{first}: give that too")
-    return {part.field: part.default if given[flag] is None else given[flag]
-            for flag, part in table.items()} if given[first] else {}
+    return (
+        {part.field: part.default if given[flag] is None else given[flag] for flag, part in table.items()}
+        if given[first]
+        else {}
+    )
 
 
 def _growth(args: Mapping[str, Any]) -> float:

@@ -42,8 +42,10 @@ from bytescope.memory.pipeline.schedules import make_schedule
 
 # Precision preset -> bytes of a parameter as it is gathered, in the dtype of the products; other presets have no
 # formula. Gradients travel in the same dtype, but for the presets that say otherwise.
-COMPUTE_BYTES = {preset: PRECISIONS[preset].activation
-                 for preset in ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")}
+COMPUTE_BYTES = {
+    preset: PRECISIONS[preset].activation
+    for preset in ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
+}
 GRADIENT_BYTES = {"bf16_grads": 2, "fp32_grads": 4}
 ACCUMULATOR_BYTES = 4
 # Axes over which the batch is sharded.
@@ -70,9 +72,18 @@ class Expected:
     formula: str
 
 
-def data_parallel(strategy: str, parameters: int, itemsize: int, data: Mapping[str, int], shard: Mapping[str, int],
-                  *, gathers: int = 2, reductions: int = 1, gradient_bytes: int = 0,
-                  words: str = "parameters") -> list[Expected]:
+def data_parallel(
+    strategy: str,
+    parameters: int,
+    itemsize: int,
+    data: Mapping[str, int],
+    shard: Mapping[str, int],
+    *,
+    gathers: int = 2,
+    reductions: int = 1,
+    gradient_bytes: int = 0,
+    words: str = "parameters",
+) -> list[Expected]:
     """Collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section 7).
 
     Args:
@@ -93,9 +104,11 @@ def data_parallel(strategy: str, parameters: int, itemsize: int, data: Mapping[s
     if strategy == "zero3":
         repeats = gathers * reductions
         gathered, words = repeats * gathered, f"{repeats} x {words}"
-    return [Expected("all-gather", tuple(shard), shards, gathered, words),
-            Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"),
-            *_reduced(data, gradient // shards, f"gradient shards{times}")]
+    return [
+        Expected("all-gather", tuple(shard), shards, gathered, words),
+        Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"),
+        *_reduced(data, gradient // shards, f"gradient shards{times}"),
+    ]
 
 
 def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]:
@@ -104,8 +117,9 @@ def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]
     return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
 
 
-def expert_parallel(config: Mapping[str, Any], plan: Plan, model: Model, itemsize: int, micro_steps: int,
-                    platform: str) -> list[Expected]:
+def expert_parallel(
+    config: Mapping[str, Any], plan: Plan, model: Model, itemsize: int, micro_steps: int, platform: str
+) -> list[Expected]:
     """Collectives of rows between the devices that share the experts of `model`; [] for a dispatch that is emulated."""
     found = model.experts
     dispatch = chosen_dispatch(config[MESH_DISPATCH], found.slots, platform)
@@ -115,13 +129,24 @@ def expert_parallel(config: Mapping[str, Any], plan: Plan, model: Model, itemsiz
     again, redone = repeats(config.get(REMAT_POLICY, "none"), kept)
     layers = micro_steps * sum(kind.layers for kind in experts.by_kind(model) if kind.experts)
     tokens = config[BATCH_MICRO] * config[DATA_SEQ_LEN] // plan.context
-    return [Expected(one.kind, ("expert",), plan.expert, round(layers * one.bytes), one.formula)
-            for one in sent(dispatch, found, tokens=tokens, width=model.width, itemsize=itemsize, size=plan.expert,
-                            again=again, redone=redone)]
+    return [
+        Expected(one.kind, ("expert",), plan.expert, round(layers * one.bytes), one.formula)
+        for one in sent(
+            dispatch,
+            found,
+            tokens=tokens,
+            width=model.width,
+            itemsize=itemsize,
+            size=plan.expert,
+            again=again,
+            redone=redone,
+        )
+    ]
 
 
-def tensor_parallel(axis: str, size: int, layers: int, activation: int, *, sequence_parallel: bool = False,
-                    repeated: int = 0) -> list[Expected]:
+def tensor_parallel(
+    axis: str, size: int, layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
+) -> list[Expected]:
     """Collectives of activations of `layers` blocks over the tensor group, forward and backward.
 
     Args:
@@ -139,8 +164,10 @@ def tensor_parallel(axis: str, size: int, layers: int, activation: int, *, seque
     if not sequence_parallel:
         return [Expected("all-reduce", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
     gathers = (6 + repeated) * layers
-    return [Expected("all-gather", (axis,), size, gathers * activation, f"{6 + repeated} x bsh per block"),
-            Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
+    return [
+        Expected("all-gather", (axis,), size, gathers * activation, f"{6 + repeated} x bsh per block"),
+        Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block"),
+    ]
 
 
 def stage_sends(config: Mapping[str, Any], axes: Mapping[str, int], itemsize: int) -> list[Expected]:
@@ -190,8 +217,9 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1), axes.get("expert", 1))
 
 
-def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int,
-              platform: str = "") -> list[Expected]:
+def of_config(
+    config: Mapping[str, Any], axes: Mapping[str, int], parameters: int, platform: str = ""
+) -> list[Expected]:
     """Everything the formulas expect of a trainer's config (dotted keys), axes in the order of the mesh.
 
     [] for a mesh or a precision without a formula, and where parameters are frozen. `axes`: mesh axis -> size;
@@ -208,24 +236,38 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     micro_steps = accumulation(config, math.prod(axes.get(axis, 1) for axis in BATCH_AXES)) if scanned else 1
     policy = config.get(REMAT_POLICY, "none")
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
-    gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET],
-                                        ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
+    gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET], ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
     model = model_of(config) if config.get(MODEL_EXPERTS) else None
     routed = experts.routed_count(model) if model else 0
-    each = {"gathers": GATHERS.get(policy, 2), "reductions": 1 if once else micro_steps,
-            "gradient_bytes": gradient_bytes}
+    each = {
+        "gathers": GATHERS.get(policy, 2),
+        "reductions": 1 if once else micro_steps,
+        "gradient_bytes": gradient_bytes,
+    }
     out = data_parallel(plan.strategy, (parameters - routed) // plan.tensor, itemsize, plan.data, plan.shard, **each)
     if model:
         # Of the experts a device holds and gathers its own alone.
         shard = {axis: size for axis, size in plan.shard.items() if axis != "expert"}
-        out += data_parallel(plan.strategy, routed // plan.expert // plan.tensor, itemsize, plan.data, shard,
-                             words="experts' parameters", **each)
+        out += data_parallel(
+            plan.strategy,
+            routed // plan.expert // plan.tensor,
+            itemsize,
+            plan.data,
+            shard,
+            words="experts' parameters",
+            **each,
+        )
         out += expert_parallel(config, plan, model, itemsize, micro_steps, platform)
     sizes = [config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL, MODEL_N_LAYERS)]
     if all(sizes):
         rows, length, width, layers = sizes
-        out += tensor_parallel("tensor", plan.tensor, layers * micro_steps, rows * length // plan.context * width
-                               * itemsize, sequence_parallel=bool(config.get(MESH_SEQUENCE_PARALLEL)),
-                               repeated=REPEATED.get(policy, 0))
+        out += tensor_parallel(
+            "tensor",
+            plan.tensor,
+            layers * micro_steps,
+            rows * length // plan.context * width * itemsize,
+            sequence_parallel=bool(config.get(MESH_SEQUENCE_PARALLEL)),
+            repeated=REPEATED.get(policy, 0),
+        )
     in_order = [dataclasses.replace(entry, axes=tuple(axis for axis in axes if axis in entry.axes)) for entry in out]
     return [entry for entry in in_order if entry.bytes]

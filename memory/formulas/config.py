@@ -73,8 +73,16 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     if not m["experts"]:
         return None
     slots = m["moe_kernel"] == "capacity"
-    return Experts(m["experts"], m["experts_per_token"], m["d_expert"] or m["d_ff"], m["shared_experts"],
-                   m["dense_layers"], m["moe_every"], m["capacity_factor"] or CAPACITY * slots, slots)
+    return Experts(
+        m["experts"],
+        m["experts_per_token"],
+        m["d_expert"] or m["d_ff"],
+        m["shared_experts"],
+        m["dense_layers"],
+        m["moe_every"],
+        m["capacity_factor"] or CAPACITY * slots,
+        slots,
+    )
 
 
 def latent_of(config: Mapping[str, Any]) -> Latent | None:
@@ -88,10 +96,23 @@ def model_of(config: Mapping[str, Any]) -> Model:
     """The model of a trainer's config (dotted key -> value)."""
     m, latent = _model_keys(config), latent_of(config)
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
-    return Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_heads"] if latent else m["n_kv_heads"], m["d_head"],
-                 m["d_ff"], vocabulary, gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
-                 qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config),
-                 experts=experts_of(config), latent=latent)
+    return Model(
+        m["n_layers"],
+        m["d_model"],
+        m["n_heads"],
+        m["n_heads"] if latent else m["n_kv_heads"],
+        m["d_head"],
+        m["d_ff"],
+        vocabulary,
+        gated=m["mlp"] in GATED,
+        dropout=m["dropout"] > 0,
+        tied=m["tie_embeddings"],
+        qk_norm=m["qk_norm"],
+        post_norms=m["post_norms"],
+        adapters=adapters_of(config),
+        experts=experts_of(config),
+        latent=latent,
+    )
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,15 +161,21 @@ def question_of(config: Mapping[str, Any]) -> Question:
     Raises:
       ReportError: a config that names what the formulas do not know.
     """
-    for key, table in ((PRECISION_PRESET, training_state.PRECISIONS), (OPTIMIZER_NAME, training_state.OPTIMIZERS),
-                       (MODEL_ATTENTION, KERNELS), (MODEL_ATTENTION_KIND, KINDS),
-                       (MESH_STRATEGY, training_state.STRATEGIES)):
+    for key, table in (
+        (PRECISION_PRESET, training_state.PRECISIONS),
+        (OPTIMIZER_NAME, training_state.OPTIMIZERS),
+        (MODEL_ATTENTION, KERNELS),
+        (MODEL_ATTENTION_KIND, KINDS),
+        (MESH_STRATEGY, training_state.STRATEGIES),
+    ):
         if config[key] not in table:
-            raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
-                              "bytescope report compiles it")
+            raise ReportError(
+                f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
+            )
     if config[OPTIMIZER_FREEZE]:
-        raise ReportError(f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report "
-                          "compiles it")
+        raise ReportError(
+            f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report compiles it"
+        )
     model, m = model_of(config), _model_keys(config)
     expert = max(config[MESH_EXPERT], 1)
     shards = max(config[MESH_FSDP], 1) * expert * max(config[MESH_CONTEXT], 1)
@@ -156,15 +183,31 @@ def question_of(config: Mapping[str, Any]) -> Question:
     ranks = shards if shared else copies
     tensor = max(config[MESH_TENSOR], 1)
     stages = max(config.get(MESH_STAGE, 1), 1)
-    layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
-                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0, expert=expert,
-                    pipeline=stages, interleave=config[PIPELINE_VIRTUAL] if stages > 1 else 1,
-                    stash=_stash(config, stages, shards * max(copies, 1), model.layers) if stages > 1 else 0.0)
+    layout = Layout(
+        tensor,
+        config[MESH_SEQUENCE_PARALLEL] and tensor > 1,
+        max(ranks, 1),
+        zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0,
+        expert=expert,
+        pipeline=stages,
+        interleave=config[PIPELINE_VIRTUAL] if stages > 1 else 1,
+        stash=_stash(config, stages, shards * max(copies, 1), model.layers) if stages > 1 else 0.0,
+    )
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
     short = (config[PRECISION_PRESET] == "fp32" or m["attention_softcap"]) and config[DATA_SEQ_LEN] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
     offload = OFFLOADS[config[OFFLOAD_OPTIMIZER], config[OFFLOAD_PARAMS]]
-    return Question(transformer.parameter_count(model), model, layout, config[DATA_SEQ_LEN], config[BATCH_MICRO],
-                    config[PRECISION_PRESET], config[OPTIMIZER_NAME], attention,
-                    config[LOSS_CHUNK] if config[LOSS_KIND] == "chunked" else None,
-                    m["mlp_chunk"] * config[BATCH_MICRO], offload, config[OPTIMIZER_FUSED_BACKWARD])
+    return Question(
+        transformer.parameter_count(model),
+        model,
+        layout,
+        config[DATA_SEQ_LEN],
+        config[BATCH_MICRO],
+        config[PRECISION_PRESET],
+        config[OPTIMIZER_NAME],
+        attention,
+        config[LOSS_CHUNK] if config[LOSS_KIND] == "chunked" else None,
+        m["mlp_chunk"] * config[BATCH_MICRO],
+        offload,
+        config[OPTIMIZER_FUSED_BACKWARD],
+    )

@@ -98,43 +98,78 @@ class Estimate:
         """Plain values: `question`, `parameters` {total, active}, `per_parameter` (bytes), `policies` {policy: {role:
         bytes, ..., host, total}}, FLOPs."""
         q = self.question
-        policies = {policy: {**self.state, **dataclasses.asdict(found), "activations": found.total,
-                             "host": self.host, "total": self.total(policy),
-                             "hardware_flops": self.hardware_flops[policy]}
-                    for policy, found in self.activations.items()}
-        return {"question": dataclasses.asdict(q), "parameters": {"total": q.parameters, "active": q.active},
-                "model_flops": self.model_flops, "policies": policies,
-                "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
-                "notes": list(self.notes)}
+        policies = {
+            policy: {
+                **self.state,
+                **dataclasses.asdict(found),
+                "activations": found.total,
+                "host": self.host,
+                "total": self.total(policy),
+                "hardware_flops": self.hardware_flops[policy],
+            }
+            for policy, found in self.activations.items()
+        }
+        return {
+            "question": dataclasses.asdict(q),
+            "parameters": {"total": q.parameters, "active": q.active},
+            "model_flops": self.model_flops,
+            "policies": policies,
+            "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
+            "notes": list(self.notes),
+        }
 
 
 def estimate(question: Question) -> Estimate:
     """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
     pipeline)."""
     q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
-    held = training_state.state_bytes(trained_parameters(q), fused_parameters(q.model), precision=q.precision,
-                                      optimizer=q.optimizer, layout=layout, offload=q.offload, fused=q.fused,
-                                      routed=trained_share(q))
+    held = training_state.state_bytes(
+        trained_parameters(q),
+        fused_parameters(q.model),
+        precision=q.precision,
+        optimizer=q.optimizer,
+        layout=layout,
+        offload=q.offload,
+        fused=q.fused,
+        routed=trained_share(q),
+    )
     state = {role: held[role] for role in training_state.ROLES}
     if q.model.adapters:
         state["frozen"] = frozen_bytes(q)
     kinds = experts.by_kind(q.model)
-    outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=precision.activation,
-                                        logit_tokens=q.logit_tokens)
-    shape = {"attention": q.attention, "itemsize": precision.activation, "operand": precision.operand,
-             "tile": q.mlp_tokens}
+    outside = transformer.outside_bytes(
+        q.model, layout, q.sequence, q.batch, itemsize=precision.activation, logit_tokens=q.logit_tokens
+    )
+    shape = {
+        "attention": q.attention,
+        "itemsize": precision.activation,
+        "operand": precision.operand,
+        "tile": q.mlp_tokens,
+    }
     sequences = q.batch * layout.data
     activations, hardware = {}, {}
     for policy in transformer.RECOMPUTE:
-        kept = sum(transformer.layers_in_flight(kind.layers, layout) * transformer.layer_bytes(
-            kind, layout, q.sequence, q.batch, recompute=policy, **shape) for kind in kinds)
-        recomputed = max(transformer.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
-                         for kind in kinds)
+        kept = sum(
+            transformer.layers_in_flight(kind.layers, layout)
+            * transformer.layer_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
+            for kind in kinds
+        )
+        recomputed = max(
+            transformer.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape) for kind in kinds
+        )
         activations[policy] = Activations(kept, recomputed, outside)
-        hardware[policy] = flops.hardware_flops(q.model, q.sequence, sequences, _recomputing(policy, q.attention),
-                                                q.mlp_tokens > 0)
-    return Estimate(q, state, held["host"], activations, flops.model_flops(q.model, q.sequence, sequences), hardware,
-                    NOTES + _notes(q))
+        hardware[policy] = flops.hardware_flops(
+            q.model, q.sequence, sequences, _recomputing(policy, q.attention), q.mlp_tokens > 0
+        )
+    return Estimate(
+        q,
+        state,
+        held["host"],
+        activations,
+        flops.model_flops(q.model, q.sequence, sequences),
+        hardware,
+        NOTES + _notes(q),
+    )
 
 
 def _notes(question: Question) -> tuple[str, ...]:
@@ -161,9 +196,14 @@ def trained_share(question: Question) -> float:
 def frozen_bytes(question: Question) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters."""
     q = question
-    return adapters.frozen_bytes(q.model, q.parameters, transformer.table_count(q.model), q.layout,
-                                 "params" in training_state.ZERO[q.layout.zero],
-                                 training_state.PRECISIONS[q.precision].activation)
+    return adapters.frozen_bytes(
+        q.model,
+        q.parameters,
+        transformer.table_count(q.model),
+        q.layout,
+        "params" in training_state.ZERO[q.layout.zero],
+        training_state.PRECISIONS[q.precision].activation,
+    )
 
 
 def fused_parameters(model: Model) -> int:
@@ -188,9 +228,18 @@ def check(question: Question) -> Question:
       ReportError: a size below 1, one that does not divide what it shards, adapters without a matrix.
     """
     q, layout, model = question, question.layout, question.model
-    sizes = {"params": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
-             "kv-heads": model.kv_heads, "sequence": q.sequence, "batch": q.batch, "tensor": layout.tensor,
-             "data": layout.data, "vocabulary": model.vocabulary}
+    sizes = {
+        "params": q.parameters,
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "kv-heads": model.kv_heads,
+        "sequence": q.sequence,
+        "batch": q.batch,
+        "tensor": layout.tensor,
+        "data": layout.data,
+        "vocabulary": model.vocabulary,
+    }
     for name, size in sizes.items():
         if not 1 <= size < 1e18:
             raise ReportError(f"--{name}={size:g}: give 1 or more, below 1e18")
@@ -215,13 +264,16 @@ def _check_experts(question: Question) -> None:
     if found.per_token > found.count:
         raise ReportError(f"--experts-per-token={found.per_token}: give at most the {found.count} experts")
     if not experts.routed_count(question.model):
-        raise ReportError(f"--dense-layers={found.dense_layers} --moe-every={found.every}: none of the "
-                          f"{question.model.layers} layers has experts: lower one of them")
+        raise ReportError(
+            f"--dense-layers={found.dense_layers} --moe-every={found.every}: none of the "
+            f"{question.model.layers} layers has experts: lower one of them"
+        )
     if found.count % layout.expert:
         raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {found.count} experts")
     if layout.data % layout.expert:
-        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks "
-                          "(--data)")
+        raise ReportError(
+            f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks (--data)"
+        )
     if question.mlp_tokens:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
@@ -234,16 +286,20 @@ def _check_adapters(model: Model) -> None:
         if name not in adapters.TARGETS:
             raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapters.TARGETS)}")
     if not adapters.adapted_anywhere(model):
-        raise ReportError(f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
-                          f"some of {','.join(adapters.matrices(model))}")
+        raise ReportError(
+            f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
+            f"some of {','.join(adapters.matrices(model))}"
+        )
 
 
-def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None = None,
-              width: int | None = None) -> Model:
+def shape_for(
+    parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
+) -> Model:
     """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
 
     `layers`, `width`: given ones stay.
     """
+
     def rounded(exact: float) -> int:
         return max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
 

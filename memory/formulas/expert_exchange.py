@@ -52,8 +52,10 @@ def _chosen(experts: Experts, tokens: int, width: int, itemsize: int, size: int)
 # how often each of them is repeated with it, unit of the formula)). Tokens are gathered with their experts' numbers and
 # weights.
 DISPATCHES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
-    "allgather": (_gathered, (("all-gather", 2, 2, 1, 2, "tokens of the group"),
-                              ("reduce-scatter", 2, 1, 0, 0, "tokens of the group"))),
+    "allgather": (
+        _gathered,
+        (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
+    ),
     "all_to_all": (_slotted, (("all-to-all", 4, 2, 1, 1, "slots"),)),
     "ragged_all_to_all": (_chosen, (("ragged-all-to-all", 4, 2, 1, 1, "k x tokens"),)),
 }
@@ -79,8 +81,17 @@ def repeats(policy: str, kept: Collection[str] = ()) -> tuple[int, int]:
     return (0 if "dispatched" in names else times), times
 
 
-def sent(dispatch: str, experts: Experts, *, tokens: int, width: int, itemsize: int, size: int, again: int = 0,
-         redone: int = 0) -> list[Sent]:
+def sent(
+    dispatch: str,
+    experts: Experts,
+    *,
+    tokens: int,
+    width: int,
+    itemsize: int,
+    size: int,
+    again: int = 0,
+    redone: int = 0,
+) -> list[Sent]:
     """What one layer sends in one micro-step, forward and backward.
 
     Args:

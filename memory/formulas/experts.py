@@ -48,8 +48,10 @@ def by_kind(model: Model, start: int = 0, stop: int | None = None) -> tuple[Mode
         return (dataclasses.replace(model, layers=stop - start),)
     routed = sum(map(model.experts.has, range(start, stop)))
     uniform = dataclasses.replace(model.experts, dense_layers=0, every=1)
-    kinds = (dataclasses.replace(model, layers=stop - start - routed, experts=None),
-             dataclasses.replace(model, layers=routed, experts=uniform))
+    kinds = (
+        dataclasses.replace(model, layers=stop - start - routed, experts=None),
+        dataclasses.replace(model, layers=routed, experts=uniform),
+    )
     return tuple(kind for kind in kinds if kind.layers)
 
 

@@ -33,8 +33,11 @@ def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, 
 
     Leaves out that a layer's last product need not be repeated, and what FlashAttention repeats in its own gradient.
     """
-    recomputed = {"none": 0.0, "selective": _core_forward(model, sequence, sequences),
-                  "full": _layers_forward(model, sequence, sequences)}[recompute]
+    recomputed = {
+        "none": 0.0,
+        "selective": _core_forward(model, sequence, sequences),
+        "full": _layers_forward(model, sequence, sequences),
+    }[recompute]
     total = model_flops(model, sequence, sequences) + recomputed
     if tiled and recompute != "full":
         products = 1 + model.gated + model.post_norms

@@ -31,9 +31,13 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
     found = {"q": (model.width, queries)}
     if latent.query_rank:
         found = {"q_down": (model.width, latent.query_rank), "q_up": (latent.query_rank, queries)}
-    return {**found, "kv_down": (model.width, latent.rank + latent.rotary),
-            "k_up": (latent.rank, model.heads * model.head_width), "v_up": (latent.rank, model.heads * latent.value),
-            "o": (model.heads * latent.value, model.width)}
+    return {
+        **found,
+        "kv_down": (model.width, latent.rank + latent.rotary),
+        "k_up": (latent.rank, model.heads * model.head_width),
+        "v_up": (latent.rank, model.heads * latent.value),
+        "o": (model.heads * latent.value, model.width),
+    }
 
 
 def token_sizes(model: Model) -> dict[str, int]:

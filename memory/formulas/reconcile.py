@@ -88,23 +88,44 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     state, copy = _state(asked, config, micro_steps)
     precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
     tile = transformer.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
-    parts = [_kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
-             for start, segment in zip(_starts(segments), segments)
-             for kind in by_kind(asked.model, start, start + segment["layers"])]
+    parts = [
+        _kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
+        for start, segment in zip(_starts(segments), segments)
+        for kind in by_kind(asked.model, start, start + segment["layers"])
+    ]
     model = flops.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
     if None not in parts:
         residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
         recomputed = max(max(part.recomputed for part in parts), 0.0)
-        peak = (sum(state.values()) - state["state_host"] + copy + residuals + recomputed + tile
-                + transformer.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
-                                            itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
+        peak = (
+            sum(state.values())
+            - state["state_host"]
+            + copy
+            + residuals
+            + recomputed
+            + tile
+            + transformer.outside_bytes(
+                asked.model,
+                asked.layout,
+                asked.sequence,
+                asked.batch,
+                itemsize=_itemsize(asked),
+                logit_tokens=asked.logit_tokens,
+            )
+        )
         hardware = model + sum(part.recomputed_flops for part in parts) * sequences * asked.sequence
         if asked.attention == "flash":
             hardware += _kernel_flops(asked.model, asked.sequence, sequences)
-    return Formula(**{f"{role}_bytes": size for role, size in state.items()}, residual_bytes=residuals,
-                   host_bytes=host, peak_bytes=peak, model_flops=model, hardware_flops=hardware,
-                   notes=_notes(resolved, asked, segments, platform))
+    return Formula(
+        **{f"{role}_bytes": size for role, size in state.items()},
+        residual_bytes=residuals,
+        host_bytes=host,
+        peak_bytes=peak,
+        model_flops=model,
+        hardware_flops=hardware,
+        notes=_notes(resolved, asked, segments, platform),
+    )
 
 
 def model_flops(config: Mapping[str, Any], settled: Mapping[str, Any], counted: float) -> float:
@@ -139,11 +160,19 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     compute with a copy of all parameters); summed gradients lie like parameters between calls of the step, like
     gradients inside one.
     """
+
     def sharded(zero: int) -> dict[str, float]:
         layout = dataclasses.replace(asked.layout, zero=zero)
-        return state_bytes(trained, estimate.fused_parameters(asked.model), precision=asked.precision,
-                           optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused,
-                           routed=estimate.trained_share(asked))
+        return state_bytes(
+            trained,
+            estimate.fused_parameters(asked.model),
+            precision=asked.precision,
+            optimizer=asked.optimizer,
+            layout=layout,
+            offload=asked.offload,
+            fused=asked.fused,
+            routed=estimate.trained_share(asked),
+        )
 
     stage, trained = asked.layout.zero, estimate.trained_parameters(asked)
     summed = micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
@@ -154,8 +183,12 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     if stage in (1, 2):
         copy = trained * _itemsize(asked) * asked.layout.held(False, estimate.trained_share(asked))
     whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
-    return {"state_host": state.pop("host"), **state, "frozen": estimate.frozen_bytes(whole),
-            "accumulator": like if summed else 0.0}, copy
+    return {
+        "state_host": state.pop("host"),
+        **state,
+        "frozen": estimate.frozen_bytes(whole),
+        "accumulator": like if summed else 0.0,
+    }, copy
 
 
 def _itemsize(asked: estimate.Question) -> int:
@@ -168,16 +201,24 @@ def _kernel_flops(model: transformer.Model, sequence: int, sequences: int) -> fl
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 
 
-def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any],
-          platform: str) -> Kept | None:
+def _kept(
+    asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str
+) -> Kept | None:
     """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
     a formula."""
     policy, model, groups = segment["policy"], asked.model, segment["groups"]
     layers, held = model.layers, transformer.layers_in_flight(model.layers, asked.layout)
     tiled = asked.mlp_tokens > 0
-    everything = transformer.layer_bytes(model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
-                                         tile=asked.mlp_tokens, itemsize=_itemsize(asked),
-                                         operand=PRECISIONS[asked.precision].operand)
+    everything = transformer.layer_bytes(
+        model,
+        asked.layout,
+        asked.sequence,
+        asked.batch,
+        attention=asked.attention,
+        tile=asked.mlp_tokens,
+        itemsize=_itemsize(asked),
+        operand=PRECISIONS[asked.precision].operand,
+    )
     if policy == "none":
         tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
         return Kept(held * everything, 0.0, 0.0, tiles)
@@ -186,15 +227,25 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
     save, offload = set(segment["save"]), set(segment["offload"])
     if policy in PRODUCT_POLICIES:
         (offload if policy == "offload_dots" else save).update(
-            rematerialized.WEIGHT_PRODUCTS + rematerialized.EXPERT_PRODUCTS + ("router_logits",))
+            rematerialized.WEIGHT_PRODUCTS + rematerialized.EXPERT_PRODUCTS + ("router_logits",)
+        )
     stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
     if tiled:
         save, offload = save - rematerialized.TILED, offload - rematerialized.TILED
     path = rematerialized.walk(model, asked.attention, save | offload | stay)
     moved = path.kept & offload - stay if platform != "cpu" else frozenset()
-    device, host = (rematerialized.bytes_of(names, model, asked.layout, asked.sequence, asked.sequence * asked.batch,
-                                            _itemsize(asked), PRECISIONS[asked.precision].operand)
-                    for names in (path.kept - moved, moved))
+    device, host = (
+        rematerialized.bytes_of(
+            names,
+            model,
+            asked.layout,
+            asked.sequence,
+            asked.sequence * asked.batch,
+            _itemsize(asked),
+            PRECISIONS[asked.precision].operand,
+        )
+        for names in (path.kept - moved, moved)
+    )
     flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
     if groups == 1:
         return Kept(device * held, host * layers, everything - device, flops)
@@ -212,8 +263,10 @@ def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
 
 # ---- why they differ -----------------------------------------------------------------------------------------
 
-def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequence[Mapping[str, Any]],
-           platform: str) -> tuple[str, ...]:
+
+def _notes(
+    config: Mapping[str, Any], asked: estimate.Question, segments: Sequence[Mapping[str, Any]], platform: str
+) -> tuple[str, ...]:
     """What the formulas are known to leave out of such a step."""
     policies = {segment["policy"] for segment in segments}
     unknown = sorted(policies - {"none", *NAMED_POLICIES, *PRODUCT_POLICIES})
@@ -223,12 +276,16 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
         (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
         (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
         (asked.layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
-        (config[MODEL_ATTENTION] == "chunked",
-         "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
+        (
+            config[MODEL_ATTENTION] == "chunked",
+            "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them",
+        ),
         (asked.model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
-        (asked.layout.stash and asked.model.layers % (asked.layout.pipeline * asked.layout.interleave),
-         "state: every stage has as many rows of layers as the fullest, the formulas divide layers evenly"),
+        (
+            asked.layout.stash and asked.model.layers % (asked.layout.pipeline * asked.layout.interleave),
+            "state: every stage has as many rows of layers as the fullest, the formulas divide layers evenly",
+        ),
         (asked.layout.stash, "total: a stage has its input and output of a tick, and their gradients, besides"),
         (True, "gradients: at the peak those of the layers still to come are not there yet"),
         (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),
@@ -237,6 +294,7 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
 
 
 # ---- side by side --------------------------------------------------------------------------------------------
+
 
 class Line(NamedTuple):
     """One figure by both: `kind` is "bytes" (of one device) or "flops"; None where one has no figure."""
@@ -267,19 +325,33 @@ def share(compiler: float | None, formula: float | None) -> float | None:
     return math.inf if compiler else 0.0
 
 
-def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
-          flops: Mapping[str, float | None], host_bytes: int = 0) -> list[Line]:
+def lines(
+    formula: Formula,
+    peak_bytes: int,
+    breakdown: Mapping[str, int],
+    flops: Mapping[str, float | None],
+    host_bytes: int = 0,
+) -> list[Line]:
     """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
     `flops` holds `model_flops` and `hardware_flops` of one call."""
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
-    rows = [("parameters", "params", formula.params_bytes), ("frozen parameters", "frozen", formula.frozen_bytes),
-            ("gradients", "gradients", formula.gradients_bytes),
-            ("optimizer state", "optimizer", formula.optimizer_bytes),
-            ("accumulated gradients", "accumulator", formula.accumulator_bytes),
-            ("activations kept", "residuals", formula.residual_bytes)]
-    out = [Line(title, "bytes", breakdown.get(name, 0), by_formula) for title, name, by_formula in rows
-           if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)]
-    return [*out, Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
-            *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
-            Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
-            Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops)]
+    rows = [
+        ("parameters", "params", formula.params_bytes),
+        ("frozen parameters", "frozen", formula.frozen_bytes),
+        ("gradients", "gradients", formula.gradients_bytes),
+        ("optimizer state", "optimizer", formula.optimizer_bytes),
+        ("accumulated gradients", "accumulator", formula.accumulator_bytes),
+        ("activations kept", "residuals", formula.residual_bytes),
+    ]
+    out = [
+        Line(title, "bytes", breakdown.get(name, 0), by_formula)
+        for title, name, by_formula in rows
+        if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)
+    ]
+    return [
+        *out,
+        Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
+        *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
+        Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
+        Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
+    ]

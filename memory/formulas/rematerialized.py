@@ -18,39 +18,42 @@ from bytescope.memory.formulas.adapters import TARGETS, adapted, matrices
 from bytescope.memory.formulas.transformer import Model, Tensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
-NAMED = {tensor.name: tensor for tensor in (
-    Tensor("block_in", "width", "sequence"),
-    Tensor("attn_norm", "width", "sequence", operand=True),
-    Tensor("q", "queries", "tensor"),
-    Tensor("k", "unrotated", "tensor"),
-    Tensor("v", "values", "tensor"),
-    Tensor("q_latent", "query_latent", "sequence", only="latent"),
-    Tensor("kv_latent", "latent", "sequence", only="latent"),
-    Tensor("k_rope", "rotary", "sequence", only="latent"),
-    Tensor("q_rot", "queries", "tensor"),
-    Tensor("k_rot", "keys", "tensor"),
-    Tensor("probs", "scores", "tensor"),
-    Tensor("probs_mask", "scores", "tensor", 1, only="dropout"),
-    Tensor("probs_dropped", "scores", "tensor", only="dropout"),
-    Tensor("lse", "heads", "tensor", 4),
-    Tensor("context", "context", "tensor"),
-    Tensor("attn_out", "width", "sequence"),
-    Tensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
-    Tensor("mid", "width", "sequence"),
-    Tensor("mlp_norm", "width", "sequence", operand=True),
-    Tensor("gate", "mlp", "tensor", only="gated"),
-    Tensor("up", "mlp", "tensor"),
-    Tensor("act", "mlp", "tensor", operand=True),
-    Tensor("mlp_out", "width", "sequence"),
-    Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
-    Tensor("router_logits", "experts", "sequence", 4, only="experts"),
-    Tensor("dispatched", "routed", "", only="experts"),
-    Tensor("expert_gate", "routed_mlp", "tensor", only="gated"),
-    Tensor("expert_up", "routed_mlp", "tensor"),
-    Tensor("expert_act", "routed_mlp", "tensor"),
-    Tensor("combined", "width", "sequence", only="experts"),
-    *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
-)}
+NAMED = {
+    tensor.name: tensor
+    for tensor in (
+        Tensor("block_in", "width", "sequence"),
+        Tensor("attn_norm", "width", "sequence", operand=True),
+        Tensor("q", "queries", "tensor"),
+        Tensor("k", "unrotated", "tensor"),
+        Tensor("v", "values", "tensor"),
+        Tensor("q_latent", "query_latent", "sequence", only="latent"),
+        Tensor("kv_latent", "latent", "sequence", only="latent"),
+        Tensor("k_rope", "rotary", "sequence", only="latent"),
+        Tensor("q_rot", "queries", "tensor"),
+        Tensor("k_rot", "keys", "tensor"),
+        Tensor("probs", "scores", "tensor"),
+        Tensor("probs_mask", "scores", "tensor", 1, only="dropout"),
+        Tensor("probs_dropped", "scores", "tensor", only="dropout"),
+        Tensor("lse", "heads", "tensor", 4),
+        Tensor("context", "context", "tensor"),
+        Tensor("attn_out", "width", "sequence"),
+        Tensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
+        Tensor("mid", "width", "sequence"),
+        Tensor("mlp_norm", "width", "sequence", operand=True),
+        Tensor("gate", "mlp", "tensor", only="gated"),
+        Tensor("up", "mlp", "tensor"),
+        Tensor("act", "mlp", "tensor", operand=True),
+        Tensor("mlp_out", "width", "sequence"),
+        Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
+        Tensor("router_logits", "experts", "sequence", 4, only="experts"),
+        Tensor("dispatched", "routed", "", only="experts"),
+        Tensor("expert_gate", "routed_mlp", "tensor", only="gated"),
+        Tensor("expert_up", "routed_mlp", "tensor"),
+        Tensor("expert_act", "routed_mlp", "tensor"),
+        Tensor("combined", "width", "sequence", only="experts"),
+        *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
+    )
+}
 
 
 class MadeFrom(NamedTuple):
@@ -96,9 +99,16 @@ LAYER = {
     "expert_up": MadeFrom(("dispatched",), "experts"),
     "expert_act": MadeFrom(("expert_gate", "expert_up", "router_logits")),
     "combined": MadeFrom(("expert_act",), "experts"),
-    **{f"lora_{target}": MadeFrom((name,)) for targets, name in (
-        (("q", "k", "v"), "attn_norm"), (("o",), "context"), (("gate", "up"), "mlp_norm"), (("down",), "act"))
-       for target in targets},
+    **{
+        f"lora_{target}": MadeFrom((name,))
+        for targets, name in (
+            (("q", "k", "v"), "attn_norm"),
+            (("o",), "context"),
+            (("gate", "up"), "mlp_norm"),
+            (("down",), "act"),
+        )
+        for target in targets
+    },
 }
 # Latent attention in the place of the same names. The latents are read by their norms and by products; `kv_down` is
 # the product that gives the latent of keys and values and the part of the keys that is rotated, no tensor of its own.
@@ -115,8 +125,7 @@ LATENT = {
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
 UNREAD = frozenset(("q", "k", "kv_down", "k_rope", "attn_out", "mlp_out", "combined", "kernel"))
-NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms",
-          "combined": "post_norms"}
+NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms", "combined": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
@@ -128,11 +137,46 @@ ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
 # What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
 SAVED = {
     "full": (),
-    "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *LATENTS, "router_logits", "dispatched",
-                  *EXPERT_PRODUCTS, "expert_act", "combined", *ADAPTERS),
-    "minimal": ("q", "k", "v", *LATENTS, "context", "lse", "attn_out", "gate", "up", "router_logits", *EXPERT_PRODUCTS,
-                *ADAPTERS),
+    "selective": (
+        "attn_norm",
+        "q",
+        "k",
+        "q_rot",
+        "k_rot",
+        "v",
+        "context",
+        "lse",
+        "attn_out",
+        "attn_out_mask",
+        "mid",
+        "mlp_norm",
+        "gate",
+        "up",
+        "act",
+        "mlp_out",
+        "mlp_out_mask",
+        *LATENTS,
+        "router_logits",
+        "dispatched",
+        *EXPERT_PRODUCTS,
+        "expert_act",
+        "combined",
+        *ADAPTERS,
+    ),
+    "minimal": (
+        "q",
+        "k",
+        "v",
+        *LATENTS,
+        "context",
+        "lse",
+        "attn_out",
+        "gate",
+        "up",
+        "router_logits",
+        *EXPERT_PRODUCTS,
+        *ADAPTERS,
+    ),
 }
 # Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
@@ -189,9 +233,14 @@ def product_flops(model: Model, sequence: int) -> dict[str, float]:
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
     found = model.experts
     routed = found.per_token * found.width if found else 0
-    return {**{name: 2.0 * rows * columns for name, (rows, columns) in matrices(model).items()},
-            "core": scores + weighted, "scores": scores, "weighted": weighted,
-            "router": 2.0 * experts.router_size(model), "experts": 2.0 * model.width * routed}
+    return {
+        **{name: 2.0 * rows * columns for name, (rows, columns) in matrices(model).items()},
+        "core": scores + weighted,
+        "scores": scores,
+        "weighted": weighted,
+        "router": 2.0 * experts.router_size(model),
+        "experts": 2.0 * model.width * routed,
+    }
 
 
 def recomputed_flops(model: Model, attention: str, names: Collection[str], sequence: int) -> float:
@@ -212,14 +261,24 @@ def forward_flops(model: Model, attention: str, sequence: int) -> float:
     return recomputed_flops(model, attention, names, sequence)
 
 
-def bytes_of(names: Collection[str], model: Model, layout: transformer.Layout, sequence: int, tokens: int,
-             itemsize: int, operand: float = 0.0) -> float:
+def bytes_of(
+    names: Collection[str],
+    model: Model,
+    layout: transformer.Layout,
+    sequence: int,
+    tokens: int,
+    itemsize: int,
+    operand: float = 0.0,
+) -> float:
     """Bytes on a device of a layer's tensors of these names, for `tokens` tokens of sequences of `sequence`.
 
     `itemsize`: bytes of an element of an activation; `operand`: of one kept for products alone, 0 for the same.
     """
-    return sum(transformer.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
-               for name in names if name in NAMED)
+    return sum(
+        transformer.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
+        for name in names
+        if name in NAMED
+    )
 
 
 def _exists(name: str, model: Model) -> bool:

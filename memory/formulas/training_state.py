@@ -92,12 +92,17 @@ ZERO = {row.stage: row.sharded for row in STRATEGIES.values()}
 ROLES = {"params": ("params",), "gradients": ("gradients",), "optimizer": ("master", "moments")}
 # What lies in host memory, `master` being the only copy where there is no narrower one. Gradients of parameters that
 # are there go there too.
-OFFLOAD = {"none": (), "optimizer": ("moments",), "params": ("master", "gradients"),
-           "both": ("moments", "master", "gradients")}
+OFFLOAD = {
+    "none": (),
+    "optimizer": ("moments",),
+    "params": ("master", "gradients"),
+    "both": ("moments", "master", "gradients"),
+}
 
 
-def state_bytes_per_parameter(precision: str = "mixed", optimizer: str = "adamw",
-                              layout: Layout = ALONE, routed: float = 0.0) -> dict[str, float]:
+def state_bytes_per_parameter(
+    precision: str = "mixed", optimizer: str = "adamw", layout: Layout = ALONE, routed: float = 0.0
+) -> dict[str, float]:
     """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device; `routed`: the
     share of routed experts in the parameters.
 
@@ -110,15 +115,30 @@ def state_bytes_per_parameter(precision: str = "mixed", optimizer: str = "adamw"
 def parts_per_parameter(precision: str, optimizer: str, layout: Layout, routed: float = 0.0) -> dict[str, float]:
     """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`; `routed` as above."""
     row, kind = PRECISIONS[precision], OPTIMIZERS[optimizer]
-    unsharded = {"params": row.params, "gradients": row.gradients, "master": row.master,
-                 "moments": kind.states * (kind.itemsize or row.state)}
-    return {part: unsharded[part] * layout.held(role in ZERO[layout.zero], routed)
-            for role, parts in ROLES.items() for part in parts}
+    unsharded = {
+        "params": row.params,
+        "gradients": row.gradients,
+        "master": row.master,
+        "moments": kind.states * (kind.itemsize or row.state),
+    }
+    return {
+        part: unsharded[part] * layout.held(role in ZERO[layout.zero], routed)
+        for role, parts in ROLES.items()
+        for part in parts
+    }
 
 
-def state_bytes(parameters: float, at_once: float, *, precision: str = "mixed", optimizer: str = "adamw",
-                layout: Layout = ALONE, offload: str = "none", fused: bool = False,
-                routed: float = 0.0) -> dict[str, float]:
+def state_bytes(
+    parameters: float,
+    at_once: float,
+    *,
+    precision: str = "mixed",
+    optimizer: str = "adamw",
+    layout: Layout = ALONE,
+    offload: str = "none",
+    fused: bool = False,
+    routed: float = 0.0,
+) -> dict[str, float]:
     """Bytes of each role on a device, and `host`: those in host memory for it. routed: the share of routed experts in
     the parameters.
 

@@ -104,6 +104,7 @@ def layer_count(kind: Model) -> int:
 
 # ---- activations ---------------------------------------------------------------------------------------------
 
+
 class Tensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
@@ -188,25 +189,39 @@ ATTENTION = ("naive", "flash")
 
 def token_sizes(model: Model, sequence: int) -> dict[str, int]:
     """Elements per token by kind of tensor, the values of `Tensor.size`."""
-    return {"width": model.width, "queries": model.heads * model.score_width,
-            "keys": model.kv_heads * model.score_width, "unrotated": model.kv_heads * model.head_width,
-            "values": model.kv_heads * model.value_width, "context": model.heads * model.value_width,
-            "scores": model.heads * sequence, "heads": model.heads, "mlp": experts.mlp_width(model),
-            "vocabulary": model.vocabulary, **experts.token_sizes(model), **latent.token_sizes(model),
-            "rank": model.adapters.rank if model.adapters else 0,
-            "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0}
+    return {
+        "width": model.width,
+        "queries": model.heads * model.score_width,
+        "keys": model.kv_heads * model.score_width,
+        "unrotated": model.kv_heads * model.head_width,
+        "values": model.kv_heads * model.value_width,
+        "context": model.heads * model.value_width,
+        "scores": model.heads * sequence,
+        "heads": model.heads,
+        "mlp": experts.mlp_width(model),
+        "vocabulary": model.vocabulary,
+        **experts.token_sizes(model),
+        **latent.token_sizes(model),
+        "rank": model.adapters.rank if model.adapters else 0,
+        "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0,
+    }
 
 
-def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: float, itemsize: int,
-                 operand: float = 0.0) -> float:
+def tensor_bytes(
+    tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: float, itemsize: int, operand: float = 0.0
+) -> float:
     """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations,
     `operand`: of those that are kept for products alone, 0 for the same."""
     if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
     count = experts.rows(model.experts, tokens, layout.expert) if tensor.size in experts.BY_ROW else tokens
-    return token_sizes(model, sequence)[tensor.size] * count * (
-        tensor.itemsize or (tensor.operand and operand) or itemsize) / split
+    return (
+        token_sizes(model, sequence)[tensor.size]
+        * count
+        * (tensor.itemsize or (tensor.operand and operand) or itemsize)
+        / split
+    )
 
 
 def exists(tensor: Tensor, model: Model) -> bool:
@@ -237,19 +252,33 @@ def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False)
     return tuple(tensor for tensor in LAYER if recompute == "none" or not tensor.core)
 
 
-def layer_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str = "none",
-                attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
+def layer_bytes(
+    model: Model,
+    layout: Layout,
+    sequence: int,
+    batch: int,
+    *,
+    recompute: str = "none",
+    attention: str = "naive",
+    itemsize: int = 2,
+    operand: float = 0.0,
+    tile: float = 0.0,
+) -> float:
     """Bytes on a device that one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a tile of the
     MLP, 0 for all."""
-    return sum(tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
-               for tensor in kept_by_layer(recompute, attention, tile > 0))
+    return sum(
+        tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
+        for tensor in kept_by_layer(recompute, attention, tile > 0)
+    )
 
 
-def tile_bytes(model: Model, layout: Layout, sequence: int, tokens: float, *, itemsize: int = 2,
-               operand: float = 0.0) -> float:
+def tile_bytes(
+    model: Model, layout: Layout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
+) -> float:
     """Bytes on a device of the MLP's tensors for the `tokens` of one tile."""
-    return sum(tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand)
-               for tensor in LAYER if tensor.tiled)
+    return sum(
+        tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand) for tensor in LAYER if tensor.tiled
+    )
 
 
 def layers_in_flight(layers: int, layout: Layout) -> float:
@@ -265,8 +294,9 @@ def layers_in_flight(layers: int, layout: Layout) -> float:
     return layers * (1 + (p - 1) / (p * m) if m > 1 else 1)
 
 
-def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, itemsize: int = 2,
-                  logit_tokens: int | None = None) -> float:
+def outside_bytes(
+    model: Model, layout: Layout, sequence: int, batch: int, *, itemsize: int = 2, logit_tokens: int | None = None
+) -> float:
     """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
 
@@ -282,13 +312,25 @@ def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, it
     return mask + head + tensor_bytes(LOGITS, model, layout, sequence, at_once, itemsize) / layout.pipeline
 
 
-def recomputed_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str,
-                     attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
+def recomputed_bytes(
+    model: Model,
+    layout: Layout,
+    sequence: int,
+    batch: int,
+    *,
+    recompute: str,
+    attention: str = "naive",
+    itemsize: int = 2,
+    operand: float = 0.0,
+    tile: float = 0.0,
+) -> float:
     """Bytes on a device while one layer is recomputed: all it keeps under `none`, less what it had kept, and one tile.
 
     The papers leave it out: their figures are what lives through the forward pass.
     """
     shape = {"itemsize": itemsize, "operand": operand}
-    both = [layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
-            for policy in ("none", recompute)]
+    both = [
+        layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
+        for policy in ("none", recompute)
+    ]
     return both[0] - both[1] + tile_bytes(model, layout, sequence, min(tile, sequence * batch), **shape)

@@ -79,8 +79,14 @@ class Budget:
     def to_json(self) -> dict[str, object]:
         """For --json."""
         lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
-        return {**dataclasses.asdict(self), "pool_bytes": self.pool, "peak_bytes": self.peak,
-                "token_bytes": self.token_bytes, "positions": self.positions, "sequences_of_length": lengths}
+        return {
+            **dataclasses.asdict(self),
+            "pool_bytes": self.pool,
+            "peak_bytes": self.peak,
+            "token_bytes": self.token_bytes,
+            "positions": self.positions,
+            "sequences_of_length": lengths,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +112,9 @@ def lengths_of(longest: int, shortest: int = 256) -> list[int]:
     return [*found, longest]
 
 
-def settle(limit: int, weights: int, page_bytes: int, most: int,
-           measure: Callable[[int], Mapping[str, int]]) -> tuple[int, Mapping[str, int]]:
+def settle(
+    limit: int, weights: int, page_bytes: int, most: int, measure: Callable[[int], Mapping[str, int]]
+) -> tuple[int, Mapping[str, int]]:
     """(pages, bytes of each step with so many) that fit the limit.
 
     Args:
@@ -132,6 +139,8 @@ def settle(limit: int, weights: int, page_bytes: int, most: int,
 
 def _refuse(pages: int, limit: int, weights: int, step: int, page_bytes: int) -> None:
     if pages < 2:
-        raise DoesNotFit(f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
-                         f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
-                         "--sequences or a smaller --chunk")
+        raise DoesNotFit(
+            f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
+            f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
+            "--sequences or a smaller --chunk"
+        )

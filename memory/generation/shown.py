@@ -16,9 +16,13 @@ def rows_of(planned: Planned) -> list[tuple[str, int, str]]:
     found = planned.budget
     steps = "; ".join(f"{name} {human(size)}" for name, size in found.steps.items())
     pages = f"{found.pages:,} pages of {found.page} positions, {human(found.token_bytes)} a position"
-    return [("weights", found.weights, ""),
-            ("pool", found.pool, pages), ("largest step", found.step, steps), ("left", found.left, ""),
-            ("limit", found.limit, "")]
+    return [
+        ("weights", found.weights, ""),
+        ("pool", found.pool, pages),
+        ("largest step", found.step, steps),
+        ("left", found.left, ""),
+        ("limit", found.limit, ""),
+    ]
 
 
 def lengths(planned: Planned) -> list[tuple[int, int]]:
@@ -38,6 +42,13 @@ def view(planned: Planned) -> RenderableType:
         table.add(f"{length:,}", f"{count:,}", "█" * max(round(BAR * count / most), 1 if count else 0))
     sequences = planned.budget.sequences
     title = Text(f"generation from {planned.title}", style="bold")
-    return Group(title, *map(Prose, planned.facts), Text(), parts, Text(),
-                 Prose("sequences that the pool holds, by the positions of each"), table,
-                 Prose(f"{sequences:,} of them have a row in a step (--sequences); more wait", "dim"))
+    return Group(
+        title,
+        *map(Prose, planned.facts),
+        Text(),
+        parts,
+        Text(),
+        Prose("sequences that the pool holds, by the positions of each"),
+        table,
+        Prose(f"{sequences:,} of them have a row in a step (--sequences); more wait", "dim"),
+    )

@@ -71,8 +71,7 @@ class Program:
     traces: list[Trace] = dataclasses.field(default_factory=list)
 
 
-_REMEDY = ("give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' "
-           "writes")
+_REMEDY = "give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' writes"
 
 
 def read(data: bytes) -> Program:

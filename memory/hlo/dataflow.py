@@ -14,13 +14,33 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Index, Shape
 
 # Operations that hand their first operand on: the same values, perhaps elsewhere or seen otherwise.
-_PASSING = frozenset(("bitcast", "copy", "opt-barrier", "optimization-barrier", "domain", "copy-done",
-                      "copy-start", "add-dependency", "reshape", "transpose", "convert"))
+_PASSING = frozenset(
+    (
+        "bitcast",
+        "copy",
+        "opt-barrier",
+        "optimization-barrier",
+        "domain",
+        "copy-done",
+        "copy-start",
+        "add-dependency",
+        "reshape",
+        "transpose",
+        "convert",
+    )
+)
 _CALLING = frozenset(("fusion", "call", "async-start"))
 _LIMIT = 400
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
-               "collective-broadcast", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +126,9 @@ class Flow:
             instruction, index = after
         return Origin(None, tuple(chain), stack, looped, carried)
 
-    def _step(self, instruction: Instruction, index: Index,
-              seen: set[tuple[int, Index]]) -> tuple[Instruction | None, Index] | None:
+    def _step(
+        self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
+    ) -> tuple[Instruction | None, Index] | None:
         """One step towards the origin, None at it."""
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
@@ -129,8 +150,9 @@ class Flow:
             return module.operand(instruction, 0), () if opcode == "copy-start" else index
         return None
 
-    def _argument(self, parameter: Instruction, index: Index,
-                  seen: set[tuple[int, Index]]) -> tuple[Instruction | None, Index] | None:
+    def _argument(
+        self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
+    ) -> tuple[Instruction | None, Index] | None:
         """From a computation's parameter to what is passed for it; None for the entry's."""
         callers = self.callers.get(parameter.computation)
         if not callers:

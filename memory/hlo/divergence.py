@@ -49,8 +49,9 @@ class SkippedCollective:
     waits: tuple[int, ...]
 
 
-def skipped_collectives(module: Module, axes: Axes, parameters: Mapping[int, Layout], platform: str,
-                        processes: Sequence[int]) -> Iterator[SkippedCollective]:
+def skipped_collectives(
+    module: Module, axes: Axes, parameters: Mapping[int, Layout], platform: str, processes: Sequence[int]
+) -> Iterator[SkippedCollective]:
     """Yields each collective that may be skipped by some of the devices that it waits for.
 
     Args:
@@ -86,8 +87,9 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
         return links
     if platform == "cpu":
         return [list(range(len(processes)))]
-    together = links + [[other for other, owner in enumerate(processes) if owner == process]
-                        for process in dict.fromkeys(processes)]
+    together = links + [
+        [other for other, owner in enumerate(processes) if owner == process] for process in dict.fromkeys(processes)
+    ]
     root = list(range(len(processes)))
 
     def find(device: int) -> int:
@@ -104,8 +106,9 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
     return list(merged.values())
 
 
-def _controls(module: Module, callers: Mapping[int, list[Instruction]], computation: int,
-              known: dict[int, list[Instruction]]) -> list[Instruction]:
+def _controls(
+    module: Module, callers: Mapping[int, list[Instruction]], computation: int, known: dict[int, list[Instruction]]
+) -> list[Instruction]:
     """Returns the loops and conditionals around a computation."""
     if computation not in known:
         known[computation] = []  # ends the recursion if a damaged module calls itself
@@ -136,8 +139,12 @@ class _Value:
 
     def same(self, other: _Value | None) -> bool:
         """Returns whether all fields are equal."""
-        return other is not None and self.exact == other.exact and self.table is other.table and bool(
-            (self.labels == other.labels).all())
+        return (
+            other is not None
+            and self.exact == other.exact
+            and self.table is other.table
+            and bool((self.labels == other.labels).all())
+        )
 
 
 def _join(values: Sequence[_Value]) -> _Value:
@@ -166,14 +173,37 @@ def _shift(function: Callable) -> Callable:
 
 # Integer arithmetic on device numbers; operands are not negative (`_Agreement._arithmetic`).
 _ARITHMETIC: Mapping[str, Callable] = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or,
-    "divide": lambda a, b: a // np.maximum(b, 1), "remainder": lambda a, b: a % np.maximum(b, 1),
-    "minimum": np.minimum, "maximum": np.maximum, "clamp": lambda low, a, high: np.clip(a, low, high),
-    "shift-right-logical": _shift(np.right_shift), "shift-right-arithmetic": _shift(np.right_shift),
-    "shift-left": _shift(np.left_shift)}
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "divide": lambda a, b: a // np.maximum(b, 1),
+    "remainder": lambda a, b: a % np.maximum(b, 1),
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "clamp": lambda low, a, high: np.clip(a, low, high),
+    "shift-right-logical": _shift(np.right_shift),
+    "shift-right-arithmetic": _shift(np.right_shift),
+    "shift-left": _shift(np.left_shift),
+}
 # Operations that return an integer unchanged.
-_PASSING = frozenset(("bitcast", "copy", "copy-start", "copy-done", "reshape", "convert", "broadcast", "transpose",
-                      "opt-barrier", "optimization-barrier", "domain", "add-dependency"))
+_PASSING = frozenset(
+    (
+        "bitcast",
+        "copy",
+        "copy-start",
+        "copy-done",
+        "reshape",
+        "convert",
+        "broadcast",
+        "transpose",
+        "opt-barrier",
+        "optimization-barrier",
+        "domain",
+        "add-dependency",
+    )
+)
 
 
 class _Agreement:

@@ -113,5 +113,10 @@ def _of_folder(folder: Path) -> Dump:
         return Dump(_of_file(path))
     listed = ", ".join(f"{each.name} {human(count)}" for count, each in others[:_LISTED])
     more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-    return Dump(_of_file(path), (f"the largest of {len(found)} programs in {folder}: {path.name}, {human(size)} of "
-                                 f"buffers; the others: {listed}{more}",))
+    return Dump(
+        _of_file(path),
+        (
+            f"the largest of {len(found)} programs in {folder}: {path.name}, {human(size)} of "
+            f"buffers; the others: {listed}{more}",
+        ),
+    )

@@ -48,8 +48,16 @@ class Frames:
             fields = self._frames[frame - 1]
             where = fields.get(1, 0)
             place = self._locations[where - 1] if 1 <= where <= len(self._locations) else {}
-            out.append(Frame(_pick(self._files, place.get(1, 0)), place.get(3, 0), place.get(4, 0),
-                             place.get(5, 0), place.get(6, 0), _pick(self._functions, place.get(2, 0))))
+            out.append(
+                Frame(
+                    _pick(self._files, place.get(1, 0)),
+                    place.get(3, 0),
+                    place.get(4, 0),
+                    place.get(5, 0),
+                    place.get(6, 0),
+                    _pick(self._functions, place.get(2, 0)),
+                )
+            )
             frame = fields.get(2, 0)
         return tuple(out)
 

@@ -45,8 +45,11 @@ def _callers_first(module: Module) -> list[int]:
         elif computation not in done and computation in module.computations:
             done.add(computation)
             pending.append((computation, True))
-            pending += [(called, False) for id in module.computations[computation].instructions
-                        for called in module.instructions[id].called]
+            pending += [
+                (called, False)
+                for id in module.computations[computation].instructions
+                for called in module.instructions[id].called
+            ]
     return order[::-1]
 
 
@@ -74,8 +77,10 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
             if instruction.opcode == "constant":
                 found += _integer(module, instruction)
             elif instruction.opcode == "compare":
-                less |= any(field == 63 and wire.text(module.data, value) == "LT"
-                            for field, value in wire.fields(module.data, instruction.span))
+                less |= any(
+                    field == 63 and wire.text(module.data, value) == "LT"
+                    for field, value in wire.fields(module.data, instruction.span)
+                )
     return found[0] if less and len(found) == 1 and found[0] > 0 else None
 
 

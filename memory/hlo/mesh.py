@@ -58,9 +58,16 @@ def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
         layouts = tuple(
-            Layout(tuple(array.shape), tuple(sharding.shard_shape(array.shape)), str(array.dtype),
-                   _spec(sharding, len(array.shape)), at)
-            for at, (sharding, array) in enumerate(zip(shardings, arrays)) if sharding is not None)
+            Layout(
+                tuple(array.shape),
+                tuple(sharding.shard_shape(array.shape)),
+                str(array.dtype),
+                _spec(sharding, len(array.shape)),
+                at,
+            )
+            for at, (sharding, array) in enumerate(zip(shardings, arrays))
+            if sharding is not None
+        )
     except Exception:  # loaded executables, shardings of kinds without shards
         return (), ()
     return axes, layouts
@@ -164,8 +171,11 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
     """What a collective says of its groups, as it is written: where that is alike, `groups_of` gives the same."""
-    return tuple((field, data[value[0]:value[1]]) for field, value in wire.fields(data, span)
-                 if field in _GROUP_FIELDS and not isinstance(value, int))
+    return tuple(
+        (field, data[value[0] : value[1]])
+        for field, value in wire.fields(data, span)
+        if field in _GROUP_FIELDS and not isinstance(value, int)
+    )
 
 
 def _device_list(data: bytes, span: Span) -> Groups:
@@ -195,7 +205,7 @@ def _iota(data: bytes, span: Span) -> Groups:
     order = _transposed(dims or [count * size], found[4])
     if count * size != len(order):
         raise wire.WireError(f"{count} replica groups of {size} do not make {len(order)} devices")
-    return [order[i * size:(i + 1) * size] for i in range(count)]
+    return [order[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _mesh_axes(data: bytes, span: Span) -> Groups:
@@ -253,7 +263,7 @@ def _transposed(dims: list[int], order: list[int]) -> list[int]:
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MOST or sorted(order) != list(range(len(dims))):
         raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")
-    steps = [math.prod(dims[i + 1:]) for i in range(len(dims))]
+    steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     out = [0]
     for axis in order:
         out = [base + k * steps[axis] for base in out for k in range(dims[axis])]

@@ -14,12 +14,50 @@ import re
 _WRAPPED = re.compile(r"^([A-Za-z_0-9]+)\((.*)\)$")
 
 # Words that tell how a thing is called, not what it is; the last rows are those of Equinox' loops.
-NOISE = frozenset((
-    "while", "body", "cond", "scan", "closed_call", "checkpoint", "remat", "remat2", "remat3",
-    "rematted_computation", "core_call", "pjit", "jit", "shard_map", "custom_jvp_call", "custom_vjp_call",
-    "custom_jvp", "custom_vjp", "xla_call", "named_call", "vmap", "pmap", "jvp", "transpose", "main", "",
-    "empty2", "<lambda>", "call", "fun", "eval_jaxpr", "linearize", "switch", "body_pred", "cond_pred",
-    "outer-loop", "inner-loop", "checkpointed-fwd", "checkpointed-bwd", "checkpointed-no-vjp"))
+NOISE = frozenset(
+    (
+        "while",
+        "body",
+        "cond",
+        "scan",
+        "closed_call",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "remat3",
+        "rematted_computation",
+        "core_call",
+        "pjit",
+        "jit",
+        "shard_map",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_jvp",
+        "custom_vjp",
+        "xla_call",
+        "named_call",
+        "vmap",
+        "pmap",
+        "jvp",
+        "transpose",
+        "main",
+        "",
+        "empty2",
+        "<lambda>",
+        "call",
+        "fun",
+        "eval_jaxpr",
+        "linearize",
+        "switch",
+        "body_pred",
+        "cond_pred",
+        "outer-loop",
+        "inner-loop",
+        "checkpointed-fwd",
+        "checkpointed-bwd",
+        "checkpointed-no-vjp",
+    )
+)
 # Branches, and what a program says of how often its loops turn (loops.py).
 _BRANCH = re.compile(r"^(branch_\d+(_fun)?|turns_\d+_mean_\d+_\d+|ticks_full_\d+)$")
 # What JAX writes of functions and products: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
@@ -30,25 +68,65 @@ _CALLS = frozenset(("jit", "pjit", "pmap", "xla_call", "custom_jvp", "custom_vjp
 
 # Scope -> component. A scope counts when it equals a word or a word and a number ("attn_3").
 COMPONENTS = {
-    "attention": "attention", "attn": "attention", "self_attention": "attention",
-    "selfattention": "attention", "multiheaddotproductattention": "attention",
-    "multiheadattention": "attention", "multi_head_attention": "attention", "sdpa": "attention",
-    "mlp": "mlp", "ffn": "mlp", "feed_forward": "mlp", "feedforward": "mlp", "mlpblock": "mlp",
-    "moe": "moe", "router": "moe", "experts": "moe",
-    "embed": "embed", "embedding": "embed", "embedder": "embed", "wte": "embed", "token_embedder": "embed",
-    "head": "head", "lm_head": "head", "unembed": "head", "logits": "head", "logits_dense": "head",
-    "loss": "loss", "cross_entropy": "loss", "xent": "loss", "loss_fn": "loss",
-    "optimizer": "optimizer", "opt": "optimizer", "grad_norm": "grad_norm", "clip": "grad_norm",
+    "attention": "attention",
+    "attn": "attention",
+    "self_attention": "attention",
+    "selfattention": "attention",
+    "multiheaddotproductattention": "attention",
+    "multiheadattention": "attention",
+    "multi_head_attention": "attention",
+    "sdpa": "attention",
+    "mlp": "mlp",
+    "ffn": "mlp",
+    "feed_forward": "mlp",
+    "feedforward": "mlp",
+    "mlpblock": "mlp",
+    "moe": "moe",
+    "router": "moe",
+    "experts": "moe",
+    "embed": "embed",
+    "embedding": "embed",
+    "embedder": "embed",
+    "wte": "embed",
+    "token_embedder": "embed",
+    "head": "head",
+    "lm_head": "head",
+    "unembed": "head",
+    "logits": "head",
+    "logits_dense": "head",
+    "loss": "loss",
+    "cross_entropy": "loss",
+    "xent": "loss",
+    "loss_fn": "loss",
+    "optimizer": "optimizer",
+    "opt": "optimizer",
+    "grad_norm": "grad_norm",
+    "clip": "grad_norm",
 }
 EQUINOX = "eqx."  # before the scopes that Equinox opens around its layers
 KNOWN = frozenset((*COMPONENTS.values(), "norm"))
 NORMS = re.compile(r"^(rms|layer|batch|group|ln|pre|post)?_?(norm(?!al(?!i[sz]))|ln)(_?\w+)?$|(norm|_ln)_?\d*$")
-CONTAINERS = frozenset(("blocks", "block", "layers", "layer", "transformer", "decoder", "encoder", "model",
-                        "body", "stack", "trunk", "backbone"))
+CONTAINERS = frozenset(
+    (
+        "blocks",
+        "block",
+        "layers",
+        "layer",
+        "transformer",
+        "decoder",
+        "encoder",
+        "model",
+        "body",
+        "stack",
+        "trunk",
+        "backbone",
+    )
+)
 # Single layers: what they belong to says more than they do.
 LAYERS = re.compile(
     r"^(\w+_)?(dense|linear|conv|proj|projection|einsum|dropout)(_?general|_?transpose|_?\dd|\d+)?$"
-    r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$")
+    r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$"
+)
 # What Flax Linen puts before the class of a module that is transformed.
 _TRANSFORMED = re.compile(r"^(Scan|Checkpoint|Remat|Vmap|Jit)+(?=[A-Z])")
 LOSS_COMPONENTS = frozenset(("head", "loss"))

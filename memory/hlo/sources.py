@@ -16,19 +16,45 @@ from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import COMPONENTS, CONTAINERS, NORMS, is_layer
 
 # To add a framework: the name of its package.
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "haiku", "chex", "jaxtyping", "beartype", "diffrax", "lineax",
-             "optimistix", "quax", "numpyro", "mctx", "distrax", "rlax", "blackjax", "tensorflow_probability", "orbax",
-             "penzai", "tree", "jraph", "brax", "jmp", "kfac_jax")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "equinox",
+    "haiku",
+    "chex",
+    "jaxtyping",
+    "beartype",
+    "diffrax",
+    "lineax",
+    "optimistix",
+    "quax",
+    "numpyro",
+    "mctx",
+    "distrax",
+    "rlax",
+    "blackjax",
+    "tensorflow_probability",
+    "orbax",
+    "penzai",
+    "tree",
+    "jraph",
+    "brax",
+    "jmp",
+    "kfac_jax",
+)
 _FRAMEWORK = re.compile(
     rf"/(site|dist)-packages/({'|'.join(_PACKAGES)})/|/optax/(_src|losses|contrib|transforms|tree_utils|projections)/"
-    r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)")
+    r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)"
+)
 # Of frameworks, what only hands calls on.
 _PLUMBING = re.compile(
     r"/flax/(core/|linen/(module|transforms|summary|dtypes)|nnx/(transforms/|graph|extract|compat|module|object|spmd|nn/dtypes))"
     r"|/haiku/_src/(module|transform|multi_transform|lift|stateful|base)\b|/equinox/(internal/|_(?!nn))|/jaxtyping/"
-    r"|/beartype/|/chex/|/tree/|/numpyro/(handlers|primitives|util)\b|/quax/")
-_HIDDEN = re.compile(
-    r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
+    r"|/beartype/|/chex/|/tree/|/numpyro/(handlers|primitives|util)\b|/quax/"
+)
+_HIDDEN = re.compile(r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
 _OPTIMIZER = re.compile(r"/optax/(?!.*losses)|/flax/training/train_state|/flax/nnx/training/optimizer")
 # What compiles a step for a report is no part of the step, and what called it neither.
 _MEMORY = str(Path(__file__).parents[1]) + "/"
@@ -71,7 +97,7 @@ def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
 
 
 def source_line(metadata: Metadata) -> str:
-    """"file:line" of the inmost frame in the user's own code, else in a framework's; "" where there is none.
+    """ "file:line" of the inmost frame in the user's own code, else in a framework's; "" where there is none.
 
     A line at the top of a script, which only starts the program, comes last.
     """

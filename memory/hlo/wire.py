@@ -85,7 +85,7 @@ def text(data: bytes, value: Value) -> str:
     """A string field; bytes that are not UTF-8 become U+FFFD. Raises WireError when the field holds a number."""
     if isinstance(value, int):
         raise WireError("a number where a string should be")
-    return data[value[0]:value[1]].decode("utf-8", "replace")
+    return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:

@@ -20,8 +20,9 @@ def kinds(report: Report) -> Table | None:
     rows = report.communication
     if not rows:
         return None
-    times, payload, sent, exposed = (sum(getattr(row, key) for row in rows)
-                                     for key in ("times", "bytes", "wire_bytes", "exposed_bytes"))
+    times, payload, sent, exposed = (
+        sum(getattr(row, key) for row in rows) for key in ("times", "bytes", "wire_bytes", "exposed_bytes")
+    )
     total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
     columns = (
         ("collective", "name", lambda row: row.kind),
@@ -62,9 +63,15 @@ def transfers(report: Report) -> Table | None:
     rows = report.transfers
     if not rows:
         return None
-    sums = [Transfer("", f"all {direction}", report.moved(direction),
-                     sum(row.seconds for row in rows if row.direction == direction))
-            for direction in dict.fromkeys(row.direction for row in rows)]
+    sums = [
+        Transfer(
+            "",
+            f"all {direction}",
+            report.moved(direction),
+            sum(row.seconds for row in rows if row.direction == direction),
+        )
+        for direction in dict.fromkeys(row.direction for row in rows)
+    ]
 
     def is_sum(row: Any) -> bool:
         return any(row is one for one in sums)

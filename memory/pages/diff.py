@@ -32,11 +32,21 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
     changes = diff(before, after)
     parts = [change for change in changes if change.kind != "total"]
     return page(
-        "diff", f"{names[0]} and {names[1]} · difference", page_data(before, after, names), names=names,
-        where=_both(subject(before), subject(after)), figures=_figures(before, after), versions="",
-        warnings=warnings(before, after), programs=_programs(before, after, names),
-        same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
-        left=max(len(parts) - MAX_CHANGES, 0), phases=STEP_PHASES, notes=NOTES)
+        "diff",
+        f"{names[0]} and {names[1]} · difference",
+        page_data(before, after, names),
+        names=names,
+        where=_both(subject(before), subject(after)),
+        figures=_figures(before, after),
+        versions="",
+        warnings=warnings(before, after),
+        programs=_programs(before, after, names),
+        same=not _config(before, after),
+        changes=_changes(parts[:MAX_CHANGES]),
+        left=max(len(parts) - MAX_CHANGES, 0),
+        phases=STEP_PHASES,
+        notes=NOTES,
+    )
 
 
 def page_data(before: Report, after: Report, names: Sequence[str]) -> dict[str, Any]:
@@ -45,27 +55,46 @@ def page_data(before: Report, after: Report, names: Sequence[str]) -> dict[str, 
     places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
     most = max((report.peak_bytes for report in both), default=0)
     return {
-        "names": list(names), "unit": column_unit(most, 1.0), "places": places,
+        "names": list(names),
+        "unit": column_unit(most, 1.0),
+        "places": places,
         "lines": [_line(report.timeline, places) for report in both],
-        "limits": [report.limit_bytes for report in both], "waterfall": waterfall(before, after),
+        "limits": [report.limit_bytes for report in both],
+        "waterfall": waterfall(before, after),
     }
 
 
 def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list]:
     """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
-    found = [max(timeline[i * len(timeline) // places:max((i + 1) * len(timeline) // places,
-                                                          i * len(timeline) // places + 1)],
-                 key=lambda point: point.bytes) for i in range(places)] if timeline else []
-    return {"bytes": [point.bytes for point in found], "phase": [point.phase for point in found],
-            "instruction": [point.instruction for point in found]}
+    found = (
+        [
+            max(
+                timeline[
+                    i * len(timeline) // places : max(
+                        (i + 1) * len(timeline) // places, i * len(timeline) // places + 1
+                    )
+                ],
+                key=lambda point: point.bytes,
+            )
+            for i in range(places)
+        ]
+        if timeline
+        else []
+    )
+    return {
+        "bytes": [point.bytes for point in found],
+        "phase": [point.phase for point in found],
+        "instruction": [point.instruction for point in found],
+    }
 
 
 def waterfall(before: Report, after: Report) -> list[dict[str, Any]]:
     """The bars from the allocated bytes before to those after: `row` of the breakdown ("" for the two totals), `name`,
     `from` and `bytes`, which are negative for what shrank. Rows that stayed are left out."""
     reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
-    changed = sorted((change for change in diff(before, after) if change.kind == "category"),
-                     key=lambda change: -change.growth)
+    changed = sorted(
+        (change for change in diff(before, after) if change.kind == "category"), key=lambda change: -change.growth
+    )
     for change in changed:
         bars.append(_bar(change.name, row_name(change.name), reached, change.growth))
         reached += change.growth
@@ -80,21 +109,30 @@ def _bar(row: str, name: str, start: int, count: int) -> dict[str, Any]:
 
 # ---- the header -----------------------------------------------------------------------------------------------
 
+
 def _both(one: str, other: str) -> str:
     return one if one == other else f"{one} → {other}"
 
 
 def _figures(before: Report, after: Report) -> list[Figure]:
     figures = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
-    found = [Figure(name, human(getattr(after, field)), f"was {human(getattr(before, field))}, "
-                    f"{_growth(getattr(before, field), getattr(after, field))}", exact(getattr(after, field)))
-             for name, field in figures]
+    found = [
+        Figure(
+            name,
+            human(getattr(after, field)),
+            f"was {human(getattr(before, field))}, {_growth(getattr(before, field), getattr(after, field))}",
+            exact(getattr(after, field)),
+        )
+        for name, field in figures
+    ]
     return [*found, *_seconds(before, after)]
 
 
 # What is compared of the time of two reports: the title, and where a report has it; the first that both have.
-_TIMES = (("predicted update", lambda report: report.prediction.get("seconds")),
-          ("step, at least", lambda report: report.roofline.get("total")))
+_TIMES = (
+    ("predicted update", lambda report: report.prediction.get("seconds")),
+    ("step, at least", lambda report: report.roofline.get("total")),
+)
 
 
 def _seconds(before: Report, after: Report) -> list[Figure]:
@@ -117,10 +155,14 @@ def _growth(before: int, after: int) -> str:
 
 # What names a program: the name of the row, and what it says of a report.
 _FACTS = (
-    ("config", lambda report: report.subject.name), ("batch", lambda report: report.subject.batch),
-    ("policy", lambda report: report.subject.policy), ("program", lambda report: report.program),
-    ("target", lambda report: str(report.target.get("name") or "")), ("verdict", lambda report: report.verdict),
-    ("limit", lambda report: human(report.limit_bytes)), ("jax", lambda report: str(report.versions.get("jax") or "")),
+    ("config", lambda report: report.subject.name),
+    ("batch", lambda report: report.subject.batch),
+    ("policy", lambda report: report.subject.policy),
+    ("program", lambda report: report.program),
+    ("target", lambda report: str(report.target.get("name") or "")),
+    ("verdict", lambda report: report.verdict),
+    ("limit", lambda report: human(report.limit_bytes)),
+    ("jax", lambda report: str(report.versions.get("jax") or "")),
 )
 
 
@@ -129,8 +171,11 @@ def _programs(before: Report, after: Report, names: Sequence[str]) -> Table:
     rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)
-    columns = (("", "name", lambda row: row[0]), ("before", "text", lambda row: _differing(row, 1)),
-               ("after", "text", lambda row: _differing(row, 2)))
+    columns = (
+        ("", "name", lambda row: row[0]),
+        ("before", "text", lambda row: _differing(row, 1)),
+        ("after", "text", lambda row: _differing(row, 2)),
+    )
     return table(columns, [row for row in rows if row[1] or row[2]])
 
 
@@ -145,12 +190,14 @@ def _config(before: Report, after: Report) -> list[tuple[str, str, str]]:
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(name, value before, value after) of the names whose values differ."""
-    pairs = ((str(name), *(str(side.get(name, "")) for side in (before, after))) for name in
-             dict.fromkeys((*before, *after)))
+    pairs = (
+        (str(name), *(str(side.get(name, "")) for side in (before, after))) for name in dict.fromkeys((*before, *after))
+    )
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 # ---- what changed ---------------------------------------------------------------------------------------------
+
 
 def _changes(changes: Iterable[Change]) -> Table:
     columns = (
@@ -166,8 +213,12 @@ def _changes(changes: Iterable[Change]) -> Table:
 
 def _change(change: Change) -> Cell:
     sign = "+" if change.growth > 0 else "-"
-    return Cell(f"{sign}{human(abs(change.growth))}", f"{change.growth:+,} bytes",
-                "exceeds" if change.growth > 0 else "fits", change.growth)
+    return Cell(
+        f"{sign}{human(abs(change.growth))}",
+        f"{change.growth:+,} bytes",
+        "exceeds" if change.growth > 0 else "fits",
+        change.growth,
+    )
 
 
 def _percent(change: Change) -> Cell:

@@ -14,9 +14,11 @@ from bytescope.memory.text.seconds.prediction import rounded, within
 from bytescope.memory.units import human
 
 # What a page says of its predicted seconds.
-PREDICTED = (f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices "
-             "reach, with the spread that such predictions had against measured runs. Those within "
-             f"{TIE:.0%} are a tie. Rates:")
+PREDICTED = (
+    f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices "
+    "reach, with the spread that such predictions had against measured runs. Those within "
+    f"{TIE:.0%} are a tie. Rates:"
+)
 
 
 class Figure(NamedTuple):
@@ -108,8 +110,9 @@ def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
     tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
     out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
     if len(batches) > 1 and tokens:
-        out.append(f"batch: {' to '.join(f'{count:,}' for count in dict.fromkeys((tokens[0], tokens[-1])))} tokens per "
-                   "update")
+        out.append(
+            f"batch: {' to '.join(f'{count:,}' for count in dict.fromkeys((tokens[0], tokens[-1])))} tokens per update"
+        )
     if len(policies) == 1:
         out.append(f"policy: {policies.pop()}")
     return [*out, f"with {given}"] if given else out
@@ -123,10 +126,21 @@ def subject(report: Report) -> str:
 def program_facts(report: Report) -> list[str]:
     """What the trainer says of the program, a line each; what is not known is left out."""
     of = report.subject
-    layers = " · ".join(filter(None, (f"policy: {of.policy}" if of.policy else "",
-                                      f"program: {report.program}" if of.name and report.program else "")))
-    found = (f"batch: {of.batch}" if of.batch else "", layers,
-             mixture(report.parameters), f"with {' '.join(of.changes)}" if of.changes else "")
+    layers = " · ".join(
+        filter(
+            None,
+            (
+                f"policy: {of.policy}" if of.policy else "",
+                f"program: {report.program}" if of.name and report.program else "",
+            ),
+        )
+    )
+    found = (
+        f"batch: {of.batch}" if of.batch else "",
+        layers,
+        mixture(report.parameters),
+        f"with {' '.join(of.changes)}" if of.changes else "",
+    )
     return [line for line in found if line]
 
 
@@ -179,10 +193,16 @@ def count(value: float | None) -> str:
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
     """What is predicted of a row of a comparison, as figures: seconds with their spread, throughput, MFU."""
     within = spread(row)
-    found = (Figure("step, predicted", seconds(row["predicted_seconds"]), ", ".join(filter(None, (within, whose))),
-                    at_least(row)),
-             Figure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
-             Figure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"))
+    found = (
+        Figure(
+            "step, predicted",
+            seconds(row["predicted_seconds"]),
+            ", ".join(filter(None, (within, whose))),
+            at_least(row),
+        ),
+        Figure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
+        Figure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"),
+    )
     return [one for one in found if one.value]
 
 
@@ -208,8 +228,10 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
-    return [*(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
-            *(f"Rows without predicted seconds: {why}." for why in reasons)]
+    return [
+        *(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
+        *(f"Rows without predicted seconds: {why}." for why in reasons),
+    ]
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
@@ -234,20 +256,29 @@ def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[Part
     """The rows that hold bytes, in the order of `ROWS`. `scale`: bytes of the whole bar, the total by default."""
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)
-    return [Part(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
-            for row, count in sizes if count > 0]
+    return [
+        Part(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
+        for row, count in sizes
+        if count > 0
+    ]
 
 
-def table(columns: Sequence[Column], items: Sequence[Any], kind: Callable[[Any], str] = lambda item: "",
-          title: Callable[[Any], str] = lambda item: "") -> Table:
+def table(
+    columns: Sequence[Column],
+    items: Sequence[Any],
+    kind: Callable[[Any], str] = lambda item: "",
+    title: Callable[[Any], str] = lambda item: "",
+) -> Table:
     """A table with a row for each item, without the columns that are empty in all rows.
 
     `kind` and `title`: class and hover text of an item's row.
     """
     cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
     used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]
-    return Table([Head(*columns[number][:2]) for number in used],
-                 [Line([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)])
+    return Table(
+        [Head(*columns[number][:2]) for number in used],
+        [Line([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)],
+    )
 
 
 def _cell(content: Cell | str) -> Cell:

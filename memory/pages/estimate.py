@@ -21,23 +21,69 @@ from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.pages.frame import page
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
-SHAPE = {"layers": "layers", "width": "d-model", "heads": "heads", "kv_heads": "kv-heads", "head_width": "d-head",
-         "mlp_width": "d-ff", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout",
-         "qk_norm": "qk-norm", "post_norms": "post-norms",
-         "experts": "experts", "experts_per_token": "experts-per-token", "d_expert": "d-expert",
-         "shared_experts": "shared-experts", "dense_layers": "dense-layers", "moe_every": "moe-every",
-         "capacity": "capacity", "slots": "expert-slots", "mla_q_rank": "mla-q-rank", "mla_kv_rank": "mla-kv-rank",
-         "mla_d_rope": "mla-d-rope", "mla_d_value": "mla-d-value"}
-REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "lora-base",
-        "sequence": "length", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
-        "attention": "attention", "precision": "precision", "optimizer": "optimizer", "offload": "offload",
-        "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data",
-        "expert_parallel": "expert-parallel", "zero": "zero"}
+SHAPE = {
+    "layers": "layers",
+    "width": "d-model",
+    "heads": "heads",
+    "kv_heads": "kv-heads",
+    "head_width": "d-head",
+    "mlp_width": "d-ff",
+    "vocabulary": "vocabulary",
+    "gated": "gated",
+    "tied": "untied",
+    "dropout": "dropout",
+    "qk_norm": "qk-norm",
+    "post_norms": "post-norms",
+    "experts": "experts",
+    "experts_per_token": "experts-per-token",
+    "d_expert": "d-expert",
+    "shared_experts": "shared-experts",
+    "dense_layers": "dense-layers",
+    "moe_every": "moe-every",
+    "capacity": "capacity",
+    "slots": "expert-slots",
+    "mla_q_rank": "mla-q-rank",
+    "mla_kv_rank": "mla-kv-rank",
+    "mla_d_rope": "mla-d-rope",
+    "mla_d_value": "mla-d-value",
+}
+REST = {
+    "lora_rank": "lora-rank",
+    "lora_targets": "lora-targets",
+    "lora_base": "lora-base",
+    "sequence": "length",
+    "batch": "batch",
+    "logit_tokens": "logit-tokens",
+    "mlp_tokens": "mlp-tokens",
+    "attention": "attention",
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "offload": "offload",
+    "fused": "fused",
+    "tensor": "tensor",
+    "sequence_parallel": "sequence-parallel",
+    "data": "data",
+    "expert_parallel": "expert-parallel",
+    "zero": "zero",
+}
 # Input -> the one without which it says nothing.
-WITHIN = dict.fromkeys(("lora_targets", "lora_base"), "lora_rank") | dict.fromkeys(
-    ("experts", "experts_per_token", "d_expert", "shared_experts", "dense_layers", "moe_every", "capacity",
-     "slots"), "experts"
-) | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
+WITHIN = (
+    dict.fromkeys(("lora_targets", "lora_base"), "lora_rank")
+    | dict.fromkeys(
+        (
+            "experts",
+            "experts_per_token",
+            "d_expert",
+            "shared_experts",
+            "dense_layers",
+            "moe_every",
+            "capacity",
+            "slots",
+        ),
+        "experts",
+    )
+    | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
+)
 
 # What the inputs of experts and of latent attention begin with where a model has neither.
 NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
@@ -52,16 +98,26 @@ def render(question: Question, name: str = "", presets: Mapping[str, Question] |
 def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, Any]:
     """What the script works with: the tables of the formulas, the inputs' first values, the presets, the flags."""
     return {
-        "inputs": inputs(question), "aspect": ASPECT, "zero": training_state.ZERO,
+        "inputs": inputs(question),
+        "aspect": ASPECT,
+        "zero": training_state.ZERO,
         "layer": [row._asdict() for row in transformer.LAYER],
-        "flash": transformer.FLASH._asdict(), "block_input": transformer.BLOCK_INPUT._asdict(),
+        "flash": transformer.FLASH._asdict(),
+        "block_input": transformer.BLOCK_INPUT._asdict(),
         "outside": [row._asdict() for row in (transformer.EMBEDDING_MASK, *transformer.HEAD)],
-        "logits": transformer.LOGITS._asdict(), "by_row": BY_ROW, "tiles": (SMALLEST_TILE, LARGEST_TILE),
+        "logits": transformer.LOGITS._asdict(),
+        "by_row": BY_ROW,
+        "tiles": (SMALLEST_TILE, LARGEST_TILE),
         "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
         "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
-        "targets": adapters.TARGETS, "bases": {name: row._asdict() for name, row in adapters.BASES.items()},
-        "offloads": training_state.OFFLOAD, "parts": training_state.ROLES,
-        "recompute": transformer.RECOMPUTE, "attention": transformer.ATTENTION, "shape_flags": SHAPE, "flags": REST,
+        "targets": adapters.TARGETS,
+        "bases": {name: row._asdict() for name, row in adapters.BASES.items()},
+        "offloads": training_state.OFFLOAD,
+        "parts": training_state.ROLES,
+        "recompute": transformer.RECOMPUTE,
+        "attention": transformer.ATTENTION,
+        "shape_flags": SHAPE,
+        "flags": REST,
         "within": WITHIN,
         "cards": cards(),
         "models": {name: inputs(asked) for name, asked in presets.items()},
@@ -71,9 +127,14 @@ def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, 
 
 def cards() -> dict[str, dict[str, Any]]:
     """Chip -> GB (powers of ten) that are available to programs on one, its name, and its dense FLOP/s by dtype."""
-    return {name: {"memory": described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
-                   // 10**7 / 100, "kind": chip.kind, "peak_flops": dict(chip.peak_flops)}
-            for name, chip in CHIPS.items()}
+    return {
+        name: {
+            "memory": described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) // 10**7 / 100,
+            "kind": chip.kind,
+            "peak_flops": dict(chip.peak_flops),
+        }
+        for name, chip in CHIPS.items()
+    }
 
 
 def inputs(question: Question) -> dict[str, Any]:
@@ -82,19 +143,48 @@ def inputs(question: Question) -> dict[str, Any]:
     lora = model.adapters or Adapters(0)
     experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT
     return {
-        "parameters": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_width": model.head_width, "mlp_width": model.mlp_width,
-        "vocabulary": model.vocabulary, "gated": model.gated, "tied": model.tied, "dropout": model.dropout,
-        "qk_norm": model.qk_norm, "post_norms": model.post_norms,
-        "experts": experts.count, "experts_per_token": experts.per_token, "d_expert": experts.width,
-        "shared_experts": experts.shared, "dense_layers": experts.dense_layers, "moe_every": experts.every,
-        "capacity": experts.capacity, "slots": experts.slots,
-        "mla_q_rank": latent.query_rank, "mla_kv_rank": latent.rank, "mla_d_rope": latent.rotary,
+        "parameters": q.parameters,
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_width": model.head_width,
+        "mlp_width": model.mlp_width,
+        "vocabulary": model.vocabulary,
+        "gated": model.gated,
+        "tied": model.tied,
+        "dropout": model.dropout,
+        "qk_norm": model.qk_norm,
+        "post_norms": model.post_norms,
+        "experts": experts.count,
+        "experts_per_token": experts.per_token,
+        "d_expert": experts.width,
+        "shared_experts": experts.shared,
+        "dense_layers": experts.dense_layers,
+        "moe_every": experts.every,
+        "capacity": experts.capacity,
+        "slots": experts.slots,
+        "mla_q_rank": latent.query_rank,
+        "mla_kv_rank": latent.rank,
+        "mla_d_rope": latent.rotary,
         "mla_d_value": latent.value,
-        "lora_rank": lora.rank, "lora_targets": ",".join(lora.targets), "lora_base": lora.base,
-        "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0,
-        "mlp_tokens": q.mlp_tokens, "offload": q.offload, "fused": q.fused, "attention": q.attention,
-        "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,
-        "sequence_parallel": layout.sequence, "data": layout.data, "expert_parallel": layout.expert,
-        "zero": layout.zero, "memory": 80,
+        "lora_rank": lora.rank,
+        "lora_targets": ",".join(lora.targets),
+        "lora_base": lora.base,
+        "sequence": q.sequence,
+        "batch": q.batch,
+        "logit_tokens": q.logit_tokens or 0,
+        "mlp_tokens": q.mlp_tokens,
+        "offload": q.offload,
+        "fused": q.fused,
+        "attention": q.attention,
+        "recompute": "none",
+        "precision": q.precision,
+        "optimizer": q.optimizer,
+        "tensor": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "data": layout.data,
+        "expert_parallel": layout.expert,
+        "zero": layout.zero,
+        "memory": 80,
     }

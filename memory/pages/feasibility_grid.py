@@ -87,8 +87,10 @@ def _values(row: Row, keys: Sequence[str]) -> Values:
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
     """What the rows hold under `keys`, sorted by each key's values in the order of the grid."""
     order = [list(dict.fromkeys(value_text(row, key) for row in rows)) for key in keys]
-    return sorted({_values(row, keys) for row in rows},
-                  key=lambda values: [texts.index(text) for texts, text in zip(order, values)])
+    return sorted(
+        {_values(row, keys) for row in rows},
+        key=lambda values: [texts.index(text) for texts, text in zip(order, values)],
+    )
 
 
 def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]) -> list[HeadLine]:
@@ -96,16 +98,20 @@ def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]
     heads = []
     for level, key in enumerate(across):
         last = level == len(across) - 1
-        runs = groupby(values[:level + 1] for values in columns)
-        heads.append(HeadLine([_short(name) if last else "" for name in down[:-1]],
-                              f"{_short(down[-1])} \\ {_short(key)}" if last else _short(key),
-                              [(values[-1], len(list(run))) for values, run in runs]))
+        runs = groupby(values[: level + 1] for values in columns)
+        heads.append(
+            HeadLine(
+                [_short(name) if last else "" for name in down[:-1]],
+                f"{_short(down[-1])} \\ {_short(key)}" if last else _short(key),
+                [(values[-1], len(list(run))) for values, run in runs],
+            )
+        )
     return heads
 
 
 def _names(line: Values, before: Values | None) -> list[str]:
     """The headings of a line; what the line above has as well is left empty."""
-    return ["" if before and before[:i + 1] == line[:i + 1] else text for i, text in enumerate(line)]
+    return ["" if before and before[: i + 1] == line[: i + 1] else text for i, text in enumerate(line)]
 
 
 def _square(row: Row | None, keys: Sequence[str], size: int, most: int, winners: Sequence[Mapping]) -> Square | None:

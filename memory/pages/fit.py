@@ -49,18 +49,34 @@ def render(out: Mapping[str, Any]) -> str:
     """The page of a fit's JSON (`memory.plan.fit.result`), as text."""
     config, target = out["config"], out["target"]
     return page(
-        "fit", title(config, target, f"fit within {human(out['budget_bytes'])}"), page_data(out),
-        heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
+        "fit",
+        title(config, target, f"fit within {human(out['budget_bytes'])}"),
+        page_data(out),
+        heading=f"{config or 'A config'} within {human(out['budget_bytes'])}",
+        where=where(target),
         facts=facts([_subject(out)], out["given"]),
-        versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
-        answer=_answer(out), walk=_walk(out), layouts=_layouts(out), at_least=AT_LEAST, reach=_reach(out),
-        notes=_notes(out), stages=_stages(out))
+        versions=versions(out["versions"]),
+        verdict=_verdict(out),
+        figures=_figures(out),
+        stopped=out["stopped"],
+        answer=_answer(out),
+        walk=_walk(out),
+        layouts=_layouts(out),
+        at_least=AT_LEAST,
+        reach=_reach(out),
+        notes=_notes(out),
+        stages=_stages(out),
+    )
 
 
 def _notes(out: Mapping[str, Any]) -> list[str]:
     ties = as_fast(out["ties"])
-    return [*limit_notes(out["target"], out["budget_bytes"]), *NOTES, *rates_notes([out]),
-            *([f"{ties[:1].upper()}{ties[1:]}."] if ties else [])]
+    return [
+        *limit_notes(out["target"], out["budget_bytes"]),
+        *NOTES,
+        *rates_notes([out]),
+        *([f"{ties[:1].upper()}{ties[1:]}."] if ties else []),
+    ]
 
 
 def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,16 +91,32 @@ def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
     `number`: its row in the table, from 1; `chosen`: whether it is the choice, or the tightest where nothing fits.
     `unit`: (name, bytes) of the axis, gibibytes but for programs that have none.
     """
-    points = [{"number": number, "stage": step["stage"], "what": step["what"], "bytes": step["allocated_bytes"],
-               "host": step["host_bytes"] or 0, "seconds": step["predicted_seconds"], "spread": spread(step),
-               "recomputed": step["recompute_flops_fraction"], "fits": step["fits"], "verdict": step["verdict"],
-               "chosen": _is_chosen(out, step)}
-              for number, step in enumerate(out["walk"], 1)
-              if step["allocated_bytes"] is not None and step["predicted_seconds"] is not None]
+    points = [
+        {
+            "number": number,
+            "stage": step["stage"],
+            "what": step["what"],
+            "bytes": step["allocated_bytes"],
+            "host": step["host_bytes"] or 0,
+            "seconds": step["predicted_seconds"],
+            "spread": spread(step),
+            "recomputed": step["recompute_flops_fraction"],
+            "fits": step["fits"],
+            "verdict": step["verdict"],
+            "chosen": _is_chosen(out, step),
+        }
+        for number, step in enumerate(out["walk"], 1)
+        if step["allocated_bytes"] is not None and step["predicted_seconds"] is not None
+    ]
     used = [point["stage"] for point in points]
     most = max([out["budget_bytes"], *(point["bytes"] for point in points)])
-    return {"points": points, "budget": out["budget_bytes"], "choice": "choice" if out["best"] else "tightest",
-            "unit": column_unit(most, 0.5), "stages": [stage for stage in STAGES if stage in used]}
+    return {
+        "points": points,
+        "budget": out["budget_bytes"],
+        "choice": "choice" if out["best"] else "tightest",
+        "unit": column_unit(most, 0.5),
+        "stages": [stage for stage in STAGES if stage in used],
+    }
 
 
 def _is_chosen(out: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
@@ -93,6 +125,7 @@ def _is_chosen(out: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
 
 
 # ---- the answer -----------------------------------------------------------------------------------------------
+
 
 def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
     if out["best"]:
@@ -108,12 +141,15 @@ def _figures(out: Mapping[str, Any]) -> list[Figure]:
         found = _figures_of_best(out, out["best"])
     elif out["certificate"]:
         missing = out["certificate"]
-        found = [figure("missing", missing[key], place) if missing[key] else Figure("missing", "")
-                 for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))]
+        found = [
+            figure("missing", missing[key], place) if missing[key] else Figure("missing", "")
+            for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
+        ]
     else:
         found = []
-    search = Figure("search took", f"{out['seconds']:,.0f} s",
-                    f"{out['programs']} programs compiled, {len(out['walk'])} tried")
+    search = Figure(
+        "search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled, {len(out['walk'])} tried"
+    )
     return [one for one in [*found, search] if one.value]
 
 
@@ -122,8 +158,11 @@ def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[Fi
     return [
         figure("allocated", best["allocated_bytes"], f"of {human(out['budget_bytes'])}"),
         figure("on the host", best["host_bytes"], "per device") if best["host_bytes"] else Figure("on the host", ""),
-        Figure("step, measured", seconds(measured.get("step_seconds")),
-               f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine"),
+        Figure(
+            "step, measured",
+            seconds(measured.get("step_seconds")),
+            f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine",
+        ),
         *predictions({**best, "predicted_tokens_per_s": _speed(out, best["predicted_seconds"])}),
         Figure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
     ]
@@ -146,9 +185,12 @@ def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
     scale, over = max(budget, total), total > budget
     room = f"{human(abs(total - budget))} {'too much' if over else 'left'}"
     return {
-        "title": "Run it" if out["best"] else "Does not fit: the tightest variant", "what": found["what"],
+        "title": "Run it" if out["best"] else "Does not fit: the tightest variant",
+        "what": found["what"],
         "command": command(out["config"], out["target"], found["flags"], fits=bool(out["best"])),
-        "parts": parts(found["breakdown"], total, scale), "over": over, "limit": 100 * budget / scale if over else None,
+        "parts": parts(found["breakdown"], total, scale),
+        "over": over,
+        "limit": 100 * budget / scale if over else None,
         "room": f"{human(total)} of {human(budget)}, {room}{_host(out, found)}",
     }
 
@@ -162,8 +204,10 @@ def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 # ---- the search -----------------------------------------------------------------------------------------------
 
+
 def _walk(out: Mapping[str, Any]) -> Table:
     """A row for each step, with the command that makes it; the choice stands out."""
+
     def run(step: Mapping[str, Any]) -> Cell | str:
         if step["allocated_bytes"] is None:
             return ""
@@ -182,9 +226,12 @@ def _walk(out: Mapping[str, Any]) -> Table:
         ("verdict", "text", lambda item: Cell(item[1]["verdict"], kind=_kind(item[1]))),
         ("command", "text command", lambda item: run(item[1])),
     )
-    return table(columns, list(enumerate(out["walk"], 1)),
-                 kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",
-                 title=lambda item: " ".join(f"{key}={text}" for key, text in item[1]["keys"].items()))
+    return table(
+        columns,
+        list(enumerate(out["walk"], 1)),
+        kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",
+        title=lambda item: " ".join(f"{key}={text}" for key, text in item[1]["keys"].items()),
+    )
 
 
 def _reach(out: Mapping[str, Any]) -> Table | None:
@@ -200,8 +247,11 @@ def _reach(out: Mapping[str, Any]) -> Table | None:
         ("step, predicted", "num", lambda row: seconds(row["predicted_seconds"])),
         ("tokens/s, predicted", "num", lambda row: count(row["tokens_per_s"])),
         ("verdict", "text", lambda row: Cell(row["verdict"], kind=_kind(row))),
-        ("command", "text command", lambda row: Cell("copy", command=command(
-            out["config"], out["target"], row["flags"], fits=row["fits"]))),
+        (
+            "command",
+            "text command",
+            lambda row: Cell("copy", command=command(out["config"], out["target"], row["flags"], fits=row["fits"])),
+        ),
     )
     return table(columns, out["reach"]) if out.get("reach") else None
 

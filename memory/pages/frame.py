@@ -47,12 +47,21 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 def environment() -> Environment:
     """Returns the template environment. Filters: `human`, `flags` (splits a command at its flags), `tojson`,
     `source_hash` and `without_style_attributes`; `static` and `library` insert files unchanged."""
-    found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
-                        trim_blocks=True, lstrip_blocks=True)
+    found = Environment(
+        loader=PackageLoader("bytescope.memory.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
     found.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": written}
-    found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command),
-                      "source_hash": source_hash, "without_style_attributes": without_style_attributes}
+    found.filters |= {
+        "human": human,
+        "flags": lambda command: re.split(r" (?='?--)", command),
+        "source_hash": source_hash,
+        "without_style_attributes": without_style_attributes,
+    }
     found.globals |= {"static": static, "library": _library}
     return found
 

@@ -48,14 +48,23 @@ def render(found: Mapping[str, Any]) -> str:
     """The page of a front's JSON (`memory.plan.frontier.to_json`), as text."""
     config, target, plans, best = found["config"], found["target"], plans_of(found["points"]), found["best"]
     return page(
-        "frontier", title(config, target, "front"), page_data(found), heading=config or "A config",
-        where=where(target), facts=facts(found["points"], found["given"]), versions=versions(found["versions"]),
-        figures=_figures(found, plans, best), interrupted=found["interrupted"],
-        best=(best["plan"], _command(found, best)) if best else None, none_fits=bool(plans) and best is None,
-        points=table(_plan_columns(found), plans,
-                     kind=lambda plan: "winner" if best and plan["plan"] == best["plan"] else ""),
+        "frontier",
+        title(config, target, "front"),
+        page_data(found),
+        heading=config or "A config",
+        where=where(target),
+        facts=facts(found["points"], found["given"]),
+        versions=versions(found["versions"]),
+        figures=_figures(found, plans, best),
+        interrupted=found["interrupted"],
+        best=(best["plan"], _command(found, best)) if best else None,
+        none_fits=bool(plans) and best is None,
+        points=table(
+            _plan_columns(found), plans, kind=lambda plan: "winner" if best and plan["plan"] == best["plan"] else ""
+        ),
         fixed=table(_fixed_columns(found), found["fixed"]),
-        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(found["points"])])
+        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(found["points"])],
+    )
 
 
 def plans_of(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -76,13 +85,26 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
     field, title = COSTS[found["cost"]]
     known = [point for point in (*found["points"], *found["fixed"]) if point[field] is not None]
     return {
-        "points": [{"x": point["allocated_bytes"], "y": point[field], "budget": point["budget_bytes"],
-                    "name": point["plan"], "notes": _notes(point),
-                    "chosen": found["best"] is not None and point["plan"] == found["best"]["plan"]}
-                   for point in found["points"] if point[field] is not None],
-        "fixed": [{"x": policy["allocated_bytes"], "y": policy[field], "name": policy["policy"],
-                   "notes": _notes(policy)} for policy in found["fixed"] if policy[field] is not None],
-        "title": title, "share": found["cost"] == "flops", "target": str(found["target"].get("name", "")),
+        "points": [
+            {
+                "x": point["allocated_bytes"],
+                "y": point[field],
+                "budget": point["budget_bytes"],
+                "name": point["plan"],
+                "notes": _notes(point),
+                "chosen": found["best"] is not None and point["plan"] == found["best"]["plan"],
+            }
+            for point in found["points"]
+            if point[field] is not None
+        ],
+        "fixed": [
+            {"x": policy["allocated_bytes"], "y": policy[field], "name": policy["policy"], "notes": _notes(policy)}
+            for policy in found["fixed"]
+            if policy[field] is not None
+        ],
+        "title": title,
+        "share": found["cost"] == "flops",
+        "target": str(found["target"].get("name", "")),
         "limit": found["target"].get("limit_bytes"),
         "unit": column_unit(max((point["allocated_bytes"] or 0 for point in known), default=1), 1.0),
     }
@@ -91,32 +113,48 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
 def _notes(point: Mapping[str, Any]) -> list[str]:
     step, share = seconds(point["predicted_seconds"]), percent(point["recompute_flops_fraction"], 2)
     within = spread(point)
-    return [text for text in (
-        f"allocated {human(point['allocated_bytes'])}",
-        f"step {step}{f', {within}' if within else ''}" if step else "",
-        f"recomputed {share} of the model's FLOPs" if share else "",
-        f"in host memory {human(point['host_bytes'])}" if point["host_bytes"] else "") if text]
+    return [
+        text
+        for text in (
+            f"allocated {human(point['allocated_bytes'])}",
+            f"step {step}{f', {within}' if within else ''}" if step else "",
+            f"recomputed {share} of the model's FLOPs" if share else "",
+            f"in host memory {human(point['host_bytes'])}" if point["host_bytes"] else "",
+        )
+        if text
+    ]
 
 
-def _figures(found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]],
-             best: Mapping[str, Any] | None) -> list[Figure]:
+def _figures(
+    found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None
+) -> list[Figure]:
     search = f"for {len(found['points'])} budgets; {found['programs']} programs compiled"
     out = [Figure("plans", str(len(plans)), search)]
     if best:
         out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *predictions(best)]
     less = (("less predicted time", found["less"]["seconds"]), ("fewer FLOPs recomputed", found["less"]["flops"]))
-    return [*out, *(Figure(name, percent(share), "than the best fixed policy, on average")
-                    for name, share in less if share is not None)]
+    return [
+        *out,
+        *(
+            Figure(name, percent(share), "than the best fixed policy, on average")
+            for name, share in less
+            if share is not None
+        ),
+    ]
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------
+
 
 def _budgets(plan: Mapping[str, Any]) -> Cell:
     """The budgets that have this plan, from the smallest to the largest."""
     sizes = sorted(point["budget_bytes"] for point in plan["points"])
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    return Cell(" to\n".join(map(human, ends)), " to ".join(map(exact, ends)),
-                note=f"{len(sizes)} budgets" if len(sizes) > 1 else "")
+    return Cell(
+        " to\n".join(map(human, ends)),
+        " to ".join(map(exact, ends)),
+        note=f"{len(sizes)} budgets" if len(sizes) > 1 else "",
+    )
 
 
 def _best(plan: Mapping[str, Any]) -> Cell | str:

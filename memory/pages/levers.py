@@ -53,16 +53,25 @@ def render(staircase: Mapping[str, Any]) -> str:
     first = named.get(staircase["first_that_fits"])
     last = levels[-1] if levels else None
     return page(
-        "levers", title(config, target, "levers"), page_data(staircase),
+        "levers",
+        title(config, target, "levers"),
+        page_data(staircase),
         heading=f"{config or 'A config'}, lever by lever",
-        where=where(target), facts=facts(levels, staircase["given"]), versions=versions(staircase["versions"]),
+        where=where(target),
+        facts=facts(levels, staircase["given"]),
+        versions=versions(staircase["versions"]),
         figures=_figures(levels[0] if levels else None, first, last),
-        commands=[(words, level["title"], _command(staircase, level))
-                  for words, level in (("First that fits", first), ("All of them", last)) if level],
-        some_fit=first is not None, interrupted=staircase.get("interrupted", False),
+        commands=[
+            (words, level["title"], _command(staircase, level))
+            for words, level in (("First that fits", first), ("All of them", last))
+            if level
+        ],
+        some_fit=first is not None,
+        interrupted=staircase.get("interrupted", False),
         stages=table(_columns(staircase), levels, kind=lambda level: "winner" if level is first else ""),
-        left_out=list(staircase["left_out"].items()), notes=[
-            *limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(levels)])
+        left_out=list(staircase["left_out"].items()),
+        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(levels)],
+    )
 
 
 def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
@@ -75,11 +84,22 @@ def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
     sizes = [level["allocated_bytes"] or 0 for level in levels] or [1]
     limit = next((level["limit_bytes"] for level in levels if level["limit_bytes"]), None)
     return {
-        "levels": [{"title": level["title"], "flags": level["flags"], "bytes": level["allocated_bytes"] or 0,
-                    "breakdown": level["breakdown"], "limit": level["limit_bytes"], "fits": level["fits"],
-                    "costs": _costs(level)} for level in levels],
+        "levels": [
+            {
+                "title": level["title"],
+                "flags": level["flags"],
+                "bytes": level["allocated_bytes"] or 0,
+                "breakdown": level["breakdown"],
+                "limit": level["limit_bytes"],
+                "fits": level["fits"],
+                "costs": _costs(level),
+            }
+            for level in levels
+        ],
         "categories": [(row, row_name(row)) for row in ROWS if any(level["breakdown"].get(row) for level in levels)],
-        "unit": column_unit(min(sizes)), "limit": limit, "target": str(staircase["target"].get("name", "")),
+        "unit": column_unit(min(sizes)),
+        "limit": limit,
+        "target": str(staircase["target"].get("name", "")),
         "scale": scale_of(sizes, limit),
     }
 
@@ -89,10 +109,13 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
     moved = (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0)
     share = level["recompute_flops_fraction"]
     step, within = seconds(level["predicted_seconds"]), spread(level)
-    return [_why(level), f"step {step}{f', {within}' if within else ''}" if step else "",
-            f"recomputed: {percent(share)} of the model's FLOPs" if share is not None else "",
-            f"host memory {human(level['host_bytes'])}" if level["host_bytes"] else "",
-            f"moved in one call of the step: {human(moved)}" if moved else ""]
+    return [
+        _why(level),
+        f"step {step}{f', {within}' if within else ''}" if step else "",
+        f"recomputed: {percent(share)} of the model's FLOPs" if share is not None else "",
+        f"host memory {human(level['host_bytes'])}" if level["host_bytes"] else "",
+        f"moved in one call of the step: {human(moved)}" if moved else "",
+    ]
 
 
 def _why(level: Mapping[str, Any]) -> str:
@@ -103,12 +126,16 @@ def _figures(*levels: Mapping[str, Any] | None) -> list[Figure]:
     """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
     time of the first that fits is predicted to be."""
     first = levels[1]
-    found = [figure(name, level["allocated_bytes"], level["title"])
-             for name, level in zip(("first", "first that fits", "last"), levels) if level]
+    found = [
+        figure(name, level["allocated_bytes"], level["title"])
+        for name, level in zip(("first", "first that fits", "last"), levels)
+        if level
+    ]
     return [*found, *(predictions(first, "of the first that fits") if first else ())]
 
 
 # ---- the table ------------------------------------------------------------------------------------------------
+
 
 def _adds(level: Mapping[str, Any]) -> str:
     """The keys that a stage sets, a line each, and the attention kernel where the trainer chooses one."""

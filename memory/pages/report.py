@@ -65,18 +65,31 @@ def render(report: Report, post_mortem: PostMortem | None = None) -> str:
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.folded(report.buffers)
     return page(
-        "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
+        "report",
+        " · ".join((f"{name} on {target}" if target else name, "memory")),
+        page_data(report),
+        heading=name,
         failure=_failure(post_mortem) if post_mortem else None,
-        where=where(report.target), versions=versions(report.versions), verdict=verdict(report),
-        figures=figures(report), facts=program_facts(report), extra_lines=_extra_lines(report),
+        where=where(report.target),
+        versions=versions(report.versions),
+        verdict=verdict(report),
+        figures=figures(report),
+        facts=program_facts(report),
+        extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.allocated_bytes / limit if limit else None,
-        communication=communication.kinds(report), collectives=communication.each(report.collectives),
+        communication=communication.kinds(report),
+        collectives=communication.each(report.collectives),
         collectives_left=max(len(report.collectives) - communication.MAX_COLLECTIVES, 0),
-        transfers=communication.transfers(report), findings=sorted(report.findings, key=lambda found: -found.bytes),
-        ledger=_ledger(report), zero=_zero(report), residuals=_bars(report.residuals_by_name, "(no name)", folded),
-        workspace=_bars(report.workspace_by_scope, "(no scope)", folded), about=_about(report),
-        notes=[METHODS.get(report.method, report.method), *report.notes])
+        transfers=communication.transfers(report),
+        findings=sorted(report.findings, key=lambda found: -found.bytes),
+        ledger=_ledger(report),
+        zero=_zero(report),
+        residuals=_bars(report.residuals_by_name, "(no name)", folded),
+        workspace=_bars(report.workspace_by_scope, "(no scope)", folded),
+        about=_about(report),
+        notes=[METHODS.get(report.method, report.method), *report.notes],
+    )
 
 
 def _failure(found: PostMortem) -> dict[str, Any]:
@@ -88,12 +101,19 @@ def _failure(found: PostMortem) -> dict[str, Any]:
         ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
         ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
     )
-    allocator = [f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
-                 for name, value in found.allocator.items()]
-    return {"title": f"{found.step} ran out of memory at call {found.call:,}", "error": found.error,
-            "sum": sum_of(found), "ways": found.ways_out, "held": table(columns, found.held[:MAX_BARS]),
-            "left": max(len(found.held) - MAX_BARS, 0),
-            "allocator": " · ".join(allocator)}
+    allocator = [
+        f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
+        for name, value in found.allocator.items()
+    ]
+    return {
+        "title": f"{found.step} ran out of memory at call {found.call:,}",
+        "error": found.error,
+        "sum": sum_of(found),
+        "ways": found.ways_out,
+        "held": table(columns, found.held[:MAX_BARS]),
+        "left": max(len(found.held) - MAX_BARS, 0),
+        "allocator": " · ".join(allocator),
+    }
 
 
 def verdict(report: Report) -> dict[str, str]:
@@ -110,9 +130,12 @@ def figures(report: Report) -> list[Figure]:
         free = report.limit_bytes - report.allocated_bytes
         share = limit_share(report.target, report.limit_bytes)
         note = "; ".join(filter(None, (f"{human(abs(free))} {'free' if free >= 0 else 'too much'}", share)))
-    return [figure("peak live", report.peak_bytes, "most bytes live at once"),
-            figure("allocated", report.allocated_bytes, "what the runtime takes"),
-            figure("limit", report.limit_bytes, note), *_speed(report)]
+    return [
+        figure("peak live", report.peak_bytes, "most bytes live at once"),
+        figure("allocated", report.allocated_bytes, "what the runtime takes"),
+        figure("limit", report.limit_bytes, note),
+        *_speed(report),
+    ]
 
 
 def _speed(report: Report) -> list[Figure]:
@@ -126,8 +149,14 @@ def _speed(report: Report) -> list[Figure]:
 
 
 def _predicted(found: Prediction, per: str) -> list[Figure]:
-    shown = [Figure(f"one {per}, predicted", times.taken(found),
-                    f"{times.interval(found)}; rates: {found.rates}", f"{found.seconds:.6g} s")]
+    shown = [
+        Figure(
+            f"one {per}, predicted",
+            times.taken(found),
+            f"{times.interval(found)}; rates: {found.rates}",
+            f"{found.seconds:.6g} s",
+        )
+    ]
     if found.tokens_per_s:
         shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
     if found.mfu:
@@ -151,8 +180,11 @@ def _allowed(best: AtBest, per: str) -> list[Figure]:
 
 def _extra_lines(report: Report) -> list[str]:
     """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
-    elsewhere = [f"{human(count)} {place}" for place, count in
-                 (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes)) if count]
+    elsewhere = [
+        f"{human(count)} {place}"
+        for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
+        if count
+    ]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
     return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
 
@@ -191,21 +223,26 @@ def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> 
     if rest:
         entries = [*entries[:MAX_BARS], (f"{len(rest)} more", sum(count for _, count in rest))]
     most = max((count for _, count in entries), default=1)
-    return [Bar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most)
-            for name, count in entries]
+    return [
+        Bar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most) for name, count in entries
+    ]
 
 
 def _about(report: Report) -> list[Section]:
     xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
-    target = [(name, _figure(name, value)) for name, value in flatten(report.target)
-              if not name.startswith("sources.")]
-    return [_section("XLA's own statistics", xla), _section("Target", target),
-            _section("Versions", report.versions.items()), _section("Configuration", flatten(report.config))]
+    target = [(name, _figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")]
+    return [
+        _section("XLA's own statistics", xla),
+        _section("Target", target),
+        _section("Versions", report.versions.items()),
+        _section("Configuration", flatten(report.config)),
+    ]
 
 
 def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
-    return Section(title, [(str(name), f"{value:.4g}" if isinstance(value, float) else str(value))
-                           for name, value in entries])
+    return Section(
+        title, [(str(name), f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in entries]
+    )
 
 
 def _figure(name: str, value: Any) -> Any:
@@ -222,8 +259,9 @@ def _figure(name: str, value: Any) -> Any:
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Nested mappings as dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists as one line of text."""
     if isinstance(value, Mapping):
-        return [entry for key, inner in value.items()
-                for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))]
+        return [
+            entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        ]
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [(prefix, ", ".join(map(str, value)))]
     return [(prefix, value)]

@@ -42,13 +42,21 @@ def page_data(report: Report) -> dict[str, Any]:
     listed.sort(key=lambda b: -b.bytes)
     points = [report.timeline[i] for i in shown]
     return {
-        "rows": {row: row_name(row) for row in ROWS}, "phases": list(PHASES),
+        "rows": {row: row_name(row) for row in ROWS},
+        "phases": list(PHASES),
         "unit": column_unit(max((p.bytes for p in points), default=0), 1.0),
-        "peak": report.peak_index, "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
-        "limit_bytes": report.limit_bytes, "n_points": len(report.timeline), "n_buffers": len(device),
-        "points": {"index": shown, "bytes": [p.bytes for p in points],
-                   "phase": [strings(p.phase) for p in points],
-                   "instruction": [strings(p.instruction) for p in points]},
+        "peak": report.peak_index,
+        "peak_bytes": report.peak_bytes,
+        "allocated_bytes": report.allocated_bytes,
+        "limit_bytes": report.limit_bytes,
+        "n_points": len(report.timeline),
+        "n_buffers": len(device),
+        "points": {
+            "index": shown,
+            "bytes": [p.bytes for p in points],
+            "phase": [strings(p.phase) for p in points],
+            "instruction": [strings(p.instruction) for p in points],
+        },
         "by_category": by_category(device, len(report.timeline), shown),
         "bands": [(start, end, strings(phase)) for start, end, phase in phase_bands(report.timeline)],
         "buffers": _columns(listed, strings),
@@ -102,7 +110,7 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
         return runs
     n, phases = len(timeline), []
     for k in range(most):
-        stretch = [p.phase for p in timeline[k * n // most:(k + 1) * n // most]]
+        stretch = [p.phase for p in timeline[k * n // most : (k + 1) * n // most]]
         phases += [max(sorted(set(stretch)), key=stretch.count)] * len(stretch)
     return _runs(phases)
 
@@ -115,9 +123,16 @@ def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
 
 def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
     """One list per column of the buffer table, strings as indices."""
-    text = {"what": what, "name": lambda b: b.name, "type": array_type, "category": lambda b: b.category,
-            "phase": lambda b: b.phase, "op": lambda b: b.op_name, "source": lambda b: b.source,
-            "checkpoint": lambda b: b.checkpoint_name}
+    text = {
+        "what": what,
+        "name": lambda b: b.name,
+        "type": array_type,
+        "category": lambda b: b.category,
+        "phase": lambda b: b.phase,
+        "op": lambda b: b.op_name,
+        "source": lambda b: b.source,
+        "checkpoint": lambda b: b.checkpoint_name,
+    }
     columns = {name: [strings(read(b)) for b in buffers] for name, read in text.items()}
     columns["bytes"] = [b.bytes for b in buffers]
     columns["start"] = [b.start for b in buffers]

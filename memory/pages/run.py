@@ -39,8 +39,15 @@ from bytescope.memory.units import column_unit, human
 # its highest.
 MAX_POINTS, MAX_FINDINGS, MAX_KEYS = 1200, 4, 12
 # Curve -> the number of a row that it shows.
-CURVES = {"loss": "loss", "norm": "grad_norm", "rate": "lr", "tokens": "tokens_per_s",
-          "in_use": "memory.in_use_bytes", "peak": "memory.peak_bytes", "predicted": "memory.predicted_bytes"}
+CURVES = {
+    "loss": "loss",
+    "norm": "grad_norm",
+    "rate": "lr",
+    "tokens": "tokens_per_s",
+    "in_use": "memory.in_use_bytes",
+    "peak": "memory.peak_bytes",
+    "predicted": "memory.predicted_bytes",
+}
 # File or folder beside the page -> what a link to it says.
 BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
 
@@ -67,17 +74,32 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
     report, trace = run.report, run.breakdown
     prefix = "" if folder == "." else f"{folder}/"
     return page(
-        "run", f"{run.name} · run", page_data(run, others), heading=run.name, figures=_figures(run),
-        where=subject(report) if report else "no report", facts=program_facts(report) if report else [],
+        "run",
+        f"{run.name} · run",
+        page_data(run, others),
+        heading=run.name,
+        figures=_figures(run),
+        where=subject(report) if report else "no report",
+        facts=program_facts(report) if report else [],
         versions=versions(report.versions) if report else "",
-        state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
+        state=_state(run),
+        problems=run.problems,
+        links=_links(run, prefix),
+        report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
         findings=_findings(run),
-        trace=trace and {"where": trace_page.where_text(trace), "figures": trace_page.figures(trace),
-                         "cells": trace_page.cells(trace)},
-        runs=_runs((run, *others)) if others else None, commands=_commands(run, prefix), config=_config(run.config),
-        has_rows=any(one.rows or one.evaluations for one in (run, *others)))
+        trace=trace
+        and {
+            "where": trace_page.where_text(trace),
+            "figures": trace_page.figures(trace),
+            "cells": trace_page.cells(trace),
+        },
+        runs=_runs((run, *others)) if others else None,
+        commands=_commands(run, prefix),
+        config=_config(run.config),
+        has_rows=any(one.rows or one.evaluations for one in (run, *others)),
+    )
 
 
 def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
@@ -85,12 +107,15 @@ def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[st
     curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
-        "name": run.name, "curves": curves, "limit": _limit(run),
+        "name": run.name,
+        "curves": curves,
+        "limit": _limit(run),
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_page.page_data(run.breakdown),
-        "others": [{"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)}
-                   for other in others],
+        "others": [
+            {"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)} for other in others
+        ],
     }
 
 
@@ -131,6 +156,7 @@ def _limit(run: RunDirectory) -> float | None:
 
 # ---- the header -----------------------------------------------------------------------------------------------
 
+
 def _state(run: RunDirectory) -> dict[str, str]:
     """Whether the run is finished, for the mark of the header."""
     if not run.step:
@@ -157,8 +183,11 @@ def _figures(run: RunDirectory) -> list[Figure]:
         found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
         taken = Prediction.stated(run.report) if run.report else None
         if taken:
-            found.append(Figure("predicted update", times_text.taken(taken),
-                                f"{times_text.interval(taken)}; rates: {taken.rates}"))
+            found.append(
+                Figure(
+                    "predicted update", times_text.taken(taken), f"{times_text.interval(taken)}; rates: {taken.rates}"
+                )
+            )
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
         of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
@@ -175,9 +204,15 @@ def _routing(run: RunDirectory) -> list[Figure]:
         return []
     last = routed[-1]
     idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
-    return [Figure("busiest expert", f"{last['load_max']:.2f} x the mean", f"at step {int(last['step']):,}; "
-                   f"{f'{idle:,}' if idle else 'none'} idle, {f'{dropped:.2%} of the rows' if dropped else 'no row'} "
-                   "dropped")]
+    return [
+        Figure(
+            "busiest expert",
+            f"{last['load_max']:.2f} x the mean",
+            f"at step {int(last['step']):,}; "
+            f"{f'{idle:,}' if idle else 'none'} idle, {f'{dropped:.2%} of the rows' if dropped else 'no row'} "
+            "dropped",
+        )
+    ]
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
@@ -187,8 +222,12 @@ def _findings(run: RunDirectory) -> list[Finding]:
 
 
 def _memory(report: Report) -> list[Figure]:
-    return [figure("peak live", report.peak_bytes), figure("allocated", report.allocated_bytes),
-            figure("predicted", report.predicted_bytes), figure("limit", report.limit_bytes)]
+    return [
+        figure("peak live", report.peak_bytes),
+        figure("allocated", report.allocated_bytes),
+        figure("predicted", report.predicted_bytes),
+        figure("limit", report.limit_bytes),
+    ]
 
 
 def _runs(runs: Sequence[RunDirectory]) -> Table:
@@ -207,8 +246,13 @@ def _runs(runs: Sequence[RunDirectory]) -> Table:
         ("train loss", "num", lambda run: _number(last(run, "loss", run.rows), ".4f")),
         ("tokens/s", "num", lambda run: _number(last(run, "tokens_per_s", run.rows), ",.0f")),
         ("measured", "num", lambda run: _number(last(run, "memory.peak_bytes", run.rows), "bytes")),
-        ("what differs", "text", lambda run: "\n".join(
-            [*(f"{key} {_shown(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left])),
+        (
+            "what differs",
+            "text",
+            lambda run: "\n".join(
+                [*(f"{key} {_shown(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left]
+            ),
+        ),
     )
     return table(columns, runs)
 
@@ -222,6 +266,7 @@ def _number(value: float | None, form: str) -> Cell:
 
 # ---- what lies beside -----------------------------------------------------------------------------------------
 
+
 def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     """(address, words) of the pages that lie in the run directory."""
     return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
@@ -229,13 +274,18 @@ def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
 
 def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     """(what it is for, command) of what can be done with the run, for a shell in the page's folder."""
+
     def path(name: str = "") -> str:
         return shlex.quote(prefix + name or ".")
 
     found = []
     if "memory.json" in run.files:
-        found.append(("this run's memory against another's",
-                      f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html"))
+        found.append(
+            (
+                "this run's memory against another's",
+                f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html",
+            )
+        )
     if "profile" in run.files and "trace.html" not in run.files:
         found.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
     if "events" in run.files:

@@ -34,12 +34,21 @@ def render(found: Mapping[str, Any], name: str = "", report: Report | None = Non
     program, for what the header says of it."""
     title = name or str(found["program"])
     return page(
-        "trace", f"{title} · where the time went", page_data(found), heading=title,
+        "trace",
+        f"{title} · where the time went",
+        page_data(found),
+        heading=title,
         where=" · ".join(filter(None, (report and subject(report), where_text(found)))),
-        facts=program_facts(report) if report else [], versions=versions(report.versions) if report else "",
-        figures=figures(found), cells=cells(found), operations=_operations(found),
-        left=max(len(found["instructions"]) - MAX_OPERATIONS, 0), has_host=bool(found["host"]), phases=PHASES,
-        notes=NOTES)
+        facts=program_facts(report) if report else [],
+        versions=versions(report.versions) if report else "",
+        figures=figures(found),
+        cells=cells(found),
+        operations=_operations(found),
+        left=max(len(found["instructions"]) - MAX_OPERATIONS, 0),
+        has_host=bool(found["host"]),
+        phases=PHASES,
+        notes=NOTES,
+    )
 
 
 def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,13 +60,23 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
         summed = {phase: sum(row.get(phase, 0.0) for _, row in rest) for phase in PHASES}
         shown.append((f"{len(rest)} smaller", summed))
     return {
-        "unit": unit(found["total"]), "total": found["total"], "idle": found["idle"], "phases": list(PHASES),
-        "components": [{"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]}
-                       for component, row in shown],
+        "unit": unit(found["total"]),
+        "total": found["total"],
+        "idle": found["idle"],
+        "phases": list(PHASES),
+        "components": [
+            {"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]} for component, row in shown
+        ],
         "sums": [sum(row.get(phase, 0.0) for _, row in parts) for phase in PHASES],
-        "host": [{"name": row["name"].replace("_", " "), "seconds": row["seconds"],
-                  "idle": min(row["device_idle_seconds"], row["seconds"]), "count": row["count"]}
-                 for row in found["host"]],
+        "host": [
+            {
+                "name": row["name"].replace("_", " "),
+                "seconds": row["seconds"],
+                "idle": min(row["device_idle_seconds"], row["seconds"]),
+                "count": row["count"],
+            }
+            for row in found["host"]
+        ],
     }
 
 
@@ -83,10 +102,12 @@ def cells(found: Mapping[str, Any]) -> Table:
     def seconds(value: float) -> Cell:
         return Cell(f"{value / scale:.3f}" if value else "", value=value)
 
-    columns = [("component", "name", lambda row: row[0]),
-               *((phase, "num", lambda row, phase=phase: seconds(row[1].get(phase, 0.0))) for phase in used),
-               (f"all, {unit(whole)[0]}", "num", lambda row: seconds(sum(row[1].values()))),
-               ("%", "num", lambda row: share(sum(row[1].values()), whole))]
+    columns = [
+        ("component", "name", lambda row: row[0]),
+        *((phase, "num", lambda row, phase=phase: seconds(row[1].get(phase, 0.0))) for phase in used),
+        (f"all, {unit(whole)[0]}", "num", lambda row: seconds(sum(row[1].values()))),
+        ("%", "num", lambda row: share(sum(row[1].values()), whole)),
+    ]
     return table(columns, rows, lambda row: "total" if row[0] in ("busy", "whole update") else "")
 
 
@@ -105,6 +126,7 @@ def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 # ---- the header -----------------------------------------------------------------------------------------------
+
 
 def where_text(found: Mapping[str, Any]) -> str:
     """What was traced, in one line: the program, its updates, its devices."""
@@ -125,9 +147,11 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
     whole, alone = found["total"], found["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in found["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"
-    shown = [Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
-             Figure("device busy", _percent(found["busy"], whole)),
-             Figure("device idle", _percent(found["idle"], whole))]
+    shown = [
+        Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
+        Figure("device busy", _percent(found["busy"], whole)),
+        Figure("device idle", _percent(found["idle"], whole)),
+    ]
     if waits is not None:
         shown.append(Figure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
     predicted = found.get("predicted_seconds")
@@ -144,6 +168,7 @@ def _percent(seconds: float, whole: float) -> str:
 
 
 # ---- operations -----------------------------------------------------------------------------------------------
+
 
 def _operations(found: Mapping[str, Any]) -> Table:
     whole, (name, scale) = found["total"], unit(found["total"])

@@ -59,9 +59,13 @@ def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1
     2022, arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
     """
     whole = Fraction(min(stages, micro_batches), stages)
-    rows = {"gpipe": Fraction(micro_batches, stages), "1f1b": whole, "zero_bubble": whole,
-            "interleaved": 1 + Fraction(stages - 1, virtual * stages) if virtual > 1 else whole,
-            "v": Fraction((stages + 2) // 2, stages)}
+    rows = {
+        "gpipe": Fraction(micro_batches, stages),
+        "1f1b": whole,
+        "zero_bubble": whole,
+        "interleaved": 1 + Fraction(stages - 1, virtual * stages) if virtual > 1 else whole,
+        "v": Fraction((stages + 2) // 2, stages),
+    }
     return rows.get(name)
 
 
@@ -88,8 +92,11 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
         near = np.maximum.reduce([ends, np.roll(ends, 1), np.roll(ends, -1)])
         ends = (np.full_like(ends, near.max()) if together else near) + tick
     seconds = float(ends.max())
-    return Simulated(seconds, tuple(float(1 - busy / seconds) for busy in work.sum(0)),
-                     1 - schedule.micro_batches * (least.forward + least.backward) / seconds)
+    return Simulated(
+        seconds,
+        tuple(float(1 - busy / seconds) for busy in work.sum(0)),
+        1 - schedule.micro_batches * (least.forward + least.backward) / seconds,
+    )
 
 
 def full_ticks(schedule: Schedule) -> int:

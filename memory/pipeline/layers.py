@@ -12,8 +12,10 @@ def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
     if layers < 1:
         raise ReportError(f"{layers} layers over a pipeline: give 1 or more layers")
     if layers < virtual_stages:
-        raise ReportError(f"{layers} layers over {virtual_stages} virtual stages of a pipeline: give at most {layers} "
-                          "(mesh.stage times pipeline.virtual)")
+        raise ReportError(
+            f"{layers} layers over {virtual_stages} virtual stages of a pipeline: give at most {layers} "
+            "(mesh.stage times pipeline.virtual)"
+        )
     least, more = divmod(layers, virtual_stages)
     # Those with a layer more: from the middle outwards, so that the ends, which wait longest, are the last to get one.
     middle = (virtual_stages - 1) / 2

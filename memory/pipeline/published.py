@@ -59,23 +59,54 @@ _DUAL = "DeepSeek-AI 2024, arXiv 2412.19437, table 2"
 _FUSED = "a tick has a forward and a backward pass: the first stage holds 2 - 1/P"
 # DeepSeek-V3's ZB1P is the zero-bubble paper's ZB-H1, its B being B + W here. Interleaved with two chunks a stage.
 PUBLISHED: Mapping[str, Published] = {
-    "GPipe": Published("Huang et al. 2018, arXiv 1811.06965", lambda P, w: (P - 1) * w.all, lambda P, M: Fraction(M),
-                       ours="gpipe"),
-    "1F1B": Published("Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3", lambda P, w: (P - 1) * w.all,
-                      lambda P, M: Fraction(min(P, M)), ours="1f1b", differs=_FUSED),
+    "GPipe": Published(
+        "Huang et al. 2018, arXiv 1811.06965", lambda P, w: (P - 1) * w.all, lambda P, M: Fraction(M), ours="gpipe"
+    ),
+    "1F1B": Published(
+        "Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3",
+        lambda P, w: (P - 1) * w.all,
+        lambda P, M: Fraction(min(P, M)),
+        ours="1f1b",
+        differs=_FUSED,
+    ),
     "interleaved, 2 chunks": Published(
-        "Narayanan et al. 2021, arXiv 2104.04473, section 2.2", lambda P, w: (P - 1) * w.all / 2,
-        lambda P, M: P + Fraction(P - 1, 2), ours="interleaved", differs="the same stash: chunks run in turn"),
-    "ZB-H1, ZB1P": Published(_ZB, lambda P, w: (P - 1) * (w.forward + w.inputs - w.weights),
-                             lambda P, M: Fraction(min(P, M)), ours="zero_bubble",
-                             differs="outputs move once a tick, whatever is in it: (P - 1)(F + B) are lost"),
-    "ZB-H2": Published(_ZB, lambda P, w: (P - 1) * max(w.forward + w.inputs - 2 * w.weights, Fraction(0)),
-                       lambda P, M: Fraction(min(2 * P - 1, M))),
-    "V-Min": Published(_V, lambda P, w: Fraction(2 * P, 3) * w.all, lambda P, M: Fraction((P + 4) // 3), ours="v",
-                       differs="both passes of a tick hold their slots: 1 on every stage"),
-    "V-Half": Published(_V, lambda P, w: Fraction(P, 2) * w.all, lambda P, M: Fraction((P + 2) // 2), ours="v",
-                        differs="both passes of a tick hold their slots: 1 on every stage"),
+        "Narayanan et al. 2021, arXiv 2104.04473, section 2.2",
+        lambda P, w: (P - 1) * w.all / 2,
+        lambda P, M: P + Fraction(P - 1, 2),
+        ours="interleaved",
+        differs="the same stash: chunks run in turn",
+    ),
+    "ZB-H1, ZB1P": Published(
+        _ZB,
+        lambda P, w: (P - 1) * (w.forward + w.inputs - w.weights),
+        lambda P, M: Fraction(min(P, M)),
+        ours="zero_bubble",
+        differs="outputs move once a tick, whatever is in it: (P - 1)(F + B) are lost",
+    ),
+    "ZB-H2": Published(
+        _ZB,
+        lambda P, w: (P - 1) * max(w.forward + w.inputs - 2 * w.weights, Fraction(0)),
+        lambda P, M: Fraction(min(2 * P - 1, M)),
+    ),
+    "V-Min": Published(
+        _V,
+        lambda P, w: Fraction(2 * P, 3) * w.all,
+        lambda P, M: Fraction((P + 4) // 3),
+        ours="v",
+        differs="both passes of a tick hold their slots: 1 on every stage",
+    ),
+    "V-Half": Published(
+        _V,
+        lambda P, w: Fraction(P, 2) * w.all,
+        lambda P, M: Fraction((P + 2) // 2),
+        ours="v",
+        differs="both passes of a tick hold their slots: 1 on every stage",
+    ),
     "V-ZB": Published(_V, lambda P, w: Fraction(0), lambda P, M: Fraction(P)),
-    "DualPipe": Published(_DUAL, lambda P, w: (Fraction(P, 2) - 1) * (w.all + w.inputs + w.weights - 3 * w.weights),
-                          lambda P, M: Fraction(P + 1), parameters=2),
+    "DualPipe": Published(
+        _DUAL,
+        lambda P, w: (Fraction(P, 2) - 1) * (w.all + w.inputs + w.weights - 3 * w.weights),
+        lambda P, M: Fraction(P + 1),
+        parameters=2,
+    ),
 }

@@ -52,8 +52,9 @@ class Schedule:
         if self.apart:
             weights = times_of(self, self.weights)
             if early := next((unit for unit in weights if weights[unit] < backward[unit]), None):
-                raise ReportError(f"schedule {self.name}: gradients of weights of micro-batch {early[0]} run before "
-                                  "its backward pass")
+                raise ReportError(
+                    f"schedule {self.name}: gradients of weights of micro-batch {early[0]} run before its backward pass"
+                )
         _check_slots(self)
         _check_ends(self, forward, backward)
 
@@ -88,15 +89,18 @@ class Schedule:
     @property
     def bends(self) -> bool:
         """Whether virtual stages turn back at the last stage, as in a V."""
-        return any(held != tuple(range(stage, self.virtual_stages, self.stages))
-                   for stage, held in enumerate(self.placement))
+        return any(
+            held != tuple(range(stage, self.virtual_stages, self.stages)) for stage, held in enumerate(self.placement)
+        )
 
 
 def _check_placement(schedule: Schedule) -> None:
     held = sorted(k for row in schedule.placement for k in row)
     if len(schedule.placement) != schedule.stages or held != list(range(schedule.virtual_stages)):
-        raise ReportError(f"schedule {schedule.name}: placement {schedule.placement} is not one of "
-                          f"{schedule.virtual_stages} virtual stages over {schedule.stages} stages")
+        raise ReportError(
+            f"schedule {schedule.name}: placement {schedule.placement} is not one of "
+            f"{schedule.virtual_stages} virtual stages over {schedule.stages} stages"
+        )
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
@@ -119,11 +123,15 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
     last = schedule.virtual_stages - 1
     for (m, k), tick in forward.items():
         if k and forward[m, k - 1] + 1 != tick:
-            raise ReportError(f"schedule {schedule.name}: micro-batch {m} reaches virtual stage {k} in tick {tick}, "
-                              f"not in the one after {forward[m, k - 1]}")
+            raise ReportError(
+                f"schedule {schedule.name}: micro-batch {m} reaches virtual stage {k} in tick {tick}, "
+                f"not in the one after {forward[m, k - 1]}"
+            )
         if k < last and backward[m, k + 1] + 1 != backward[m, k]:
-            raise ReportError(f"schedule {schedule.name}: the gradient of micro-batch {m} reaches virtual stage {k} in "
-                              f"tick {backward[m, k]}, not in the one after {backward[m, k + 1]}")
+            raise ReportError(
+                f"schedule {schedule.name}: the gradient of micro-batch {m} reaches virtual stage {k} in "
+                f"tick {backward[m, k]}, not in the one after {backward[m, k + 1]}"
+            )
         if backward[m, k] < tick:
             raise ReportError(f"schedule {schedule.name}: micro-batch {m} runs backward before forward")
     for stages in zip(range(last), range(1, last + 1)):
@@ -141,14 +149,17 @@ def _check_slots(schedule: Schedule) -> None:
             m, chunk, slot = map(int, schedule.forward[tick, stage])
             if m != IDLE:
                 if slot < 0 or slot in used:
-                    raise ReportError(f"schedule {schedule.name}: slot {slot} of stage {stage} is in use in tick "
-                                      f"{tick}")
+                    raise ReportError(
+                        f"schedule {schedule.name}: slot {slot} of stage {stage} is in use in tick {tick}"
+                    )
                 used[slot] = m, chunk
             for table in (schedule.backward, last_table):
                 m, chunk, slot = map(int, table[tick, stage])
                 if m != IDLE and used.get(slot) != (m, chunk):
-                    raise ReportError(f"schedule {schedule.name}: slot {slot} of stage {stage} does not hold "
-                                      f"micro-batch {m} in tick {tick}")
+                    raise ReportError(
+                        f"schedule {schedule.name}: slot {slot} of stage {stage} does not hold "
+                        f"micro-batch {m} in tick {tick}"
+                    )
             if (m := int(last_table[tick, stage, 0])) != IDLE:
                 del used[int(last_table[tick, stage, 2])]
 

@@ -33,8 +33,10 @@ def _v_shape(stages: int) -> tuple[tuple[int, ...], ...]:
 
 def _one_chunk(name: str, virtual: int) -> None:
     if virtual != 1:
-        raise ReportError(f"pipeline.schedule={name} with pipeline.virtual={virtual}: its stages have one chunk; set "
-                          "pipeline.virtual=1, or pipeline.schedule=interleaved")
+        raise ReportError(
+            f"pipeline.schedule={name} with pipeline.virtual={virtual}: its stages have one chunk; set "
+            "pipeline.virtual=1, or pipeline.schedule=interleaved"
+        )
 
 
 def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
@@ -56,16 +58,22 @@ def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
 def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
     """v chunks a stage in turn, P micro-batches at a time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     if v > 1 and M % P:
-        raise ReportError(f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
-                          f"they have to be a multiple of {P}; set batch.accumulation={-(-M // P) * P}")
+        raise ReportError(
+            f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
+            f"they have to be a multiple of {P}; set batch.accumulation={-(-M // P) * P}"
+        )
 
     def item(m: int, chunk: int) -> int:
         """The place of a unit among those of its stage."""
         return (m // P * v + chunk) * P + m % P if v > 1 else m
 
     forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
-    backward = {(m, chunk * P + s): v * P - 1 + item(m, v - 1 - chunk) + P - 1 - s
-                for m in range(M) for chunk in range(v) for s in range(P)}
+    backward = {
+        (m, chunk * P + s): v * P - 1 + item(m, v - 1 - chunk) + P - 1 - s
+        for m in range(M)
+        for chunk in range(v)
+        for s in range(P)
+    }
     return _table(name, P, v, M, _ring(P, v), forward, backward)
 
 
@@ -73,8 +81,9 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     """Two chunks a stage, placed as a V: the stage that holds the first virtual stage holds the last one too, and all
     stages hold as much (Qi et al. 2024, arXiv 2405.15362)."""
     if v not in (1, 2):
-        raise ReportError(f"pipeline.schedule={name} with pipeline.virtual={v}: its stages have two chunks; set "
-                          "pipeline.virtual=2")
+        raise ReportError(
+            f"pipeline.schedule={name} with pipeline.virtual={v}: its stages have two chunks; set pipeline.virtual=2"
+        )
     # Units of chunk 0 fall on ticks of one parity, those of chunk 1 on the other: a stage never has two in a tick.
     forward = {(m, k): 2 * m + k for m in range(M) for k in range(2 * P)}
     backward = {(m, k): 2 * m + 4 * P - 2 - k for m in range(M) for k in range(2 * P)}
@@ -115,8 +124,16 @@ SCHEDULES: Mapping[str, ScheduleRow] = {
 }
 
 
-def _table(name: str, P: int, v: int, M: int, placement: tuple[tuple[int, ...], ...], forward: Times, backward: Times,
-           weights: Times | None = None) -> Schedule:
+def _table(
+    name: str,
+    P: int,
+    v: int,
+    M: int,
+    placement: tuple[tuple[int, ...], ...],
+    forward: Times,
+    backward: Times,
+    weights: Times | None = None,
+) -> Schedule:
     """The schedule of these ticks of every unit, its slots assigned."""
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
@@ -141,8 +158,19 @@ def _table(name: str, P: int, v: int, M: int, placement: tuple[tuple[int, ...], 
         ends[end] = unit[0], outputs.get(unit, IDLE)
         if outputs:
             write[start] = outputs[unit]
-    return Schedule(name, P, v, M, placement, filled(forward), filled(backward), filled(weights or {}), ends,
-                    max(outputs.values(), default=IDLE) + 1, write)
+    return Schedule(
+        name,
+        P,
+        v,
+        M,
+        placement,
+        filled(forward),
+        filled(backward),
+        filled(weights or {}),
+        ends,
+        max(outputs.values(), default=IDLE) + 1,
+        write,
+    )
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
@@ -151,6 +179,6 @@ def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
     found = {}
     for start, end, unit in lives:
         slot = next((place for place, tick in enumerate(free_from) if tick < start), len(free_from))
-        free_from[slot:slot + 1] = [end]
+        free_from[slot : slot + 1] = [end]
         found[unit] = slot
     return found

@@ -44,24 +44,34 @@ def source_digest(packages: Iterable[Path], choosing: bool = False) -> str:
     choosing: of what chooses a plan, too.
     """
     memory = Path(__file__).parents[1]
-    own = [path for path in memory.rglob("*.py") if (room := path.relative_to(memory).parts[0]) not in _SHOWING
-           and (path.stem in _MAKING.get(room, (path.stem,)) or (choosing and room in _CHOOSING))]
+    own = [
+        path
+        for path in memory.rglob("*.py")
+        if (room := path.relative_to(memory).parts[0]) not in _SHOWING
+        and (path.stem in _MAKING.get(room, (path.stem,)) or (choosing and room in _CHOOSING))
+    ]
     digest = hashlib.sha256()
     for path in sorted([*own, *(file for package in packages for file in package.rglob("*.py"))]):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def key(config: Mapping[str, Any], target: str, versions: Mapping[str, str], sources: str, measure: bool,
-        env: Mapping[str, str] | None = None, choice: str = "") -> str:
+def key(
+    config: Mapping[str, Any],
+    target: str,
+    versions: Mapping[str, str],
+    sources: str,
+    measure: bool,
+    env: Mapping[str, str] | None = None,
+    choice: str = "",
+) -> str:
     """The name of a row: a digest, in hex, of the resolved config, the target, versions, sources and environment.
 
     choice: a digest of what chooses a part of the program, "" where the config says all of it. Rows that are
     measured, or compiled for this machine's devices, carry its name too.
     """
     env = os.environ if env is None else env
-    settings = {name: value for name, value in env.items()
-                if name in _VARIABLES or name.startswith(_PREFIXES)}
+    settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     # A home folder may be shared by machines, and `local` is other devices on each.
     machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
     parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine, choice]

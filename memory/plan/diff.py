@@ -44,12 +44,16 @@ def diff(before: Report, after: Report) -> tuple[Change, ...]:
     Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
     compiler's names for them change from one compile to the next.
     """
-    totals = [Change("total", name, getattr(before, name), getattr(after, name))
-              for name in ("peak_bytes", "allocated_bytes", "host_bytes")]
-    parts = [*_changes("category", before.breakdown, after.breakdown, ROWS),
-             *_changes("residual", before.residuals_by_name, after.residuals_by_name),
-             *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
-             *_changes("buffer", _by_identity(before), _by_identity(after))]
+    totals = [
+        Change("total", name, getattr(before, name), getattr(after, name))
+        for name in ("peak_bytes", "allocated_bytes", "host_bytes")
+    ]
+    parts = [
+        *_changes("category", before.breakdown, after.breakdown, ROWS),
+        *_changes("residual", before.residuals_by_name, after.residuals_by_name),
+        *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
+        *_changes("buffer", _by_identity(before), _by_identity(after)),
+    ]
     changed = [change for change in parts if change.growth]
     order = ("category", "residual", "workspace", "buffer")
     return (*totals, *sorted(changed, key=lambda c: (order.index(c.kind), -abs(c.growth), c.name)))
@@ -72,17 +76,23 @@ def warnings(before: Report, after: Report) -> tuple[str, ...]:
     found = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
     if targets[0] != targets[1]:
-        found.append(f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
-                     "kernels are part of this difference.")
+        found.append(
+            f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
+            "kernels are part of this difference."
+        )
     for package in ("jax", "jaxlib"):
         versions = [str(report.versions.get(package) or "an unknown version") for report in (before, after)]
         if versions[0] != versions[1]:
-            found.append(f"Compiled by different versions of {package}, {versions[0]} and {versions[1]}: the compiler "
-                         "is part of this difference.")
+            found.append(
+                f"Compiled by different versions of {package}, {versions[0]} and {versions[1]}: the compiler "
+                "is part of this difference."
+            )
             break
     if before.method != after.method:
-        found.append("One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
-                     "differ by some per cent for the same program.")
+        found.append(
+            "One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+            "differ by some per cent for the same program."
+        )
     return tuple(found)
 
 
@@ -100,8 +110,7 @@ def sources(report: Report) -> dict[str, str]:
     return found
 
 
-def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int],
-             names: Iterable[str] = ()) -> list[Change]:
+def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], names: Iterable[str] = ()) -> list[Change]:
     keys = dict.fromkeys((*names, *before, *after))
     return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
 

@@ -35,11 +35,21 @@ from bytescope.memory.remat.search import Search
 from bytescope.memory.seconds import ranking
 
 # Fields of a row that stand for a fixed policy in the JSON.
-FIGURES = ("allocated_bytes", "host_bytes", "predicted_seconds", "predicted_seconds_low", "predicted_seconds_high",
-           "predicted_tokens_per_s", "predicted_mfu", "recompute_flops_fraction")
+FIGURES = (
+    "allocated_bytes",
+    "host_bytes",
+    "predicted_seconds",
+    "predicted_seconds_low",
+    "predicted_seconds_high",
+    "predicted_tokens_per_s",
+    "predicted_mfu",
+    "recompute_flops_fraction",
+)
 # Cost -> (field of a row, its title).
-COSTS = {"time": ("predicted_seconds", "predicted seconds per update"),
-         "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs")}
+COSTS = {
+    "time": ("predicted_seconds", "predicted seconds per update"),
+    "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +89,9 @@ class Front:
         missing: how many points are not. stopped: whether the search ended early.
     """
 
-    def __init__(self, trials: Trials, count: int, ends: tuple[int | None, int | None], cost: str, offload: bool,
-                 workers: int):
+    def __init__(
+        self, trials: Trials, count: int, ends: tuple[int | None, int | None], cost: str, offload: bool, workers: int
+    ):
         self.trials, self.cost, self.offload = trials, cost, offload
         self._count, self._ends, self._workers = count, ends, workers
         self.search: Search | None = None
@@ -109,13 +120,14 @@ class Front:
         done = [budget for budget in budgets if budget in programs]
         self.missing -= len(done)
         policies = [self.search.tried.get(str(plan)) for plan in self.search.fixed]
-        self.fixed = sorted((self.figures_of(tried) for tried in policies if tried and tried.ok),
-                            key=lambda policy: policy.row.allocated_bytes or 0)
+        self.fixed = sorted(
+            (self.figures_of(tried) for tried in policies if tried and tried.ok),
+            key=lambda policy: policy.row.allocated_bytes or 0,
+        )
         self.points = points_of(self.search, done, programs, self.figures_of)
 
     def figures_of(self, tried: Tried) -> Fixed:
-        """A compiled plan with its flags and figures; a policy for all layers goes by its name, others by their words.
-        """
+        """A compiled plan with its flags and figures; a policy for all layers goes by its name, others by their words."""
         keys = tried.plan.keys()
         answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
@@ -152,8 +164,9 @@ def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
     return out
 
 
-def points_of(search: Search, budgets: Sequence[int], programs: Mapping[float, int],
-              figures_of: Callable[[Tried], Fixed]) -> list[Point]:
+def points_of(
+    search: Search, budgets: Sequence[int], programs: Mapping[float, int], figures_of: Callable[[Tried], Fixed]
+) -> list[Point]:
     """The points of these budgets, smallest first.
 
     programs: budget -> programs compiled for it. figures_of: a compiled plan -> its flags and figures.
@@ -162,8 +175,16 @@ def points_of(search: Search, budgets: Sequence[int], programs: Mapping[float, i
     for budget, tried in zip(budgets, chosen(search, budgets)):
         if tried is not None:
             plan, fixed = figures_of(tried), search.best_fixed(budget)
-            out.append(Point(budget, plan.policy, plan.flags, plan.row, figures_of(fixed) if fixed else None,
-                             programs.get(budget, 0)))
+            out.append(
+                Point(
+                    budget,
+                    plan.policy,
+                    plan.flags,
+                    plan.row,
+                    figures_of(fixed) if fixed else None,
+                    programs.get(budget, 0),
+                )
+            )
     return out
 
 
@@ -172,8 +193,11 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
 
     values: the config with the keys, as the trainer resolves them. config: the config without them.
     """
-    return shlex.join(f"--config.{key}={as_text(values[key])}" for key in keys
-                      if key == POLICY or as_text(values[key]) != as_text(config.get(key)))
+    return shlex.join(
+        f"--config.{key}={as_text(values[key])}"
+        for key in keys
+        if key == POLICY or as_text(values[key]) != as_text(config.get(key))
+    )
 
 
 def less(points: Sequence[Point]) -> dict[str, float | None]:
@@ -198,8 +222,11 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     if cost == "time":
         return ranking.preferred(fitting, lambda point: getattr(point.row, field), lambda point: thrift(point.row))
-    return min(fitting, key=lambda point: (getattr(point.row, field), point.row.allocated_bytes,
-                                           not names_a_policy(point.row)), default=None)
+    return min(
+        fitting,
+        key=lambda point: (getattr(point.row, field), point.row.allocated_bytes, not names_a_policy(point.row)),
+        default=None,
+    )
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
@@ -210,23 +237,49 @@ def plans_of(points: Sequence[Point]) -> list[Point]:
     return list(first.values())
 
 
-def to_json(points: Sequence[Point], fixed: Sequence[Fixed], *, cost: str, offload: bool, programs: int, compiled: int,
-            missing: int, target: Mapping[str, Any], versions: Mapping[str, str], interrupted: bool = False,
-            config: str = "", given: str = "") -> dict[str, Any]:
+def to_json(
+    points: Sequence[Point],
+    fixed: Sequence[Fixed],
+    *,
+    cost: str,
+    offload: bool,
+    programs: int,
+    compiled: int,
+    missing: int,
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    interrupted: bool = False,
+    config: str = "",
+    given: str = "",
+) -> dict[str, Any]:
     """The front as JSON values; see the module for the keys."""
     winner = cheapest(points, cost)
     return {
-        "points": [_point(point) for point in points], "best": _point(winner) if winner else None,
-        "fixed": [_figures(policy) for policy in fixed], "cost": cost, "offload": offload, "less": less(points),
-        "programs": programs, "compiled": compiled, "missing": missing, "config": config,
-        "given": given, "target": dict(target), "versions": dict(versions), "interrupted": interrupted,
+        "points": [_point(point) for point in points],
+        "best": _point(winner) if winner else None,
+        "fixed": [_figures(policy) for policy in fixed],
+        "cost": cost,
+        "offload": offload,
+        "less": less(points),
+        "programs": programs,
+        "compiled": compiled,
+        "missing": missing,
+        "config": config,
+        "given": given,
+        "target": dict(target),
+        "versions": dict(versions),
+        "interrupted": interrupted,
     }
 
 
 def _point(point: Point) -> dict[str, Any]:
     return dataclasses.asdict(point.row) | {
-        "budget_bytes": point.budget_bytes, "plan": point.plan, "flags": point.flags, "programs": point.programs,
-        "fixed": _figures(point.fixed) if point.fixed else None}
+        "budget_bytes": point.budget_bytes,
+        "plan": point.plan,
+        "flags": point.flags,
+        "programs": point.programs,
+        "fixed": _figures(point.fixed) if point.fixed else None,
+    }
 
 
 def _figures(fixed: Fixed) -> dict[str, Any]:

@@ -59,8 +59,10 @@ def policy_keys(text: str) -> dict[str, str]:
     groups = match.groups(default="") if match else ("", "")
     save, offload = ([name.strip() for name in group.split(",") if name.strip()] for group in groups)
     if not save and not offload:
-        raise ReportError(f"{text}: write custom(NAME,NAME), custom(NAME)+offload(NAME) or custom+offload(NAME); "
-                          "bytescope names lists the names")
+        raise ReportError(
+            f"{text}: write custom(NAME,NAME), custom(NAME)+offload(NAME) or custom+offload(NAME); "
+            "bytescope names lists the names"
+        )
     return {POLICY: "custom", SAVE: f"({','.join(save)})", OFFLOAD: f"({','.join(offload)})"}
 
 

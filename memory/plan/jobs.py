@@ -41,8 +41,16 @@ class Jobs:
         """Raises the trainer's errors for a value that no target could run."""
         self._trainer.check(config, overrides)
 
-    def job(self, config: str, target: str, overrides: Sequence[tuple[str, str]], label: str = "", *,
-            describe: bool = False, measure: bool = False) -> Job:
+    def job(
+        self,
+        config: str,
+        target: str,
+        overrides: Sequence[tuple[str, str]],
+        label: str = "",
+        *,
+        describe: bool = False,
+        measure: bool = False,
+    ) -> Job:
         """The job that compiles `config` with its overrides, pairs of (dotted key, text), for a target.
 
         Args:

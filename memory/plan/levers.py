@@ -49,41 +49,74 @@ class Stage:
 
 # What every level starts from: no lever at all. Keys that a config lacks are left out.
 BASELINE = {
-    PRECISION_PRESET: "fp32", LOSS_KIND: "full", MODEL_ATTENTION: "naive", REMAT_POLICY: "none",
-    OPTIMIZER_NAME: "adamw", REMAT_LAYERS: "()", REMAT_SAVE: "()", REMAT_OFFLOAD: "()", MODEL_MLP_CHUNK: "0",
-    OPTIMIZER_FUSED_BACKWARD: "false", OPTIMIZER_CLIP: "global", OFFLOAD_OPTIMIZER: "false",
+    PRECISION_PRESET: "fp32",
+    LOSS_KIND: "full",
+    MODEL_ATTENTION: "naive",
+    REMAT_POLICY: "none",
+    OPTIMIZER_NAME: "adamw",
+    REMAT_LAYERS: "()",
+    REMAT_SAVE: "()",
+    REMAT_OFFLOAD: "()",
+    MODEL_MLP_CHUNK: "0",
+    OPTIMIZER_FUSED_BACKWARD: "false",
+    OPTIMIZER_CLIP: "global",
+    OFFLOAD_OPTIMIZER: "false",
     OFFLOAD_PARAMS: "false",
 }
 
 STAGES: Mapping[str, Stage] = {
     "fp32": Stage("fp32", {PRECISION_PRESET: "fp32"}, "no lever: nothing recomputed, nothing in host memory"),
-    "bf16": Stage("bf16", {PRECISION_PRESET: "bf16"}, "activations of half the size, float32 master parameters; "
-                  "costs rounding"),
-    "loss": Stage("+ chunked loss", {LOSS_KIND: "chunked"}, "logits of one chunk at a time, recomputed in its "
-                  "gradient"),
-    "attention": Stage("+ flash attention", {MODEL_ATTENTION: "auto"}, "no attention scores in memory; the kernel "
-                       "recomputes them in its gradient"),
-    "selective": Stage("+ selective remat", {REMAT_POLICY: "selective"}, "the attention core, norms and rotations "
-                       "are recomputed"),
+    "bf16": Stage(
+        "bf16", {PRECISION_PRESET: "bf16"}, "activations of half the size, float32 master parameters; costs rounding"
+    ),
+    "loss": Stage(
+        "+ chunked loss", {LOSS_KIND: "chunked"}, "logits of one chunk at a time, recomputed in its gradient"
+    ),
+    "attention": Stage(
+        "+ flash attention",
+        {MODEL_ATTENTION: "auto"},
+        "no attention scores in memory; the kernel recomputes them in its gradient",
+    ),
+    "selective": Stage(
+        "+ selective remat", {REMAT_POLICY: "selective"}, "the attention core, norms and rotations are recomputed"
+    ),
     "full": Stage("+ full remat", {REMAT_POLICY: "full"}, "every block is recomputed: it runs forward twice"),
-    "adamw_8bit": Stage("+ 8-bit moments", {OPTIMIZER_NAME: "adamw_8bit"}, "each moment in one byte; costs "
-                        "quantization error"),
-    "fused_backward": Stage("+ fused backward", {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"},
-                            "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
-                            "clipped by its own norm"),
-    "offload": Stage("+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments in host memory; they cross the host link twice "
-                     "per update"),
+    "adamw_8bit": Stage(
+        "+ 8-bit moments", {OPTIMIZER_NAME: "adamw_8bit"}, "each moment in one byte; costs quantization error"
+    ),
+    "fused_backward": Stage(
+        "+ fused backward",
+        {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"},
+        "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
+        "clipped by its own norm",
+    ),
+    "offload": Stage(
+        "+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments in host memory; they cross the host link twice per update"
+    ),
     "offload_params": Stage("+ offload of params", {OFFLOAD_PARAMS: "true"}, "master parameters in host memory too"),
     # Not default stages; only for --savings.
-    "bf16_params": Stage("+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are "
-                         "rounded stochastically"),
-    "offload_blocks": Stage("+ offload of block inputs", {REMAT_POLICY: "offload"}, "block inputs go to host memory "
-                            "and come back"),
-    "mlp_chunk": Stage("+ tiled MLP", {MODEL_MLP_CHUNK: "4096"}, "the MLP over pieces of the sequence, each recomputed "
-                       "in its gradient"),
+    "bf16_params": Stage(
+        "+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are rounded stochastically"
+    ),
+    "offload_blocks": Stage(
+        "+ offload of block inputs", {REMAT_POLICY: "offload"}, "block inputs go to host memory and come back"
+    ),
+    "mlp_chunk": Stage(
+        "+ tiled MLP", {MODEL_MLP_CHUNK: "4096"}, "the MLP over pieces of the sequence, each recomputed in its gradient"
+    ),
 }
-DEFAULT = ("fp32", "bf16", "loss", "attention", "selective", "full", "adamw_8bit", "fused_backward", "offload",
-           "offload_params")
+DEFAULT = (
+    "fp32",
+    "bf16",
+    "loss",
+    "attention",
+    "selective",
+    "full",
+    "adamw_8bit",
+    "fused_backward",
+    "offload",
+    "offload_params",
+)
 BEYOND = tuple(name for name in STAGES if name not in DEFAULT)
 
 # No bar is longer than so many limits of the target, or so many times the shortest bar where there is no limit.
@@ -134,8 +167,9 @@ def choose(text: str | None) -> list[str]:
     return names
 
 
-def climb(stages: Sequence[str], config: Mapping[str, Any], given: Iterable[str],
-          refused: Mapping[str, str]) -> tuple[list[Level], dict[str, str]]:
+def climb(
+    stages: Sequence[str], config: Mapping[str, Any], given: Iterable[str], refused: Mapping[str, str]
+) -> tuple[list[Level], dict[str, str]]:
     """The levels to compile, each on top of all before it, and stage -> why it is left out.
 
     Args:
@@ -172,8 +206,7 @@ def differing(keys: Mapping[str, str], values: Mapping[str, Any], config: Mappin
 def changes(levels: Sequence[Level]) -> list[int | None]:
     """Allocated bytes of each level minus those of the level before it; None for the first."""
     sizes = [level.row.allocated_bytes for level in levels]
-    return [None if before is None or here is None else here - before
-            for before, here in zip([None, *sizes], sizes)]
+    return [None if before is None or here is None else here - before for before, here in zip([None, *sizes], sizes)]
 
 
 def first_that_fits(levels: Sequence[Level]) -> Level | None:
@@ -188,18 +221,37 @@ def scale_of(sizes: Sequence[int], limit: int | None) -> int:
     return max(1, min(max(sizes, default=1), most))
 
 
-def to_json(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any],
-            versions: Mapping[str, str], interrupted: bool = False, config: str = "",
-            given: str = "") -> dict[str, Any]:
+def to_json(
+    levels: Sequence[Level],
+    left_out: Mapping[str, str],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    interrupted: bool = False,
+    config: str = "",
+    given: str = "",
+) -> dict[str, Any]:
     """The staircase as JSON values; see the module for the keys."""
     winner = first_that_fits(levels)
     return {
-        "levels": [dataclasses.asdict(level.row) | {
-            "stage": level.stage, "title": level.title, "why": STAGES[level.stage].why, "kernel": level.kernel,
-            "flags": flags_of(level), "all_flags": level.flags, "change_bytes": change}
-            for level, change in zip(levels, changes(levels))],
-        "left_out": dict(left_out), "first_that_fits": winner.stage if winner else None,
-        "config": config, "given": given, "target": dict(target), "versions": dict(versions),
+        "levels": [
+            dataclasses.asdict(level.row)
+            | {
+                "stage": level.stage,
+                "title": level.title,
+                "why": STAGES[level.stage].why,
+                "kernel": level.kernel,
+                "flags": flags_of(level),
+                "all_flags": level.flags,
+                "change_bytes": change,
+            }
+            for level, change in zip(levels, changes(levels))
+        ],
+        "left_out": dict(left_out),
+        "first_that_fits": winner.stage if winner else None,
+        "config": config,
+        "given": given,
+        "target": dict(target),
+        "versions": dict(versions),
         "interrupted": interrupted,
     }
 
@@ -207,5 +259,6 @@ def to_json(levels: Sequence[Level], left_out: Mapping[str, str], target: Mappin
 def flags_of(level: Level) -> str:
     """The flags that a stage adds to the command; for the first, those that later stages change."""
     changed = {key for stage in DEFAULT for key in STAGES[stage].adds}
-    return shlex.join(f"--config.{key}={text}" for key, text in level.adds.items()
-                      if key in changed and text != "false")
+    return shlex.join(
+        f"--config.{key}={text}" for key, text in level.adds.items() if key in changed and text != "false"
+    )

@@ -58,8 +58,19 @@ class Job:
 
     def message(self, measure: bool) -> str:
         """The job as the line of JSON that a worker reads; `measure`: whether it runs the step too."""
-        return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
-                           "measure": measure, "describe": self.describe, "rates": self.rates}) + "\n"
+        return (
+            json.dumps(
+                {
+                    "config": self.config,
+                    "target": self.target,
+                    "overrides": self.overrides,
+                    "measure": measure,
+                    "describe": self.describe,
+                    "rates": self.rates,
+                }
+            )
+            + "\n"
+        )
 
 
 class Worker:
@@ -69,8 +80,15 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bytescope.memory", "worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, env=dict(env), text=True, encoding="utf-8", start_new_session=True)
+            [sys.executable, "-m", "bytescope.memory", "worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=dict(env),
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
 
     def ask(self, message: str) -> dict[str, Any]:
         """The answer to a job's message; `{"status": why, "dead": True}` when the process ends first."""
@@ -194,16 +212,23 @@ class Pool:
             worker.close()
 
 
-def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: bool = False,
-        cache: Path | None = None, progress: Progress = lambda labels, done: None,
-        ) -> tuple[dict[str, dict[str, Any]], bool]:
+def run(
+    jobs: Sequence[Job],
+    *,
+    workers: int,
+    env: Mapping[str, str],
+    measure: bool = False,
+    cache: Path | None = None,
+    progress: Progress = lambda labels, done: None,
+) -> tuple[dict[str, dict[str, Any]], bool]:
     """As `ask`, in a pool of its own of at most `workers` workers, with the environment `env`."""
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
         return ask(pool, jobs, cache=cache, progress=progress)
 
 
-def ask(pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None,
-        progress: Progress = lambda labels, done: None) -> tuple[dict[str, dict[str, Any]], bool]:
+def ask(
+    pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None, progress: Progress = lambda labels, done: None
+) -> tuple[dict[str, dict[str, Any]], bool]:
     """Answers by `Job.name`, and whether Ctrl-C came before the last of them.
 
     Args:

@@ -121,8 +121,9 @@ class Row:
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
         if settled := values.get("settled"):
-            row = dataclasses.replace(row, batch=settled.get("batch", ""),
-                                      policy=policy_words(settled.get("segments", ())))
+            row = dataclasses.replace(
+                row, batch=settled.get("batch", ""), policy=policy_words(settled.get("segments", ()))
+            )
         return dataclasses.replace(row, **ranking.fields(values))
 
 
@@ -141,6 +142,7 @@ def value_text(row: Row, key: str) -> str:
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
     """What a program's layers keep, in words, by `Trainer.settled`: "full", or "29 x v+up, 3 x v+up@host"."""
+
     def kept(segment: Mapping[str, Any]) -> str:
         if segment["policy"] != "custom":
             return segment["policy"]
@@ -223,8 +225,11 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
     """The rows that fit and are predicted to be as fast as the best one, `winner`: ties, itself left out."""
-    fitting = [row for row in rows if row.ok and row.fits and row.allocated_bytes is not None
-               and workload(row) == workload(winner)]
+    fitting = [
+        row
+        for row in rows
+        if row.ok and row.fits and row.allocated_bytes is not None and workload(row) == workload(winner)
+    ]
     name, cost = cost_of(fitting)
     return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
 
@@ -232,8 +237,11 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
 def thrift(row: Row) -> tuple[float, int, bool]:
     """Returns the sort key of rows that are predicted to be equally fast: less recomputation, in whole per cent of the
     model's FLOPs, then less device and host memory together, then a named policy."""
-    return (round(row.recompute_flops_fraction or 0.0, 2), (row.allocated_bytes or 0) + (row.host_bytes or 0),
-            not names_a_policy(row))
+    return (
+        round(row.recompute_flops_fraction or 0.0, 2),
+        (row.allocated_bytes or 0) + (row.host_bytes or 0),
+        not names_a_policy(row),
+    )
 
 
 def names_a_policy(row: Row) -> bool:
@@ -259,17 +267,28 @@ def flags(row: Row) -> str:
     return shlex.join(words)
 
 
-def to_json(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str],
-            interrupted: bool = False, config: str = "", given: str = "") -> dict[str, Any]:
+def to_json(
+    rows: Sequence[Row],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    interrupted: bool = False,
+    config: str = "",
+    given: str = "",
+) -> dict[str, Any]:
     """The comparison as JSON values; see the module for the keys."""
     rows = mark_pareto(rows)
     winner, tasks = best(rows), [key for key in varying(rows) if not is_how(key)]
     return {
         "rows": [dataclasses.asdict(row) for row in rows],
         "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
-        "best_of_each": [dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, tasks) if tasks else ""}
-                         for row in best_of_each(rows)],
-        "config": config, "given": given, "target": dict(target), "versions": dict(versions),
+        "best_of_each": [
+            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, tasks) if tasks else ""}
+            for row in best_of_each(rows)
+        ],
+        "config": config,
+        "given": given,
+        "target": dict(target),
+        "versions": dict(versions),
         "interrupted": interrupted,
     }
 
@@ -294,8 +313,7 @@ def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))
     if any(row.predicted_tokens_per_s for row in rows):
         return PREDICTED, lambda row: _per_token(row.predicted_tokens_per_s)
-    return RECOMPUTED, lambda row: (math.inf if row.recompute_flops_fraction is None
-                                    else row.recompute_flops_fraction)
+    return RECOMPUTED, lambda row: math.inf if row.recompute_flops_fraction is None else row.recompute_flops_fraction
 
 
 def _per_token(speed: float | None) -> float:

@@ -80,8 +80,7 @@ class Trainer(Protocol):
     def vocabulary(self) -> tuple[str, ...]:
         """Every checkpoint name of the trainer's model."""
 
-    def names(self, name: str, overrides: Overrides,
-              target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
+    def names(self, name: str, overrides: Overrides, target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
         """(ClosedJaxpr of a config's gradient, a function from the name of a tensor to its sharding: as text, and the
         number of shards)."""
 

@@ -81,8 +81,14 @@ class Trials:
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
         """What compiles a variant, for another target than the search's where one is given."""
         label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
-        return self._jobs.job(self.config, target or self.target.name, [*self.overrides, *keys.items()], label[:60],
-                              describe=describe, measure=measure)
+        return self._jobs.job(
+            self.config,
+            target or self.target.name,
+            [*self.overrides, *keys.items()],
+            label[:60],
+            describe=describe,
+            measure=measure,
+        )
 
     def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
         new = list({job.name: job for job in jobs if job.name not in self._done}.values())
@@ -94,7 +100,7 @@ class Trials:
         if left and time.monotonic() - self._began > self.seconds:
             raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
         if left:
-            now = left[:int(min(self.most - self.compiles, len(left)))]
+            now = left[: int(min(self.most - self.compiles, len(left)))]
             answers, interrupted = worker_pool.ask(self.pool, now, cache=self.cache, progress=self.progress)
             self._done |= answers
             self.compiles += sum(not job.describe for job in now if job.name in answers)
@@ -109,8 +115,14 @@ class Trials:
 
     # ---- the least recomputation of a variant ------------------------------------------------------------------
 
-    def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
-               tell: Callable[[Tried], None] = lambda tried: None) -> Search:
+    def search(
+        self,
+        keys: Keys,
+        *,
+        cost: str = "time",
+        offload: bool = False,
+        tell: Callable[[Tried], None] = lambda tried: None,
+    ) -> Search:
         """The search for the least recomputation of a variant.
 
         Args:
@@ -130,9 +142,17 @@ class Trials:
         if offload:
             policies = {**policies, **described["moving"]}
         micro_steps = described["micro_steps"] * full["calls_per_update"]
-        problem = problem_of(Block.from_json(described["block"]), self.predicted(full).by_phase, micro_steps,
-                             self.rates, self.target, cost=cost, offload=offload, policies=policies,
-                             ranges=described["ranges"])
+        problem = problem_of(
+            Block.from_json(described["block"]),
+            self.predicted(full).by_phase,
+            micro_steps,
+            self.rates,
+            self.target,
+            cost=cost,
+            offload=offload,
+            policies=policies,
+            ranges=described["ranges"],
+        )
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
             variants = [{**keys, **plan.keys()} for plan in plans]
@@ -150,8 +170,10 @@ class Trials:
         """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
         found = prediction.of_answer(answer)
         if found is None:
-            why = (prediction.missing(bool(answer.get("schedule")), self.target.to_json())
-                   or "nothing in this program takes time")
+            why = (
+                prediction.missing(bool(answer.get("schedule")), self.target.to_json())
+                or "nothing in this program takes time"
+            )
             raise ReportError(f"target {self.target.name}: no seconds are predicted: {why}")
         return found
 
@@ -164,6 +186,9 @@ class Trials:
         """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
             return Compiled(status=answer["status"])
-        return Compiled(answer["allocated_bytes"], answer["host_bytes"], self.predicted(answer).seconds,
-                        answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"])
-
+        return Compiled(
+            answer["allocated_bytes"],
+            answer["host_bytes"],
+            self.predicted(answer).seconds,
+            answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"],
+        )

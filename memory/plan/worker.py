@@ -72,16 +72,26 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     report = report_of(compilation, target=target, loop=trainer.loop_overhead(program))
     settled = trainer.settled(program)
     row = {
-        "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
-        "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
-        "to_host_bytes": report.moved("to host"), "to_device_bytes": report.moved("to device"),
-        "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
-        "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
-        "target": dict(report.target), "versions": dict(report.versions),
-        "settled": settled, "work": dict(report.work),
+        "status": "ok",
+        "peak_bytes": report.peak_bytes,
+        "allocated_bytes": report.allocated_bytes,
+        "temp_bytes": report.xla.temp_bytes,
+        "host_bytes": report.host_bytes,
+        "to_host_bytes": report.moved("to host"),
+        "to_device_bytes": report.moved("to device"),
+        "residual_bytes": residuals_of(report),
+        "breakdown": dict(report.breakdown),
+        "limit_bytes": report.limit_bytes,
+        "fits": report.fits,
+        "compile_seconds": seconds,
+        "target": dict(report.target),
+        "versions": dict(report.versions),
+        "settled": settled,
+        "work": dict(report.work),
         **flops_of(compilation.jaxpr, trainer.config(job["config"], overrides), settled),
         "schedule": to_json(report.schedule),
-        "calls_per_update": program.calls_per_update, "tokens_per_update": tokens_of(program),
+        "calls_per_update": program.calls_per_update,
+        "tokens_per_update": tokens_of(program),
     }
     if job["measure"]:
         row["measured"] = measure(program, compilation.compiled)
@@ -114,9 +124,12 @@ def flops_of(jaxpr: Any, config: Mapping[str, Any], settled: Mapping[str, Any]) 
         return {}
     flops = count(jaxpr)
     model = reconcile.model_flops(config, settled, flops.model_flops)
-    return {"recompute_flops_fraction": flops.recomputed / model if model else 0.0,
-            "kernel_recompute_flops": flops.kernel_recomputed, "model_flops": model,
-            "hardware_flops": flops.hardware_flops}
+    return {
+        "recompute_flops_fraction": flops.recomputed / model if model else 0.0,
+        "kernel_recompute_flops": flops.kernel_recomputed,
+        "model_flops": model,
+        "hardware_flops": flops.hardware_flops,
+    }
 
 
 def tokens_of(program: Any) -> int:
@@ -133,8 +146,10 @@ def measure(program: Any, compiled: Any) -> dict[str, float | None]:
     import jax.numpy as jnp
 
     state = program.init()
-    zeros = jax.tree.map(lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype),
-                                               out_shardings=array.sharding)(), program.batch_shapes)
+    zeros = jax.tree.map(
+        lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)(),
+        program.batch_shapes,
+    )
     tokens = tokens_of(program)
     times: list[float] = []
     for update in range(_WARM_UP + _MOST):

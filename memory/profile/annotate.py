@@ -54,7 +54,7 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
     for field, value in wire.fields(data, (0, len(data))):
         if isinstance(value, int):  # XSpace has messages and strings alone
             raise WireError("not a trace")
-        body = data[value[0]:value[1]]
+        body = data[value[0] : value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
@@ -71,7 +71,7 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
             called = next((wire.text(data, part) for at, part in wire.fields(data, kind) if at == 2), "")
             if called in names:
                 stat = _field(1, _STAT) + _field(5, names[called].encode())
-                more = data[kind[0]:kind[1]] + _field(5, stat)
+                more = data[kind[0] : kind[1]] + _field(5, stat)
                 added.append(_field(4, _field(1, wire.number(entry.get(1, 0))) + _field(2, more)))
     if not added or not is_host(title):
         return body

@@ -113,17 +113,38 @@ class Breakdown:
         """JSON values, seconds per update and device: `cells` by phase and component, `busy`, `idle`, and `total`, the
         sum of these two."""
         return {
-            "program": self.program, "steps": list(self.steps), "devices": self.devices,
-            "calls_per_update": self.calls, "total": self.wall * PICO / self.updates,
+            "program": self.program,
+            "steps": list(self.steps),
+            "devices": self.devices,
+            "calls_per_update": self.calls,
+            "total": self.wall * PICO / self.updates,
             "without_pauses": self.measured,
-            "busy": self.seconds(self.busy), "idle": self.seconds(self.idle),
-            "cells": [{"phase": phase, "component": component, "seconds": self.seconds(taken)}
-                      for (phase, component), taken in self.cells.items()],
+            "busy": self.seconds(self.busy),
+            "idle": self.seconds(self.idle),
+            "cells": [
+                {"phase": phase, "component": component, "seconds": self.seconds(taken)}
+                for (phase, component), taken in self.cells.items()
+            ],
             "hidden": {name: self.seconds(taken) for name, taken in self.hidden.items()},
-            "host": [{"name": row.name, "seconds": row.taken * PICO / self.updates,
-                      "device_idle_seconds": row.idle * PICO / self.updates, "count": row.count} for row in self.host],
-            "instructions": [{"name": row.name, **dataclasses.asdict(row.scope), "seconds": self.seconds(row.taken),
-                              "count": row.count} for row in self.instructions]}
+            "host": [
+                {
+                    "name": row.name,
+                    "seconds": row.taken * PICO / self.updates,
+                    "device_idle_seconds": row.idle * PICO / self.updates,
+                    "count": row.count,
+                }
+                for row in self.host
+            ],
+            "instructions": [
+                {
+                    "name": row.name,
+                    **dataclasses.asdict(row.scope),
+                    "seconds": self.seconds(row.taken),
+                    "count": row.count,
+                }
+                for row in self.instructions
+            ],
+        }
 
 
 def find(trace: Trace) -> Breakdown:
@@ -137,30 +158,42 @@ def find(trace: Trace) -> Breakdown:
         if operation.stop > start:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
     if not by_device:
-        raise ReportError("the trace holds no work of a device: trace some updates, on a machine whose driver lets the "
-                          "profiler read the device's counters")
+        raise ReportError(
+            "the trace holds no work of a device: trace some updates, on a machine whose driver lets the "
+            "profiler read the device's counters"
+        )
     taken, idle, hidden, counts = Counter(), {}, Counter(), Counter()
     for device, operations in by_device.items():
         shares, idle[device], overlapped = divide(operations, op_scopes.of, start, stop)
         taken.update(shares)
         hidden.update(overlapped)
         counts.update(map(key_of, operations))
-    rows = sorted((Instructions(key[1], op_scopes.of(key), taken[key], counts[key]) for key in counts),
-                  key=lambda row: (-row.taken, row.name))
+    rows = sorted(
+        (Instructions(key[1], op_scopes.of(key), taken[key], counts[key]) for key in counts),
+        key=lambda row: (-row.taken, row.name),
+    )
     cells = Counter()
     for row in rows:
         cells[row.scope.phase, row.scope.component] += row.taken
     numbers = tuple(sorted({span.step for span in steps}))
     calls = max((counts[key] for key in counts if op_scopes.runs_once(key)), default=1)
-    return Breakdown(op_scopes.main, numbers, len(by_device), stop - start, dict(cells), tuple(rows),
-                 tuple(host_rows(trace.spans, idle.values(), start, stop)), dict(hidden),
-                 max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
-                 sum(max(min(span.stop, stop) - max(span.start, start), 0)
-                     for span in trace.spans if span.name in PAUSES))
+    return Breakdown(
+        op_scopes.main,
+        numbers,
+        len(by_device),
+        stop - start,
+        dict(cells),
+        tuple(rows),
+        tuple(host_rows(trace.spans, idle.values(), start, stop)),
+        dict(hidden),
+        max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
+        sum(max(min(span.stop, stop) - max(span.start, start), 0) for span in trace.spans if span.name in PAUSES),
+    )
 
 
-def divide(operations: Iterable[Operation], scope_of: Callable[[Key], OpScope], start: int, stop: int) -> tuple[
-        Counter[Key], list[tuple[int, int]], Counter[str]]:
+def divide(
+    operations: Iterable[Operation], scope_of: Callable[[Key], OpScope], start: int, stop: int
+) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
     """Divides the moments from `start` to `stop` of one device, in picoseconds, between what ran in them.
 
     Returns instruction -> its share, the intervals in which nothing ran, and component -> time in which it ran but the
@@ -219,8 +252,9 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
             begin, end = max(begin, start), min(end, stop)
             taken[name] += max(end - begin, 0)
             device_idle[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
-    rows = [HostRow(name.removeprefix(HOST), time, device_idle[name], counts[name])
-            for name, time in taken.most_common()]
+    rows = [
+        HostRow(name.removeprefix(HOST), time, device_idle[name], counts[name]) for name, time in taken.most_common()
+    ]
     rest = stop - start - sum(taken.values())
     if not rows or rest < 0:  # no annotations, or several threads at once
         return rows

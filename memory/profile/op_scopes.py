@@ -106,8 +106,11 @@ class OpScopes:
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
-            protos = [known[number][1]] if number in known else [
-                proto for title, proto in known.values() if title == (name or self.main)]
+            protos = (
+                [known[number][1]]
+                if number in known
+                else [proto for title, proto in known.values() if title == (name or self.main)]
+            )
             self._modules[program] = _Module(protos[0]) if len(protos) == 1 else None
         return self._modules[program]
 

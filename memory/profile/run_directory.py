@@ -18,12 +18,31 @@ from bytescope.memory.report_json import one_line
 
 CONFIG, METRICS, MEMORY, PROFILE, PAGE = "config.json", "metrics.jsonl", records.IN_RUN, "profile.json", "index.html"
 # What a breakdown must have for its page, with the types: memory.profile.breakdown.Breakdown.to_json writes it.
-_BREAKDOWN = {"program": str, "steps": list, "devices": int, "total": float, "without_pauses": float, "busy": float,
-              "idle": float, "cells": list, "host": list, "instructions": list}
-_ITEMS = {"cells": {"phase": str, "component": str, "seconds": float},
-          "host": {"name": str, "seconds": float, "device_idle_seconds": float, "count": int},
-          "instructions": {"name": str, "phase": str, "component": str, "path": str, "opcode": str, "seconds": float,
-                           "count": int}}
+_BREAKDOWN = {
+    "program": str,
+    "steps": list,
+    "devices": int,
+    "total": float,
+    "without_pauses": float,
+    "busy": float,
+    "idle": float,
+    "cells": list,
+    "host": list,
+    "instructions": list,
+}
+_ITEMS = {
+    "cells": {"phase": str, "component": str, "seconds": float},
+    "host": {"name": str, "seconds": float, "device_idle_seconds": float, "count": int},
+    "instructions": {
+        "name": str,
+        "phase": str,
+        "component": str,
+        "path": str,
+        "opcode": str,
+        "seconds": float,
+        "count": int,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +104,15 @@ def read(place: str | Path) -> RunDirectory:
     if damaged:
         problems.append(f"{METRICS}: {damaged} damaged line{'s are' if damaged > 1 else ' is'} left out.")
     return RunDirectory(
-        place.absolute().name, config or {}, tuple(rows), tuple(evaluations),
+        place.absolute().name,
+        config or {},
+        tuple(rows),
+        tuple(evaluations),
         part(MEMORY, records.load, f"There is no {MEMORY}: the step was not compiled yet."),
-        part(PROFILE, _breakdown, ""), tuple(problems), files)
+        part(PROFILE, _breakdown, ""),
+        tuple(problems),
+        files,
+    )
 
 
 def _newest(place: Path) -> str:

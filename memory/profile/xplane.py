@@ -187,7 +187,7 @@ class _Plane:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
             if blob:
-                yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0]:blob[1]])
+                yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0] : blob[1]])
 
     def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
         """(kind, start, stop, stats) of a line's events; XLine: timestamp_ns 3, events 4; XEvent: metadata_id 1,

@@ -70,14 +70,23 @@ class Block:
 
     def scaled(self, times: float) -> Block:
         """The same block with `times` as many tokens."""
+
         def size(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(round(value * times) for value in values)
 
-        steps = tuple(dataclasses.replace(
-            step, flops=size(step.flops), all_flops=round(step.all_flops * times), bytes=size(step.bytes),
-            shared=tuple((which, round(flops * times)) for which, flops in step.shared)) for step in self.steps)
-        return dataclasses.replace(self, steps=steps, carry_bytes=round(self.carry_bytes * times),
-                                   none_bytes=round(self.none_bytes * times))
+        steps = tuple(
+            dataclasses.replace(
+                step,
+                flops=size(step.flops),
+                all_flops=round(step.all_flops * times),
+                bytes=size(step.bytes),
+                shared=tuple((which, round(flops * times)) for which, flops in step.shared),
+            )
+            for step in self.steps
+        )
+        return dataclasses.replace(
+            self, steps=steps, carry_bytes=round(self.carry_bytes * times), none_bytes=round(self.none_bytes * times)
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Block:
@@ -87,8 +96,9 @@ class Block:
         return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
 
 
-def block_of(jaxpr: Any, parts: Callable[[str], int | Fraction],
-             bound: Mapping[str, tuple[str, ...]] | None = None) -> Block:
+def block_of(
+    jaxpr: Any, parts: Callable[[str], int | Fraction], bound: Mapping[str, tuple[str, ...]] | None = None
+) -> Block:
     """The block of a ClosedJaxpr: the body of its loop over the blocks.
 
     Args:
@@ -117,10 +127,16 @@ def block_of(jaxpr: Any, parts: Callable[[str], int | Fraction],
     kept = [variable for variable in stacked if variable in numbers]
     # Before what it stacks a loop is given constants, then what it carries.
     first = alike(loop.invars, body.invars) - carried
-    carry = max((variable.aval for variable in body.invars[first:first + carried]), key=size_of)
+    carry = max((variable.aval for variable in body.invars[first : first + carried]), key=size_of)
     share = parts(CARRY)
-    return Block(loop.params["length"], tuple(steps), tuple(sorted(numbers[variable] for variable in kept)),
-                 size_of(carry) // share, sum(size_of(variable.aval) for variable in kept) // share, dict(bound or {}))
+    return Block(
+        loop.params["length"],
+        tuple(steps),
+        tuple(sorted(numbers[variable] for variable in kept)),
+        size_of(carry) // share,
+        sum(size_of(variable.aval) for variable in kept) // share,
+        dict(bound or {}),
+    )
 
 
 def _loop(jaxpr: Any) -> Any:
@@ -128,7 +144,7 @@ def _loop(jaxpr: Any) -> Any:
     found = [equation for equation in _scans(jaxpr.jaxpr) if _names(equation)]
     if not found:
         raise ReportError("no loop over layers names a tensor: set model.scan=true")
-    return max(found, key=lambda equation: sum(size_of(v.aval) for v in equation.outvars[carried_count(equation):]))
+    return max(found, key=lambda equation: sum(size_of(v.aval) for v in equation.outvars[carried_count(equation) :]))
 
 
 def carried_count(loop: Any) -> int:
@@ -165,11 +181,13 @@ def _flat(equations: Sequence[Any], inside: Mapping[Any, Any] | None = None) -> 
     for equation in equations:
         ins = [outer(v) for v in equation.invars if not hasattr(v, "val")]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in INLINED and any(e.primitive.name == "name" for e, _, _ in
-                                                       _flat(inner.jaxpr.eqns)):
+        if equation.primitive.name in INLINED and any(
+            e.primitive.name == "name" for e, _, _ in _flat(inner.jaxpr.eqns)
+        ):
             body = inner.jaxpr
-            passed = {own: outer(given) for own, given in zip(body.invars, equation.invars)
-                      if not hasattr(given, "val")}
+            passed = {
+                own: outer(given) for own, given in zip(body.invars, equation.invars) if not hasattr(given, "val")
+            }
             yield from _flat(body.eqns, {**known, **passed})
             for given, own in zip(equation.outvars, body.outvars):
                 if not hasattr(own, "val"):
@@ -185,8 +203,11 @@ def _aliases(body: Any, made: Sequence[tuple[Any, list, list]]) -> dict[Any, Any
     for equation in body.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive.name in INLINED and equation.outvars and equation.outvars[0] not in own:
-            out |= {given: inside for given, inside in zip(equation.outvars, inner.jaxpr.outvars)
-                    if not hasattr(inside, "val")}
+            out |= {
+                given: inside
+                for given, inside in zip(equation.outvars, inner.jaxpr.outvars)
+                if not hasattr(inside, "val")
+            }
     return out
 
 
@@ -197,8 +218,16 @@ def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str,
     every = counted.total
     each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=counted.by.get)[1] if every else ""
-    return Step(tuple(outs), tuple(sorted(ins)), name, each, every, dtype,
-                tuple(size_of(v.aval) // parts for v in equation.outvars), shared)
+    return Step(
+        tuple(outs),
+        tuple(sorted(ins)),
+        name,
+        each,
+        every,
+        dtype,
+        tuple(size_of(v.aval) // parts for v in equation.outvars),
+        shared,
+    )
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:

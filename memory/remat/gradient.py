@@ -34,12 +34,14 @@ class Loss:
         self.args, self.kwargs, self.jaxpr = tuple(args), dict(kwargs), traced.jaxpr
         self.tree = jax.tree.structure(traced.out_info)
         avals = self.jaxpr.out_avals
-        params = self.jaxpr.in_avals[:sum(self.active)]
+        params = self.jaxpr.in_avals[: sum(self.active)]
         if len(avals) > 1 and [aval.shape for aval in avals[1:]] == [aval.shape for aval in params]:
             raise ReportError(f"this returns a gradient: give the loss that it is of, {_CALLED}")
         if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
-            raise ReportError("a loss returns a scalar, or (scalar, anything): this one returns "
-                              f"{', '.join(map(type_of, avals[:4])) or 'nothing'}")
+            raise ReportError(
+                "a loss returns a scalar, or (scalar, anything): this one returns "
+                f"{', '.join(map(type_of, avals[:4])) or 'nothing'}"
+            )
 
     @property
     def has_aux(self) -> bool:
@@ -105,12 +107,16 @@ def _check_leaves(args: Sequence[Any]) -> None:
 
     for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
         if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
-            raise ReportError(f"args{jax.tree_util.keystr(path)} is {a_kind(leaf)}: give arrays, and close "
-                              "the loss over the rest (equinox.partition, flax.nnx.split)")
+            raise ReportError(
+                f"args{jax.tree_util.keystr(path)} is {a_kind(leaf)}: give arrays, and close "
+                "the loss over the rest (equinox.partition, flax.nnx.split)"
+            )
         kind = jax.dtypes.result_type(leaf)
         if path[0].idx == 0 and not jnp.issubdtype(kind, jnp.inexact):
-            raise ReportError(f"args{jax.tree_util.keystr(path)} is {kind} and cannot be differentiated: the first "
-                              "argument is the parameters, give the rest after it")
+            raise ReportError(
+                f"args{jax.tree_util.keystr(path)} is {kind} and cannot be differentiated: the first "
+                "argument is the parameters, give the rest after it"
+            )
 
 
 def _placed_as(gradient: Any, param: Any) -> Any:
@@ -128,8 +134,11 @@ def _state_of(optimizer: Any, params: Any) -> Any:
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise ReportError(f"optimizer={optimizer!r:.60}: give one with init and update, such as optax.adamw(1e-3)")
-    like = {tuple(leaf.shape): leaf.sharding for leaf in jax.tree.leaves(params)
-            if getattr(leaf, "sharding", None) is not None}
+    like = {
+        tuple(leaf.shape): leaf.sharding
+        for leaf in jax.tree.leaves(params)
+        if getattr(leaf, "sharding", None) is not None
+    }
 
     def placed(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.get(tuple(leaf.shape)))

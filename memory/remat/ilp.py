@@ -77,8 +77,10 @@ class Plan:
         if self.policy:
             return remat_keys(self.policy)
         stops = list(itertools.accumulate(count for _, count in self.ranges))
-        return remat_keys("full", ",".join(f"{stop - count}-{stop}:{pattern.text()}"
-                                           for stop, (pattern, count) in zip(stops, self.ranges)))
+        return remat_keys(
+            "full",
+            ",".join(f"{stop - count}-{stop}:{pattern.text()}" for stop, (pattern, count) in zip(stops, self.ranges)),
+        )
 
     def __str__(self) -> str:
         return ", ".join(f"{count} x {pattern.text()}" for pattern, count in self.ranges)
@@ -91,6 +93,7 @@ def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
 
 def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:
     """The plan with one more name kept on the device by every block; ranges that offload tensors stay as they are."""
+
     def more(pattern: Pattern) -> Pattern:
         if pattern.offload or name in pattern.save:
             return pattern
@@ -100,8 +103,16 @@ def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:
     return Plan(tuple((pattern, sum(count for _, count in items)) for pattern, items in groups))
 
 
-def solve(patterns: Sequence[Pattern], layers: int, budget: float, passes: Passes = Passes(), *, cost: str = "time",
-          host_budget: float = np.inf, most: int = MOST_RANGES) -> Plan | None:
+def solve(
+    patterns: Sequence[Pattern],
+    layers: int,
+    budget: float,
+    passes: Passes = Passes(),
+    *,
+    cost: str = "time",
+    host_budget: float = np.inf,
+    most: int = MOST_RANGES,
+) -> Plan | None:
     """The plan of least cost with at most `budget` bytes kept on the device; None where there is none.
 
     Args:
@@ -113,8 +124,11 @@ def solve(patterns: Sequence[Pattern], layers: int, budget: float, passes: Passe
     if not small:
         return None
     if most == 1:
-        fitting = [Plan(((pattern, layers),)) for pattern in small
-                   if pattern.bytes * layers <= budget and pattern.host_bytes * layers <= host_budget]
+        fitting = [
+            Plan(((pattern, layers),))
+            for pattern in small
+            if pattern.bytes * layers <= budget and pattern.host_bytes * layers <= host_budget
+        ]
         return min(fitting, key=lambda plan: (_cost(plan, passes, cost), plan.bytes), default=None)
     counts = _integer_program(small, layers, budget, passes, cost, host_budget, most)
     if counts is None:
@@ -128,8 +142,9 @@ def _cost(plan: Plan, passes: Passes, cost: str) -> float:
     return plan.seconds(passes) if cost == "time" else plan.flops
 
 
-def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, passes: Passes, cost: str,
-                     host_budget: float, most: int) -> list[int] | None:
+def _integer_program(
+    patterns: Sequence[Pattern], layers: int, budget: float, passes: Passes, cost: str, host_budget: float, most: int
+) -> list[int] | None:
     """Layers of each pattern. Variables: layers n and use u (0 or 1) of each pattern, and the two passes' cost."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -156,11 +171,15 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
     matrix, lower, upper = (np.array(column) for column in zip(*rows))
     used = np.hstack([np.eye(many), -layers * np.eye(many), np.zeros((many, 2))])
     found = milp(
-        np.concatenate([none, none, [1, 1]]), integrality=np.concatenate([np.ones(2 * many), [0, 0]]),
-        bounds=Bounds(np.concatenate([none, none, [forward / scale, 0]]),
-                      np.concatenate([np.full(many, layers), np.ones(many), [np.inf, np.inf]])),
+        np.concatenate([none, none, [1, 1]]),
+        integrality=np.concatenate([np.ones(2 * many), [0, 0]]),
+        bounds=Bounds(
+            np.concatenate([none, none, [forward / scale, 0]]),
+            np.concatenate([np.full(many, layers), np.ones(many), [np.inf, np.inf]]),
+        ),
         constraints=[LinearConstraint(matrix, lower, upper), LinearConstraint(used, -np.inf, 0)],
-        options={"mip_rel_gap": 1e-7, "time_limit": 20.0})
+        options={"mip_rel_gap": 1e-7, "time_limit": 20.0},
+    )
     return None if found.x is None else [round(value) for value in found.x[:many]]
 
 

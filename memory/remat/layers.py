@@ -70,8 +70,9 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
         if not found:
             raise ReportError(f"no layer is named {', '.join(only)}: there are {', '.join(names) or 'none'}")
     if not found:
-        raise ReportError("no layers found: put jax.checkpoint around the block that repeats, or run the layers in a "
-                          "jax.lax.scan")
+        raise ReportError(
+            "no layers found: put jax.checkpoint around the block that repeats, or run the layers in a jax.lax.scan"
+        )
     found.sort(key=lambda layer: -layer.flops)
     return [layer for layer in found if layer.how == found[0].how and layer.policy is found[0].policy]
 
@@ -87,8 +88,13 @@ class _Finder:
         kinds: dict[tuple[str, str], Layer] = {}
         for one in self.seen:
             own = kinds.get((one.how, one.mark))
-            kinds[one.how, one.mark] = one if own is None else dataclasses.replace(
-                own, times=own.times + one.times, active=tuple(a or b for a, b in zip(own.active, one.active)))
+            kinds[one.how, one.mark] = (
+                one
+                if own is None
+                else dataclasses.replace(
+                    own, times=own.times + one.times, active=tuple(a or b for a, b in zip(own.active, one.active))
+                )
+            )
         by_way = {how: [kind for kind in kinds.values() if kind.how == how] for how in (CHECKPOINT, LOOP, CALL)}
         loops = sorted((kind for kind in by_way[LOOP] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
         calls = sorted((kind for kind in by_way[CALL] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
@@ -130,7 +136,7 @@ class _Finder:
             found = len(self.seen)
             out = self.visit(body.jaxpr, active, trips)
             after = [before or flag for before, flag in zip(active[first:], out[:carried])]
-            more = [*active[:first], *after, *active[first + carried:]]
+            more = [*active[:first], *after, *active[first + carried :]]
             if more == active:
                 break
             active = more
@@ -142,8 +148,18 @@ class _Finder:
 
     def _note(self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int) -> None:
         closed = _closed(body)
-        self.seen.append(Layer(closed, times, tuple(active), mark(body), how, _name(equation, closed),
-                               where_of(equation) or _defined(closed), equation.params.get("policy")))
+        self.seen.append(
+            Layer(
+                closed,
+                times,
+                tuple(active),
+                mark(body),
+                how,
+                _name(equation, closed),
+                where_of(equation) or _defined(closed),
+                equation.params.get("policy"),
+            )
+        )
 
 
 def is_checkpoint(equation: Any) -> bool:
@@ -218,8 +234,10 @@ def specs_of(jaxpr: Any) -> list[Any]:
     """The inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
     import jax
 
-    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype, weak_type=variable.aval.weak_type)
-            for variable in jaxpr.invars]
+    return [
+        jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype, weak_type=variable.aval.weak_type)
+        for variable in jaxpr.invars
+    ]
 
 
 def _closed(body: Any) -> Any:

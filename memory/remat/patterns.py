@@ -67,9 +67,17 @@ def patterns_of(block: Block, rates: Rates, *, offload: bool = False, cost: str 
     for names, (seconds, flops) in found.items():
         sizes = {name: table.bytes[name] for name in names}
         total = block.carry_bytes + sum(sizes.values())
-        out += [Pattern(total - moved, seconds + _kept_seconds(total - moved, moved, rates), moved, flops,
-                        tuple(n for n in names if n not in offloaded), offloaded)
-                for offloaded, moved in _offloads(block, sizes, offload)]
+        out += [
+            Pattern(
+                total - moved,
+                seconds + _kept_seconds(total - moved, moved, rates),
+                moved,
+                flops,
+                tuple(n for n in names if n not in offloaded),
+                offloaded,
+            )
+            for offloaded, moved in _offloads(block, sizes, offload)
+        ]
     return undominated(out, cost)
 
 
@@ -95,6 +103,7 @@ def undominated(patterns: list[Pattern], cost: str = "seconds") -> list[Pattern]
 
     `cost`: the field of a pattern that is to be small.
     """
+
     def costs(pattern: Pattern) -> float:
         return getattr(pattern, cost)
 
@@ -126,7 +135,7 @@ class _Table:
 
     def _all(self) -> dict[str, np.ndarray]:
         """Every choice of names but those that keep a name and not what it is bound to."""
-        fixed = set(sorted(self.names, key=self.bytes.get)[:max(len(self.names) - MOST_NAMES, 0)])
+        fixed = set(sorted(self.names, key=self.bytes.get)[: max(len(self.names) - MOST_NAMES, 0)])
         free = [name for name in self.names if name not in fixed]
         choices = np.arange(2 ** len(free), dtype=np.uint32)
         chosen = {name: (choices >> bit & 1).astype(bool) for bit, name in enumerate(free)}
@@ -193,8 +202,9 @@ def _kept_bytes(block: Block) -> dict[str, int]:
     for outs, name in _bound_makers(block).items():
         maker = next(step for step in block.steps if step.outs == outs)
         tag = next(step for step in block.steps if step.name == name)
-        out[name] += sum(size for value, size in zip(maker.outs, maker.bytes)
-                         if value in block.read and value not in tag.ins)
+        out[name] += sum(
+            size for value, size in zip(maker.outs, maker.bytes) if value in block.read and value not in tag.ins
+        )
     return out
 
 
@@ -213,8 +223,9 @@ def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str])
     table = _Table(block, rates, wanted)
     held = tuple(name for name, row in zip(table.names, table.kept) if row[0])
     size = block.carry_bytes + sum(table.bytes[name] for name in held)
-    return Pattern(size, float(table.seconds[0]) + _kept_seconds(size, 0, rates), 0, int(table.flops[0]), held,
-                   policy=policy)
+    return Pattern(
+        size, float(table.seconds[0]) + _kept_seconds(size, 0, rates), 0, int(table.flops[0]), held, policy=policy
+    )
 
 
 def everything(block: Block, rates: Rates, policy: str) -> Pattern:

@@ -38,9 +38,18 @@ class Problem:
     ranges: int = MOST_RANGES
 
 
-def problem_of(block: Block, by_phase: Mapping[str, float], micro_steps: int, figures: roofline.Figures,
-               target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None],
-               ranges: int = MOST_RANGES) -> Problem:
+def problem_of(
+    block: Block,
+    by_phase: Mapping[str, float],
+    micro_steps: int,
+    figures: roofline.Figures,
+    target: Target,
+    *,
+    cost: str,
+    offload: bool,
+    policies: Mapping[str, Sequence[str] | None],
+    ranges: int = MOST_RANGES,
+) -> Problem:
     """The problem of a program on a target.
 
     Args:
@@ -49,10 +58,14 @@ def problem_of(block: Block, by_phase: Mapping[str, float], micro_steps: int, fi
             ranking plans before they are compiled; the compiled ones are ranked by their own seconds.
         ranges: as in `Problem`: 1 where one program runs on all stages of a pipeline.
     """
-    rates = Rates({unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s,
-                  target.n_devices)
-    passes = Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
-                    figures.host_link_bytes_per_s if offload else 0.0)
+    rates = Rates(
+        {unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s, target.n_devices
+    )
+    passes = Passes(
+        by_phase["forward"] / micro_steps,
+        by_phase["backward"] / micro_steps,
+        figures.host_link_bytes_per_s if offload else 0.0,
+    )
     return Problem(block, rates, passes, cost, offload, target.host_bytes_per_device, policies, ranges)
 
 

@@ -36,7 +36,7 @@ def _plain(value: Any) -> bool:
 
 
 def type_of(aval: Any) -> str:
-    """"float32[8,32]"."""
+    """ "float32[8,32]"."""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
@@ -60,14 +60,24 @@ class Wanted:
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain JSON values."""
-        return {"names": sorted(self.names), "keys": sorted(self.keys), "order": [list(keys) for keys in self.order],
-                "places": [sorted(places) for places in self.places], "known": sorted(self.known)}
+        return {
+            "names": sorted(self.names),
+            "keys": sorted(self.keys),
+            "order": [list(keys) for keys in self.order],
+            "places": [sorted(places) for places in self.places],
+            "known": sorted(self.known),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
         """The same from `to_json`."""
-        return cls(frozenset(values["names"]), frozenset(values["keys"]), tuple(map(tuple, values["order"])),
-                   tuple(map(frozenset, values["places"])), frozenset(values["known"]))
+        return cls(
+            frozenset(values["names"]),
+            frozenset(values["keys"]),
+            tuple(map(tuple, values["order"])),
+            tuple(map(frozenset, values["places"])),
+            frozenset(values["known"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,15 +151,20 @@ class RematPolicy:
     def _tell(self, why: str) -> None:
         if not self.lost:
             self.lost = why
-            warnings.warn(f"a remat policy meets another block than it was planned for: {why}; plan_remat again for "
-                          "these shapes and this version of jax", stacklevel=2)
+            warnings.warn(
+                f"a remat policy meets another block than it was planned for: {why}; plan_remat again for "
+                "these shapes and this version of jax",
+                stacklevel=2,
+            )
 
     def missed(self) -> list[str]:
         """What it keeps and did not meet in any trace so far."""
         wanted = self.wanted
         places = {(kind, at) for kind, places in enumerate(wanted.places) for at in places}
-        return [*sorted((wanted.names | wanted.keys) - self._met),
-                *(wanted.order[kind][at] for kind, at in sorted(places - self._met))]
+        return [
+            *sorted((wanted.names | wanted.keys) - self._met),
+            *(wanted.order[kind][at] for kind, at in sorted(places - self._met)),
+        ]
 
     def check(self) -> None:
         """Raises ReportError unless every value that it keeps was met where it was expected, by the traces so far."""
@@ -158,8 +173,10 @@ class RematPolicy:
         missed = self.missed()
         if self.lost or missed:
             why = self.lost or f"{len(missed)} of the values that it keeps were not there, the first {missed[0]}"
-            raise ReportError("the remat policy does not recognize this program's blocks under jax "
-                              f"{jax.__version__}: {why}; plan_remat again")
+            raise ReportError(
+                "the remat policy does not recognize this program's blocks under jax "
+                f"{jax.__version__}: {why}; plan_remat again"
+            )
 
     def __repr__(self) -> str:
         wanted = self.wanted

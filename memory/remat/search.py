@@ -52,21 +52,29 @@ class Search:
         tell: called with each plan as it is done.
     """
 
-    def __init__(self, problem: Problem, compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
-                 tell: Callable[[Tried], None] = lambda tried: None):
+    def __init__(
+        self,
+        problem: Problem,
+        compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
+        tell: Callable[[Tried], None] = lambda tried: None,
+    ):
         self.problem, self._compile, self._tell = problem, compile, tell
         block, rates = problem.block, problem.rates
         cost = "seconds" if problem.cost == "time" else "flops"
         self.patterns = patterns_of(block, rates, offload=problem.offload, cost=cost)
         self.full = kept_under(block, rates, FULL, ())
         self.none = everything(block, rates, NONE)
-        held = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()
-                if names is not None]
+        held = [
+            kept_under(block, rates, policy, names) for policy, names in problem.policies.items() if names is not None
+        ]
         # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
         self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
         # Nothing is predicted for these: only the compiler's figures count.
-        self.unknown = [Pattern(block.carry_bytes, 0.0, policy=policy) for policy in problem.policies
-                        if problem.policies[policy] is None]
+        self.unknown = [
+            Pattern(block.carry_bytes, 0.0, policy=policy)
+            for policy in problem.policies
+            if problem.policies[policy] is None
+        ]
         self.tried: dict[str, Tried] = {}
 
     # ---- compiling ---------------------------------------------------------------------------------------------
@@ -156,8 +164,17 @@ class Search:
         moves = (False, True) if problem.offload else (False,)
         for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
             patterns = [p for p in usable if moved or not p.host_bytes]
-            plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
-                               problem.passes, cost=problem.cost, host_budget=host_room, most=most))
+            plans.append(
+                solve(
+                    patterns,
+                    problem.block.layers,
+                    self.room(budget, (most > 1, moved)) + above,
+                    problem.passes,
+                    cost=problem.cost,
+                    host_budget=host_room,
+                    most=most,
+                )
+            )
         room = self.room(budget, WHOLE) + above
         found = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
@@ -175,8 +192,11 @@ class Search:
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
 
     def _fits(self, tried: Tried, budget: float) -> bool:
-        return (tried.ok and tried.compiled.allocated_bytes <= budget
-                and tried.compiled.host_bytes <= self.problem.host_budget)
+        return (
+            tried.ok
+            and tried.compiled.allocated_bytes <= budget
+            and tried.compiled.host_bytes <= self.problem.host_budget
+        )
 
     def best(self, budget: float) -> Tried | None:
         """Returns the compiled plan of lowest cost that fits. Plans whose costs differ by at most the fraction `TIE`,
@@ -187,8 +207,11 @@ class Search:
             least, fixed = min(tried.compiled.seconds for tried in fitting), self.best_fixed(budget)
             most = min(least * (1 + TIE), fixed.compiled.seconds if fixed else math.inf)
             fitting = [tried for tried in fitting if tried.compiled.seconds <= most]
-        return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes,
-                                               not tried.plan.policy), default=None)
+        return min(
+            fitting,
+            key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes, not tried.plan.policy),
+            default=None,
+        )
 
     def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
         """The best plan within `budget` bytes.
@@ -198,9 +221,15 @@ class Search:
         """
         return self.run_all([budget], most=most, at_once=at_once)[0]
 
-    def run_all(self, budgets: Sequence[float], *, most: int = MOST_COMPILES, at_once: int = 1,
-                together: float = math.inf, settled: Callable[[float, int], None] = lambda budget, compiled: None,
-                ) -> list[Outcome]:
+    def run_all(
+        self,
+        budgets: Sequence[float],
+        *,
+        most: int = MOST_COMPILES,
+        at_once: int = 1,
+        together: float = math.inf,
+        settled: Callable[[float, int], None] = lambda budget, compiled: None,
+    ) -> list[Outcome]:
         """The best plan within each of several budgets, which advance together and learn from each other.
 
         Args:
@@ -220,7 +249,7 @@ class Search:
             for state in spread(left):
                 if len(batch) >= together:
                     break
-                plans = self._next(state)[:max(min(at_once, most - len(state.asked)), 0)]
+                plans = self._next(state)[: max(min(at_once, most - len(state.asked)), 0)]
                 state.asked += [str(plan) for plan in plans]
                 batch |= {str(plan): plan for plan in plans}
                 if not plans:
@@ -229,8 +258,10 @@ class Search:
             self.compile(list(batch.values()))
         done = [tried for tried in self.tried.values() if tried.ok]
         tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
-        return [Outcome(self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)),
-                        tightest) for state in states]
+        return [
+            Outcome(self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)), tightest)
+            for state in states
+        ]
 
     def _next(self, state: _BudgetState) -> list[Plan]:
         """What is to be compiled next for a budget, cheapest first; none when it is settled."""
@@ -249,8 +280,12 @@ class Search:
         most = math.inf if best is None else self.cost(best.plan)
         if best is not None and best.plan.host_bytes:
             most = max(most, self.compiled_cost(best)[0])
-        return [plan for plan in plans if str(plan) not in self.tried
-                and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
+        return [
+            plan
+            for plan in plans
+            if str(plan) not in self.tried
+            and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))
+        ]
 
     def _known(self, plan: Plan) -> bool:
         """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""

@@ -35,8 +35,10 @@ class Shards:
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "spec")]
         own = cls({axis: size for mesh in meshes for axis, size in mesh.shape.items()})
-        given = [_padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
-                 for sharding, variable in zip(shardings, jaxpr.jaxpr.invars)]
+        given = [
+            _padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
+            for sharding, variable in zip(shardings, jaxpr.jaxpr.invars)
+        ]
         if own.sizes:
             own.walk(jaxpr.jaxpr, given)
         return own
@@ -69,8 +71,10 @@ class Shards:
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
         """A spec without what does not divide a dimension."""
-        return tuple(axes if size % math.prod(self.sizes.get(axis, 1) for axis in axes) == 0 else ()
-                     for axes, size in zip(spec, getattr(aval, "shape", ())))
+        return tuple(
+            axes if size % math.prod(self.sizes.get(axis, 1) for axis in axes) == 0 else ()
+            for axes, size in zip(spec, getattr(aval, "shape", ()))
+        )
 
     def _equation(self, equation: Any, ins: list[Spec]) -> list[Spec]:
         name = equation.primitive.name
@@ -79,7 +83,7 @@ class Shards:
         if name == "scan":
             return self._loop(equation, inner, ins)
         if name == "while":
-            return ins[-len(equation.outvars):]
+            return ins[-len(equation.outvars) :]
         if name not in ("shard_map", "pallas_call") and len(getattr(inner, "invars", ())) == len(ins) and ins:
             return self.walk(inner, ins)
         rule = _RULES.get(name, _alike)
@@ -87,14 +91,15 @@ class Shards:
 
     def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
         """A loop hands on as its body returns it; what it stacks has one dimension more."""
-        inside = [spec[len(spec) - len(variable.aval.shape):] for spec, variable in zip(ins, body.invars)]
+        inside = [spec[len(spec) - len(variable.aval.shape) :] for spec, variable in zip(ins, body.invars)]
         carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))
         stacked = sum(len(spec) > len(variable.aval.shape) for spec, variable in zip(ins, body.invars))
         first = len(inside) - stacked - carried
         for _ in range(2):
             outs = self.walk(body, inside)
-            inside[first:first + carried] = [own if any(own) else out
-                                             for own, out in zip(inside[first:first + carried], outs)]
+            inside[first : first + carried] = [
+                own if any(own) else out for own, out in zip(inside[first : first + carried], outs)
+            ]
         return [*outs[:carried], *(((), *spec) for spec in outs[carried:])]
 
 
@@ -104,8 +109,10 @@ def _whole(aval: Any) -> Spec:
 
 def _padded(spec: Any, rank: int) -> Spec:
     """A PartitionSpec with an entry for each dimension."""
-    axes = [tuple(entry) if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-            for entry in (spec or ())]
+    axes = [
+        tuple(entry) if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        for entry in (spec or ())
+    ]
     return tuple([*axes, *[()] * (rank - len(axes))][:rank])
 
 
@@ -128,8 +135,11 @@ def _merged(specs: Sequence[Spec], rank: int) -> Spec:
 def _alike(equation: Any, ins: list[Spec], out: Any) -> Spec:
     """Work on elements, and what keeps the dimensions in place."""
     shape = getattr(out, "shape", ())
-    same = [tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape))
-            for spec, atom in zip(ins, equation.invars) if len(spec) == len(shape)]
+    same = [
+        tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape))
+        for spec, atom in zip(ins, equation.invars)
+        if len(spec) == len(shape)
+    ]
     return _merged(same, len(shape))
 
 
@@ -139,8 +149,8 @@ def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
     for spec, atom, summed, shared in zip(ins, equation.invars, contracted, batch):
         free = [number for number in range(len(spec)) if number not in (*summed, *shared)]
         placed = [()] * rank
-        placed[:len(shared)] = [spec[number] for number in shared]
-        placed[taken:taken + len(free)] = [spec[number] for number in free]
+        placed[: len(shared)] = [spec[number] for number in shared]
+        placed[taken : taken + len(free)] = [spec[number] for number in free]
         taken += len(free)
         sides.append((-math.prod(atom.aval.shape), tuple(placed)))
     return _merged([spec for _, spec in sorted(sides, key=lambda side: side[0])], rank)
@@ -159,9 +169,11 @@ def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
     """The rule of what drops the dimensions of a parameter."""
+
     def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
         dropped = [number % len(ins[0]) for number in equation.params[key]]
         return tuple(axes for number, axes in enumerate(ins[0]) if number not in dropped)
+
     return rule
 
 
@@ -186,8 +198,16 @@ def _constraint(equation: Any, ins: list[Spec], out: Any) -> Spec:
     return _padded(getattr(equation.params.get("sharding"), "spec", ()), len(out.shape))
 
 
-_RULES: dict[str, Callable[[Any, list[Spec], Any], Spec]] = {
-    "dot_general": _product, "broadcast_in_dim": _broadcast, "transpose": _transpose, "reshape": _reshape,
-    "squeeze": _without("dimensions"), "gather": _gather, "sharding_constraint": _constraint,
-} | {f"reduce_{kind}": _without("axes") for kind in ("sum", "max", "min", "prod", "and", "or")} | {
-    kind: _without("axes") for kind in ("argmax", "argmin")}
+_RULES: dict[str, Callable[[Any, list[Spec], Any], Spec]] = (
+    {
+        "dot_general": _product,
+        "broadcast_in_dim": _broadcast,
+        "transpose": _transpose,
+        "reshape": _reshape,
+        "squeeze": _without("dimensions"),
+        "gather": _gather,
+        "sharding_constraint": _constraint,
+    }
+    | {f"reduce_{kind}": _without("axes") for kind in ("sum", "max", "min", "prod", "and", "or")}
+    | {kind: _without("axes") for kind in ("argmax", "argmin")}
+)

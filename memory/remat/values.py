@@ -41,11 +41,17 @@ class Values:
     def wanted(self, labels: Iterable[str]) -> Wanted:
         """What a policy keeps that keeps these values."""
         kept = [self.values[label] for label in labels]
-        places = tuple(frozenset(value.place for value in kept if kind in value.kinds and value.place >= 0)
-                       for kind in range(len(self.order)))
-        return Wanted(frozenset(value.name for value in kept if value.name),
-                      frozenset(value.key for value in kept if not value.name and value.place < 0),
-                      self.order, places, self.known)
+        places = tuple(
+            frozenset(value.place for value in kept if kind in value.kinds and value.place >= 0)
+            for kind in range(len(self.order))
+        )
+        return Wanted(
+            frozenset(value.name for value in kept if value.name),
+            frozenset(value.key for value in kept if not value.name and value.place < 0),
+            self.order,
+            places,
+            self.known,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +102,12 @@ def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bo
 def _times(step: Step, times: int) -> Step:
     """The step of `times` layers."""
     return dataclasses.replace(
-        step, flops=tuple(times * flops for flops in step.flops), all_flops=times * step.all_flops,
+        step,
+        flops=tuple(times * flops for flops in step.flops),
+        all_flops=times * step.all_flops,
         bytes=tuple(times * size for size in step.bytes),
-        shared=tuple((which, times * flops) for which, flops in step.shared))
+        shared=tuple((which, times * flops) for which, flops in step.shared),
+    )
 
 
 class _Graph:
@@ -126,8 +135,11 @@ class _Graph:
         once = Counter(calls)
         derived, plain = Counter(key for _, key in top), Counter(_keys(layer.body.jaxpr))
         hidden = {one.key for one in self.made if one.nested} | set(_inside(jaxpr.jaxpr))
-        self.order = [(number, key) for number, key in top
-                      if key not in hidden and not key.startswith("name ") and once[key] == derived[key] == plain[key]]
+        self.order = [
+            (number, key)
+            for number, key in top
+            if key not in hidden and not key.startswith("name ") and once[key] == derived[key] == plain[key]
+        ]
 
     def _read(self, jaxpr: Any, given: Sequence[int | None], nested: bool) -> list[int | None]:
         env = dict(zip(jaxpr.invars, given))
@@ -227,31 +239,39 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
             yield from _inside(body, within=True)
 
 
-def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: int,
-            alike: dict[Any, Value]) -> dict[int, str]:
+def _labels(
+    graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: int, alike: dict[Any, Value]
+) -> dict[int, str]:
     """Index in `made` -> label of the value that it is or is one of, for all about which jax asks a policy.
 
     `alike`: what tells a value to a policy (its name; its key; or its key and all those before it in the order) -> the
     value; those of this kind of layer are added.
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
-    in_loops = {key for one in graph.made if not one.key for body in bodies(one.equation)
-                for key in (*_inside(body), *map(_key, body.eqns))}
+    in_loops = {
+        key
+        for one in graph.made
+        if not one.key
+        for body in bodies(one.equation)
+        for key in (*_inside(body), *map(_key, body.eqns))
+    }
     out: dict[int, str] = {}
     for number, one in enumerate(graph.made):
         if not one.key or one.key not in graph.asked or one.key in in_loops:
             continue
         at = place.get(number, -1)
         name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
-        told = _told(name, one.key, keys[:at + 1])
+        told = _told(name, one.key, keys[: at + 1])
         size = times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
         if told not in alike:
             label = _label(one.equation, name, {value.label for value in alike.values()})
-            alike[told] = Value(label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0,
-                                where_of(one.equation))
+            alike[told] = Value(
+                label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0, where_of(one.equation)
+            )
         value = alike[told]
-        alike[told] = dataclasses.replace(value, kinds=tuple(dict.fromkeys((*value.kinds, kind))),
-                                          count=value.count + times, bytes=value.bytes + size)
+        alike[told] = dataclasses.replace(
+            value, kinds=tuple(dict.fromkeys((*value.kinds, kind))), count=value.count + times, bytes=value.bytes + size
+        )
         out[number] = value.label
     return out
 
@@ -267,5 +287,8 @@ def _label(equation: Any, name: str, taken: set[str]) -> str:
     """The name of a value, else the last of its scopes and its primitive; numbered where that is taken."""
     scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
-    return next(label for number in range(1, len(taken) + 2)
-                if (label := plain if number == 1 else f"{plain}.{number}") not in taken)
+    return next(
+        label
+        for number in range(1, len(taken) + 2)
+        if (label := plain if number == 1 else f"{plain}.{number}") not in taken
+    )

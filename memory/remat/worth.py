@@ -29,18 +29,24 @@ def worth_deciding(block: Block, values: Mapping[str, Value]) -> list[str]:
     used = {step.name for step in block.steps if needed.intersection(step.outs)}
     named = [label for label, value in values.items() if value.name and label in used]
     per_byte = {label: flops / max(values[label].bytes, 1) for label, flops in saved.items()}
-    ranked = sorted((label for label, flops in per_byte.items() if label not in named and flops >= LEAST_SAVED),
-                    key=lambda label: -per_byte[label])
-    chosen = {*named, *ranked[:max(MOST_NAMES - len(named), 0)]}
+    ranked = sorted(
+        (label for label, flops in per_byte.items() if label not in named and flops >= LEAST_SAVED),
+        key=lambda label: -per_byte[label],
+    )
+    chosen = {*named, *ranked[: max(MOST_NAMES - len(named), 0)]}
     return [label for label in values if label in chosen]
 
 
 def with_names(block: Block, labels: Collection[str]) -> Block:
     """The block with these names alone, where they are of what is recomputed when nothing is kept."""
     needed, _ = _recomputed(block)
-    return dataclasses.replace(block, steps=tuple(
-        step if step.name in labels and needed.intersection(step.outs) else dataclasses.replace(step, name="")
-        for step in block.steps))
+    return dataclasses.replace(
+        block,
+        steps=tuple(
+            step if step.name in labels and needed.intersection(step.outs) else dataclasses.replace(step, name="")
+            for step in block.steps
+        ),
+    )
 
 
 def _recomputed(block: Block) -> tuple[set[int], dict[int, list[Step]]]:
@@ -55,8 +61,9 @@ def _recomputed(block: Block) -> tuple[set[int], dict[int, list[Step]]]:
     return needed, users
 
 
-def _smallest(value: int, block: Block, users: Mapping[int, list[Step]], maker: Mapping[int, Step],
-              values: Mapping[str, Value]) -> str:
+def _smallest(
+    value: int, block: Block, users: Mapping[int, list[Step]], maker: Mapping[int, Step], values: Mapping[str, Value]
+) -> str:
     """The label of the smallest value that does in the place of this one: itself, or what alone is made of it; "" where
     none of these can be kept."""
     best, size, read = "", 0, set(block.read)

@@ -25,8 +25,11 @@ FIGURES = ("all layers", "allocated", "recomputed")
 THIS_PLAN = "this plan"
 USE = "jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"
 _SCALES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-_HOW = {"checkpoint": "under jax.checkpoint", "scan": "the body of a scan, to be put under jax.checkpoint",
-        "call": "a jitted function, to be put under jax.checkpoint"}
+_HOW = {
+    "checkpoint": "under jax.checkpoint",
+    "scan": "the body of a scan, to be put under jax.checkpoint",
+    "call": "a jitted function, to be put under jax.checkpoint",
+}
 
 
 def account(plan: RematPlan) -> str:
@@ -58,10 +61,18 @@ def html(plan: RematPlan) -> str:
 
     title, *figures = _head(plan)
     return piece.render(
-        "remat_plan", title=title, figures=" · ".join(figures), layers=[cut(layer, 300) for layer in _layers(plan)],
-        kept_heads=_with_figures(KEPT), kept=[[cut(cell) for cell in row] for row in _kept(plan)],
-        nothing_kept=_nothing_kept(plan), policy_heads=_with_figures(POLICIES),
-        policies=[[cut(cell) for cell in row] for row in _policies(plan)], chosen=plan.name or THIS_PLAN, use=USE)
+        "remat_plan",
+        title=title,
+        figures=" · ".join(figures),
+        layers=[cut(layer, 300) for layer in _layers(plan)],
+        kept_heads=_with_figures(KEPT),
+        kept=[[cut(cell) for cell in row] for row in _kept(plan)],
+        nothing_kept=_nothing_kept(plan),
+        policy_heads=_with_figures(POLICIES),
+        policies=[[cut(cell) for cell in row] for row in _policies(plan)],
+        chosen=plan.name or THIS_PLAN,
+        use=USE,
+    )
 
 
 def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
@@ -69,13 +80,19 @@ def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _head(plan: RematPlan) -> list[str]:
-    return [f"remat plan on {plan.target}", f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
-            f"recomputes {_share(plan.recomputed_flops, plan)}"]
+    return [
+        f"remat plan on {plan.target}",
+        f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
+        f"recomputes {_share(plan.recomputed_flops, plan)}",
+    ]
 
 
 def _layers(plan: RematPlan) -> list[str]:
-    return [f"{layer.times} x {one_line(layer.name) or 'layer'}"
-            f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}" for layer in plan.layers]
+    return [
+        f"{layer.times} x {one_line(layer.name) or 'layer'}"
+        f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        for layer in plan.layers
+    ]
 
 
 def _nothing_kept(plan: RematPlan) -> str:

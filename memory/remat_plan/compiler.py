@@ -24,8 +24,12 @@ from bytescope.memory.remat.values import Values, values_of
 from bytescope.memory.report import Report
 
 # What comes with jax: the search's name -> that of `jax.checkpoint_policies`.
-BUILT_IN = {FULL: "nothing_saveable", "dots_with_no_batch_dims_saveable": "dots_with_no_batch_dims_saveable",
-            "dots_saveable": "dots_saveable", NONE: "everything_saveable"}
+BUILT_IN = {
+    FULL: "nothing_saveable",
+    "dots_with_no_batch_dims_saveable": "dots_with_no_batch_dims_saveable",
+    "dots_saveable": "dots_saveable",
+    NONE: "everything_saveable",
+}
 
 
 class Compiler:

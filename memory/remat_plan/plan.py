@@ -73,6 +73,7 @@ class RematPlan:
         """The same loss with this policy in the checkpoints of its layers, without a change to its code; layers that
         have no checkpoint are put under one. To be differentiated, jitted or sharded as the loss itself.
         """
+
         @functools.wraps(loss)
         def planned(*args: Any, **kwargs: Any) -> Any:
             return Loss(loss, args, kwargs).under(self.layers, self.policy)(*args, **kwargs)
@@ -93,9 +94,17 @@ class RematPlan:
         return account.html(self)
 
 
-def plan_remat(loss: Callable[..., Any], args: Sequence[Any], target: Target | str | None = None,
-               budget: str | float | None = None, *, optimizer: Any = None, kwargs: Mapping[str, Any] | None = None,
-               blocks: Collection[str] = (), tell: Callable[[str], None] = lambda line: None) -> RematPlan:
+def plan_remat(
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    target: Target | str | None = None,
+    budget: str | float | None = None,
+    *,
+    optimizer: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    blocks: Collection[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> RematPlan:
     """Decides what the layers of a model keep for their backward pass: the least recomputation within a budget.
 
     Layers are what the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in a scan or
@@ -116,10 +125,17 @@ def plan_remat(loss: Callable[..., Any], args: Sequence[Any], target: Target | s
     return plan_remats(loss, args, target, [budget], optimizer=optimizer, kwargs=kwargs, blocks=blocks, tell=tell)[0]
 
 
-def plan_remats(loss: Callable[..., Any], args: Sequence[Any], target: Target | str | None = None,
-                budgets: Sequence[str | float | None] = (None,), *, optimizer: Any = None,
-                kwargs: Mapping[str, Any] | None = None, blocks: Collection[str] = (),
-                tell: Callable[[str], None] = lambda line: None) -> list[RematPlan]:
+def plan_remats(
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    target: Target | str | None = None,
+    budgets: Sequence[str | float | None] = (None,),
+    *,
+    optimizer: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    blocks: Collection[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[RematPlan]:
     """`plan_remat` for several budgets at once, which share what is compiled; it raises what that raises."""
     for budget in budgets:
         limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
@@ -144,19 +160,34 @@ def plan_of(compiler: Compiler, search: Search, outcome: Outcome, budget: int) -
     built, kept = compiler.built[name or str(best.plan)], best.plan.ranges[0][0].save
     figures = [search.tried[str(plan)] for plan in search.fixed]
     return RematPlan(
-        policy=compiler.policy(best.plan) if name == FULL else built.policy, name=BUILT_IN.get(name, ""),
+        policy=compiler.policy(best.plan) if name == FULL else built.policy,
+        name=BUILT_IN.get(name, ""),
         kept=tuple(sorted((compiler.values.values[label] for label in kept), key=lambda value: -value.bytes)),
-        allocated_bytes=best.compiled.allocated_bytes, budget_bytes=budget,
-        recomputed_flops=built.counted.recomputed, model_flops=built.counted.total - built.counted.recomputed,
-        built_in=tuple(PolicyFigures(BUILT_IN[name_of(tried.plan)], tried.compiled.allocated_bytes,
-                                     int(tried.compiled.flops), tried.compiled.status) for tried in figures),
-        compiled=len(search.tried), layers=tuple(compiler.layers),
-        target=report.target.get("name", ""), report=built.report)
+        allocated_bytes=best.compiled.allocated_bytes,
+        budget_bytes=budget,
+        recomputed_flops=built.counted.recomputed,
+        model_flops=built.counted.total - built.counted.recomputed,
+        built_in=tuple(
+            PolicyFigures(
+                BUILT_IN[name_of(tried.plan)],
+                tried.compiled.allocated_bytes,
+                int(tried.compiled.flops),
+                tried.compiled.status,
+            )
+            for tried in figures
+        ),
+        compiled=len(search.tried),
+        layers=tuple(compiler.layers),
+        target=report.target.get("name", ""),
+        report=built.report,
+    )
 
 
 def _nothing_fits(outcome: Outcome, budget: int) -> ReportError:
     if outcome.tightest is None:
         return ReportError(f"no plan could be compiled: {outcome.tried[0].compiled.status}")
     plan, least = outcome.tightest.plan, outcome.tightest.compiled.allocated_bytes
-    return ReportError(f"nothing fits {human(budget)}: with {BUILT_IN.get(name_of(plan), plan)} the step takes "
-                       f"{human(least)}, {human(least - budget)} more; give a larger budget or a smaller batch")
+    return ReportError(
+        f"nothing fits {human(budget)}: with {BUILT_IN.get(name_of(plan), plan)} the step takes "
+        f"{human(least)}, {human(least - budget)} more; give a larger budget or a smaller batch"
+    )

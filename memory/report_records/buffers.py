@@ -8,8 +8,23 @@ from __future__ import annotations
 import dataclasses
 
 # What a byte at the peak can be, in the order in which reports show it.
-ROWS = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace",
-        "logits_loss", "collectives", "batch", "outputs", "unattributed", "fragmentation")
+ROWS = (
+    "params",
+    "frozen",
+    "optimizer",
+    "accumulator",
+    "cache",
+    "rng",
+    "gradients",
+    "residuals",
+    "workspace",
+    "logits_loss",
+    "collectives",
+    "batch",
+    "outputs",
+    "unattributed",
+    "fragmentation",
+)
 CATEGORIES = ROWS[:-1]
 # The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
 STEP_PHASES = ("forward", "recompute", "backward", "optimizer")

@@ -17,8 +17,15 @@ from bytescope.memory.report_records.buffers import STEP_PHASES
 # nobody knows, a product of 8-bit operands with scales by tile in a kernel that is no library's, products of rows with
 # the matrices of their experts in such a kernel, and all others, which move memory.
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MOVING = KERNELS = (
-    "product", "attention", "attention_backward", "convolution", "foreign", "tiled_product", "grouped_product",
-    "memory")
+    "product",
+    "attention",
+    "attention_backward",
+    "convolution",
+    "foreign",
+    "tiled_product",
+    "grouped_product",
+    "memory",
+)
 # Kinds of transfers over the host link, beside the kinds of collectives (costs.collectives.WIRE).
 TO_HOST, TO_DEVICE = "to-host", "to-device"
 
@@ -124,8 +131,7 @@ def _step(row: Any, depth: int) -> Step:
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
-    if len(values) > len(fields) or not all(
-            _fits(row[0], field, value) for field, value in zip(fields, values)):
+    if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
         raise ValueError(f"a step of a schedule is {row!s:.60}")
     try:
         return kind(*values)
@@ -134,10 +140,12 @@ def _step(row: Any, depth: int) -> Step:
 
 
 # Annotation -> whether a value can be one.
-_FITS = {"str": lambda value: isinstance(value, str), "int": lambda value: is_count(value) and value >= 0,
-         "bool": lambda value: isinstance(value, bool),
-         "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(is_count(each) and each >= 0
-                                                                         for each in value)}
+_FITS = {
+    "str": lambda value: isinstance(value, str),
+    "int": lambda value: is_count(value) and value >= 0,
+    "bool": lambda value: isinstance(value, bool),
+    "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(is_count(each) and each >= 0 for each in value),
+}
 # (Letter, field) -> the values that there are; others are not made by `to_json`.
 _VALUES = {("k", "kind"): KERNELS, ("k", "phase"): STEP_PHASES, ("s", "phase"): STEP_PHASES}
 

@@ -30,8 +30,12 @@ def over(found: Rates, network: str) -> Rates:
     rows = tuple(Collective(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
     inside = tuple(row for row in found.collectives if row.hosts == 1)
     source = NETWORKS[network][0].figure.source
-    return dataclasses.replace(found, collectives=inside + rows, source=f"{found.source}; between hosts: {source}",
-                               sources={**found.sources, "collectives between hosts": source})
+    return dataclasses.replace(
+        found,
+        collectives=inside + rows,
+        source=f"{found.source}; between hosts: {source}",
+        sources={**found.sources, "collectives between hosts": source},
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,17 +45,31 @@ def _rates(name: str) -> Rates:
     memory, host_link, floor = (_nearest(chip, (part,)) for part in ("memory", "host_link", "floor"))
     collectives, links = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
-        "attention": attention[1], "memory": memory[1], "collectives": links, "host link": host_link[1],
-        "floor": floor[1], "hops": achieved.HOP_SOURCE, "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE}
+        "attention": attention[1],
+        "memory": memory[1],
+        "collectives": links,
+        "host link": host_link[1],
+        "floor": floor[1],
+        "hops": achieved.HOP_SOURCE,
+        "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE,
+    }
     return Rates(
-        source=_summary(name, sources), peak_flops=dict(chip.peak_flops), attention=attention[0], memory=memory[0],
-        products={unit: _beyond_floor(curve, floor[0][0][1], chip.peak_flops[unit])
-                  for unit, (curve, _) in products.items()},
+        source=_summary(name, sources),
+        peak_flops=dict(chip.peak_flops),
+        attention=attention[0],
+        memory=memory[0],
+        products={
+            unit: _beyond_floor(curve, floor[0][0][1], chip.peak_flops[unit]) for unit, (curve, _) in products.items()
+        },
         floor_seconds=floor[0][0][1],
-        host_link_bytes_per_s=host_link[0][0][1], host_link_seconds=achieved.HOST_LINK_SECONDS,
-        collectives=collectives, hop_seconds=achieved.HOP_SECONDS,
-        network_hop_seconds=achieved.NETWORK_HOP_SECONDS, cores=chip.gpu.cores if chip.gpu else 0,
-        sources=sources)
+        host_link_bytes_per_s=host_link[0][0][1],
+        host_link_seconds=achieved.HOST_LINK_SECONDS,
+        collectives=collectives,
+        hop_seconds=achieved.HOP_SECONDS,
+        network_hop_seconds=achieved.NETWORK_HOP_SECONDS,
+        cores=chip.gpu.cores if chip.gpu else 0,
+        sources=sources,
+    )
 
 
 def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
@@ -104,8 +122,9 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
 
 
 def _cells(name: str) -> dict[tuple[str, int], Curve]:
-    return {(part[1], part[2]): figure.points for part, figure in MEASURED.get(name, {}).items()
-            if part[0] == "attention"}
+    return {
+        (part[1], part[2]): figure.points for part, figure in MEASURED.get(name, {}).items() if part[0] == "attention"
+    }
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
@@ -184,26 +203,33 @@ def _on_pcie(chip: Chip) -> bool:
 
 def _on_links(chip: Chip, other: Chip, row: Bus) -> list[Collective]:
     if row.hosts > 1:
-        return [Collective(row.kind, row.group, row.hosts,
-                           _times(row.figure.points, chip.between_hosts / other.between_hosts))]
+        return [
+            Collective(
+                row.kind, row.group, row.hosts, _times(row.figure.points, chip.between_hosts / other.between_hosts)
+            )
+        ]
     ratio = chip.in_host / other.in_host
     groups = MESHES.get(chip.name, {row.group: 1.0})
     if row.group < max(groups):
         return []  # a part of a switch's devices: in a mesh it is the links among them that count
-    return [Collective(row.kind, group, 1, _times(row.figure.points, ratio * share))
-            for group, share in groups.items()]
+    return [Collective(row.kind, group, 1, _times(row.figure.points, ratio * share)) for group, share in groups.items()]
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:
     """One line: which parts were measured on the chip, and which take another's efficiency."""
     by_chip: dict[str, list[str]] = {name: []}
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
-    for part, key in (("products", sixteen), ("attention", "attention"), ("memory", "memory"),
-                      ("collectives", "collectives")):
+    for part, key in (
+        ("products", sixteen),
+        ("attention", "attention"),
+        ("memory", "memory"),
+        ("collectives", "collectives"),
+    ):
         for source in sources[key].split("; "):
             like = next((chip for chip in CHIPS if source.startswith(f"efficiency of {chip}:")), name)
             if part not in by_chip.setdefault(like, []):
                 by_chip[like].append(part)
     own = ", ".join(by_chip.pop(name)) or "nothing"
-    return f"measured on {name}: {own}" + "".join(f"; {', '.join(parts)} with the efficiency of {chip}"
-                                                for chip, parts in by_chip.items())
+    return f"measured on {name}: {own}" + "".join(
+        f"; {', '.join(parts)} with the efficiency of {chip}" for chip, parts in by_chip.items()
+    )

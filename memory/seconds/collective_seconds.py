@@ -19,8 +19,10 @@ from bytescope.memory.seconds.schedule import TO_DEVICE, TO_HOST, Start
 
 # Kind -> kinds whose rows stand for it where it has none, nearest first.
 _ALIKE: Mapping[str, tuple[str, ...]] = {
-    "all-reduce": ("reduce-scatter", "all-gather"), "all-gather": ("reduce-scatter", "all-reduce"),
-    "reduce-scatter": ("all-gather", "all-reduce"), "all-to-all": ("all-gather", "reduce-scatter", "all-reduce"),
+    "all-reduce": ("reduce-scatter", "all-gather"),
+    "all-gather": ("reduce-scatter", "all-reduce"),
+    "reduce-scatter": ("all-gather", "all-reduce"),
+    "all-to-all": ("all-gather", "reduce-scatter", "all-reduce"),
     "ragged-all-to-all": ("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
     "collective-permute": ("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
     "collective-broadcast": ("all-gather", "reduce-scatter", "all-reduce"),

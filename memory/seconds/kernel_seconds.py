@@ -70,8 +70,11 @@ def _attention(kernel: Kernel, rates: Rates) -> float:
 
 
 _KINDS: Mapping[str, Callable[[Kernel, Rates], float]] = {
-    **dict.fromkeys((PRODUCT, GROUPED, CONVOLUTION, FOREIGN), _product), TILED: _tiled, MOVING: _memory,
-    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attention)}
+    **dict.fromkeys((PRODUCT, GROUPED, CONVOLUTION, FOREIGN), _product),
+    TILED: _tiled,
+    MOVING: _memory,
+    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attention),
+}
 
 
 def product_flops_per_s(kernel: Kernel, rates: Rates) -> float:

@@ -58,16 +58,23 @@ class Prediction:
         """What a report says that it takes; None where it says nothing."""
         if not report.prediction:
             return None
-        return cls(**{field.name: report.prediction.get(_KEY.get(field.name, field.name))
-                      for field in dataclasses.fields(cls)})
+        return cls(
+            **{field.name: report.prediction.get(_KEY.get(field.name, field.name)) for field in dataclasses.fields(cls)}
+        )
 
 
 # Field -> its key in JSON, where they differ.
 _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 
-def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens: int | None = None,
-       model_flops: int | None = None, network: str = "") -> Prediction | None:
+def of(
+    steps: Steps,
+    target: Target | Mapping[str, Any],
+    calls: int = 1,
+    tokens: int | None = None,
+    model_flops: int | None = None,
+    network: str = "",
+) -> Prediction | None:
     """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
 
     Args:
@@ -90,10 +97,16 @@ def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens:
         raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
     low, high = spread.of(known).around(update)
     return Prediction(
-        update, low, high, {phase: calls * taken for phase, taken in once.by_phase.items()},
-        {term: calls * taken for term, taken in once.by_term.items()}, max(TERMS, key=lambda term: once.by_term[term]),
-        rates.source, tokens / update if tokens else None,
-        _mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None)
+        update,
+        low,
+        high,
+        {phase: calls * taken for phase, taken in once.by_phase.items()},
+        {term: calls * taken for term, taken in once.by_term.items()},
+        max(TERMS, key=lambda term: once.by_term[term]),
+        rates.source,
+        tokens / update if tokens else None,
+        _mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None,
+    )
 
 
 def _walked(steps: Steps, rates: Rates) -> Walked:
@@ -138,8 +151,9 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
     if rates_of.chosen() is None:
         if target.get("platform") == "cpu":
             if not measured:
-                return ("the rates of a CPU are measured by bytescope report, and by bytescope calibrate for "
-                        "--rates=FILE")
+                return (
+                    "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
+                )
         elif chip_rates.of(str(target.get("kind"))) is None:
             kind = str(target.get("kind") or target.get("name"))
             return f"no rates of {kind} are known: give --rates=FILE, written by bytescope calibrate there"
@@ -166,5 +180,11 @@ def of_answer(answer: Mapping[str, Any], network: str = "") -> Prediction | None
         steps = schedule.from_json(answer["schedule"])
     except ValueError as error:
         raise ReportError(f"a damaged report ({error}): write it again") from error
-    return of(steps, answer["target"], answer.get("calls_per_update") or 1, answer.get("tokens_per_update"),
-              answer.get("model_flops"), network)
+    return of(
+        steps,
+        answer["target"],
+        answer.get("calls_per_update") or 1,
+        answer.get("tokens_per_update"),
+        answer.get("model_flops"),
+        network,
+    )

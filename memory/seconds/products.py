@@ -52,11 +52,16 @@ def find(module: Module, instruction: Instruction) -> Work | None:
 
 
 def _inside(module: Module, fusion: Instruction) -> Iterable[Instruction]:
-    return (module.instructions[id] for called in fusion.called if called in module.computations
-            for id in module.computations[called].instructions)
+    return (
+        module.instructions[id]
+        for called in fusion.called
+        if called in module.computations
+        for id in module.computations[called].instructions
+    )
 
 
 # ---- products ------------------------------------------------------------------------------------------------
+
 
 def _dot(module: Module, instruction: Instruction) -> Work | None:
     """dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4}, precision_config 51
@@ -78,8 +83,9 @@ def _dot(module: Module, instruction: Instruction) -> Work | None:
     return _product(module, instruction, axes[1], axes[3], exact)
 
 
-def _product(module: Module, instruction: Instruction, contracted: Iterable[int], batch: Iterable[int],
-             exact: bool) -> Work | None:
+def _product(
+    module: Module, instruction: Instruction, contracted: Iterable[int], batch: Iterable[int], exact: bool
+) -> Work | None:
     left, right = _operands(module, instruction)
     if left is None or right is None:
         return None
@@ -126,6 +132,7 @@ def _size(shape: Shape, axes: Iterable[int]) -> int:
 
 # ---- convolutions --------------------------------------------------------------------------------------------
 
+
 def _convolution(module: Module, instruction: Instruction) -> Work | None:
     """2 x values of the output x the window's values of one output feature; padding and dilation as if dense."""
     left, right = _operands(module, instruction)
@@ -166,6 +173,7 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 
 # ---- calls of libraries --------------------------------------------------------------------------------------
 
+
 def _call(module: Module, instruction: Instruction) -> Work | None:
     """A GEMM's settings tell its axes, an attention call's the shape of its scores, a convolution is as in HLO."""
     if not is_product(module, instruction):
@@ -176,10 +184,16 @@ def _call(module: Module, instruction: Instruction) -> Work | None:
     if gemm:
         numbers, precision = _inner(gemm, "dot_dimension_numbers"), _inner(gemm, "precision_config")
         algorithm = str(precision.get("algorithm", "ALG_UNSET"))
-        exact = algorithm in _EXACT_NAMES or (algorithm == "ALG_UNSET"
-                                              and "HIGHEST" in str(precision.get("operand_precision")))
-        found = _product(module, instruction, _numbers(numbers.get("lhs_contracting_dimensions")),
-                         _numbers(numbers.get("lhs_batch_dimensions")), exact)
+        exact = algorithm in _EXACT_NAMES or (
+            algorithm == "ALG_UNSET" and "HIGHEST" in str(precision.get("operand_precision"))
+        )
+        found = _product(
+            module,
+            instruction,
+            _numbers(numbers.get("lhs_contracting_dimensions")),
+            _numbers(numbers.get("lhs_batch_dimensions")),
+            exact,
+        )
     elif scores:
         found = _attention(module, instruction, scores)
     elif "__cudnn$conv" in instruction.target:
@@ -195,7 +209,7 @@ def _foreign(module: Module, instruction: Instruction) -> Work:
     result = result.leaf((0,)) if result.parts is not None else result
     if left is None or right is None:
         return Work(FOREIGN, dtype=left.dtype if left else "")
-    if (shapes := _grouped(left.dims, right.dims, result.dims)):
+    if shapes := _grouped(left.dims, right.dims, result.dims):
         m, n, k = shapes
         return _work(GROUPED, 2 * m * n * k, left, right, (1, m, n, k))
     if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
@@ -276,4 +290,8 @@ _DIGITS = 19  # of a 64-bit number
 
 
 _RULES: Mapping[str, Callable[[Module, Instruction], Work | None]] = {
-    "dot": _dot, "ragged-dot": _ragged, "convolution": _convolution, "custom-call": _call}
+    "dot": _dot,
+    "ragged-dot": _ragged,
+    "convolution": _convolution,
+    "custom-call": _call,
+}

@@ -30,17 +30,22 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
     if found is not None:
-        out |= {"predicted_seconds": found.seconds, "predicted_seconds_low": found.low,
-                "predicted_seconds_high": found.high, "predicted_tokens_per_s": found.tokens_per_s,
-                "predicted_mfu": found.mfu, "rates": found.rates}
+        out |= {
+            "predicted_seconds": found.seconds,
+            "predicted_seconds_low": found.low,
+            "predicted_seconds_high": found.high,
+            "predicted_tokens_per_s": found.tokens_per_s,
+            "predicted_mfu": found.mfu,
+            "rates": found.rates,
+        }
     elif answer.get("status") == "ok" and answer.get("target"):
-        out["unpredicted"] = (prediction.missing(bool(answer.get("schedule")), answer["target"])
-                              or "nothing in this program takes time")
+        out["unpredicted"] = (
+            prediction.missing(bool(answer.get("schedule")), answer["target"]) or "nothing in this program takes time"
+        )
     return out
 
 
-def preferred(items: Iterable[Item], seconds: Callable[[Item], float],
-              otherwise: Callable[[Item], Any]) -> Item | None:
+def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
     """The item of least seconds; of those within `TIE` of it the one that `otherwise` puts first. None for none."""
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
@@ -62,5 +67,10 @@ def large(target: Any) -> roofline.Figures | None:
     if found is None or peaks is None:
         return None
     units = {unit: device_rates.at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
-    return roofline.Figures(units, device_rates.at(found.memory, LARGE_BYTES), found.host_link_bytes_per_s,
-                            peaks.interconnect_bytes_per_s, found.source)
+    return roofline.Figures(
+        units,
+        device_rates.at(found.memory, LARGE_BYTES),
+        found.host_link_bytes_per_s,
+        peaks.interconnect_bytes_per_s,
+        found.source,
+    )

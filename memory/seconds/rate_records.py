@@ -25,6 +25,7 @@ Curve = tuple[tuple[float, float], ...]
 # More points, rows or curves than any machine has; a larger file is not one of ours.
 _MOST = 4096
 
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective measured: its kind (of `costs.collectives.WIRE`), devices in its group, hosts over which they are
@@ -81,31 +82,43 @@ class Rates:
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (least and not value):
                 raise ReportError(f"rates: {name} is {value!r:.40}: give a number {'above' if least else 'from'} 0")
-        wrong = next((unit for unit, peak in self.peak_flops.items()
-                      if unit not in roofline.UNITS or not is_number(peak) or peak <= 0), None)
+        wrong = next(
+            (
+                unit
+                for unit, peak in self.peak_flops.items()
+                if unit not in roofline.UNITS or not is_number(peak) or peak <= 0
+            ),
+            None,
+        )
         unknown = set(self.products) - set(roofline.UNITS)
         if wrong or unknown or not self.products:
             named = wrong or next(iter(unknown), "nothing")
             raise ReportError(f"rates: {named} is not what a device multiplies: give {', '.join(roofline.UNITS)}")
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
-            raise ReportError(f"rates: attention has {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
-                              "each by head width")
+            raise ReportError(
+                f"rates: attention has {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
+                "each by head width"
+            )
         for row in self.collectives:
             if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
-                raise ReportError(f"rates: a collective is {row.kind!r:.40} of {row.group} over {row.hosts} hosts: "
-                                  f"give one of {', '.join(WIRE)} of 2 or more")
+                raise ReportError(
+                    f"rates: a collective is {row.kind!r:.40} of {row.group} over {row.hosts} hosts: "
+                    f"give one of {', '.join(WIRE)} of 2 or more"
+                )
 
     def _curves(self) -> list[tuple[str, Any]]:
-        return [("memory", self.memory), *((f"products.{unit}", curve) for unit, curve in self.products.items()),
-                *((f"attention.{way}.{width}", curve) for way, of in self.attention.items()
-                  for width, curve in of.items()),
-                *((f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives)]
+        return [
+            ("memory", self.memory),
+            *((f"products.{unit}", curve) for unit, curve in self.products.items()),
+            *((f"attention.{way}.{width}", curve) for way, of in self.attention.items() for width, curve in of.items()),
+            *((f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives),
+        ]
 
     def unit(self, wanted: str) -> str:
         """The unit that multiplies what `wanted` (of `costs.roofline.UNITS`) would: itself, else the next wider one,
         else the nearest narrower one."""
         order = roofline.UNITS
-        wider = order[order.index(wanted):]
+        wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: Rates, hosts: int = 1) -> Rates:
@@ -116,21 +129,34 @@ class Rates:
         if not taken:
             return self
         source = "the network as published" if inside else f"collectives: {listed.source}"
-        return dataclasses.replace(self, collectives=(*self.collectives, *taken), source=f"{self.source}; {source}",
-                                   hop_seconds=self.hop_seconds if inside else listed.hop_seconds,
-                                   network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds)
+        return dataclasses.replace(
+            self,
+            collectives=(*self.collectives, *taken),
+            source=f"{self.source}; {source}",
+            hop_seconds=self.hop_seconds if inside else listed.hop_seconds,
+            network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds,
+        )
 
     def shared(self, devices: int) -> Rates:
         """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""
+
         def part(curve: Curve) -> Curve:
             return tuple((size, rate / devices) for size, rate in curve)
 
-        return self if devices < 2 else dataclasses.replace(
-            self, peak_flops={unit: peak / devices for unit, peak in self.peak_flops.items()},
-            products={unit: part(curve) for unit, curve in self.products.items()},
-            attention={way: {width: part(curve) for width, curve in table.items()}
-                       for way, table in self.attention.items()},
-            memory=part(self.memory), host_link_bytes_per_s=self.host_link_bytes_per_s / devices)
+        return (
+            self
+            if devices < 2
+            else dataclasses.replace(
+                self,
+                peak_flops={unit: peak / devices for unit, peak in self.peak_flops.items()},
+                products={unit: part(curve) for unit, curve in self.products.items()},
+                attention={
+                    way: {width: part(curve) for width, curve in table.items()} for way, table in self.attention.items()
+                },
+                memory=part(self.memory),
+                host_link_bytes_per_s=self.host_link_bytes_per_s / devices,
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain JSON values, with the version of the format. `from_json` reads it."""
@@ -138,14 +164,25 @@ class Rates:
 
 
 # Field that is a number -> whether it has to be above 0.
-_NUMBERS = {"floor_seconds": False, "host_link_bytes_per_s": True, "host_link_seconds": False, "hop_seconds": False,
-            "network_hop_seconds": False, "cores": False}
+_NUMBERS = {
+    "floor_seconds": False,
+    "host_link_bytes_per_s": True,
+    "host_link_seconds": False,
+    "hop_seconds": False,
+    "network_hop_seconds": False,
+    "cores": False,
+}
 
 
 def _is_curve(points: Any) -> bool:
-    pairs = isinstance(points, tuple) and 0 < len(points) <= _MOST and all(
-        isinstance(point, tuple) and len(point) == 2 and all(is_number(value) and value > 0 for value in point)
-        for point in points)
+    pairs = (
+        isinstance(points, tuple)
+        and 0 < len(points) <= _MOST
+        and all(
+            isinstance(point, tuple) and len(point) == 2 and all(is_number(value) and value > 0 for value in point)
+            for point in points
+        )
+    )
     return pairs and all(one[0] < other[0] for one, other in itertools.pairwise(points))
 
 
@@ -205,17 +242,22 @@ def _text(value: Any) -> str:
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[Collective, ...]:
     if len(rows) > _MOST:
         raise ValueError(f"{len(rows)} collectives")
-    return tuple(Collective(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
-                 for row in rows)
+    return tuple(
+        Collective(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"])) for row in rows
+    )
 
 
 # Field -> how its JSON value is read; others are as they are, and checked by the record.
 _READ = {
-    "source": _text, "memory": _curve, "cores": _whole, "collectives": _collectives,
+    "source": _text,
+    "memory": _curve,
+    "cores": _whole,
+    "collectives": _collectives,
     "peak_flops": lambda value: {_text(unit): peak for unit, peak in value.items()},
     "products": lambda value: {_text(unit): _curve(points) for unit, points in value.items()},
-    "attention": lambda value: {_text(way): {int(width): _curve(points) for width, points in table.items()}
-                                for way, table in value.items()},
+    "attention": lambda value: {
+        _text(way): {int(width): _curve(points) for width, points in table.items()} for way, table in value.items()
+    },
     "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
     "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
 }

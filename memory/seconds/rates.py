@@ -100,17 +100,25 @@ def refuse(found: Rates, known: Mapping[str, Any]) -> None:
     """Raises ReportError for rates that were measured on another kind of device than a target (its JSON) is."""
     device = found.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
-        raise ReportError(f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
-                          f"out, or give what bytescope calibrate writes on {known.get('kind')}")
+        raise ReportError(
+            f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
+            f"out, or give what bytescope calibrate writes on {known.get('kind')}"
+        )
 
 
 def _of_machine(known: Mapping[str, Any]) -> Rates:
     """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
-    return Rates(source=roofline.MEASURED, peak_flops={"fp32": flops}, products={"fp32": product},
-                 attention={way: {128: product} for way in WAYS}, memory=moved, floor_seconds=_CPU_FLOOR_SECONDS,
-                 host_link_bytes_per_s=copied)
+    return Rates(
+        source=roofline.MEASURED,
+        peak_flops={"fp32": flops},
+        products={"fp32": product},
+        attention={way: {128: product} for way in WAYS},
+        memory=moved,
+        floor_seconds=_CPU_FLOOR_SECONDS,
+        host_link_bytes_per_s=copied,
+    )
 
 
 def _count(known: Mapping[str, Any], field: str) -> int:

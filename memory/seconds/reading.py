@@ -45,8 +45,9 @@ _ALIKE = 100
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
-def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None,
-         devices: int = 1) -> Steps:
+def read(
+    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+) -> Steps:
     """The compiled schedule of a program, of one device and one call; () for one that nothing is known of.
 
     Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
@@ -200,8 +201,12 @@ class _Walk:
     def crosses(self, one: Instruction) -> bool:
         """Whether an operation, or one that is fused into it, moves bytes over the host link."""
         operands = (self.module.operand(one, i) for i in range(len(one.operands)))
-        if not any(leaf.memory_space == host_transfers.HOST_SPACE for item in (one, *operands) if item
-                   for _, leaf in leaves(self.module.shape(item))):
+        if not any(
+            leaf.memory_space == host_transfers.HOST_SPACE
+            for item in (one, *operands)
+            if item
+            for _, leaf in leaves(self.module.shape(item))
+        ):
             return False
         return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
 
@@ -244,8 +249,15 @@ _CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
 _Rule = Callable[[_Walk, Instruction, str], Iterator[Step]]
 # Opcode -> what it is in a schedule; collectives apart, all others are kernels or nothing.
 _RULES: dict[str, _Rule] = {
-    "while": _Walk.loop, "conditional": _Walk.conditional, "call": _Walk.call, "async-start": _Walk.wrapped,
-    "async-update": _Walk.wait, "async-done": _Walk.wait, "copy-start": _Walk.copy_start, "copy-done": _Walk.wait}
+    "while": _Walk.loop,
+    "conditional": _Walk.conditional,
+    "call": _Walk.call,
+    "async-start": _Walk.wrapped,
+    "async-update": _Walk.wait,
+    "async-done": _Walk.wait,
+    "copy-start": _Walk.copy_start,
+    "copy-done": _Walk.wait,
+}
 
 
 def _cost(steps: Steps) -> int:
@@ -283,12 +295,17 @@ def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
     if not sums:
         return steps
     # Tiles without rows cost nothing, and the jaxpr's count is without them.
-    filled = {phase: min(max(beyond[phase] - of[FOREIGN], 0) / of[GROUPED], 1.0)
-              for phase, of in sums.items() if of[GROUPED] and phase in beyond}
-    left = {phase: max(beyond.get(phase, 0) - round(filled.get(phase, 1.0) * of[GROUPED]), 0)
-            for phase, of in sums.items()}
-    products_in = {phase for phase, of in sums.items()
-                   if of[FOREIGN] and abs(left[phase] - of[FOREIGN]) * _ALIKE <= of[FOREIGN]}
+    filled = {
+        phase: min(max(beyond[phase] - of[FOREIGN], 0) / of[GROUPED], 1.0)
+        for phase, of in sums.items()
+        if of[GROUPED] and phase in beyond
+    }
+    left = {
+        phase: max(beyond.get(phase, 0) - round(filled.get(phase, 1.0) * of[GROUPED]), 0) for phase, of in sums.items()
+    }
+    products_in = {
+        phase for phase, of in sums.items() if of[FOREIGN] and abs(left[phase] - of[FOREIGN]) * _ALIKE <= of[FOREIGN]
+    }
 
     def settled(kernel: Kernel) -> Kernel:
         phase = kernel.phase

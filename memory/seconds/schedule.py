@@ -28,9 +28,31 @@ from bytescope.memory.report_records.schedule import (
     to_json,
 )
 
-__all__ = ["ATTENTION", "ATTENTION_BACKWARD", "CONVOLUTION", "FOREIGN", "GROUPED", "KERNELS", "MOVING", "PRODUCT",
-           "TILED", "TO_DEVICE", "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "flops_by_phase",
-           "from_json", "kernels", "merged", "to_json", "unit_of"]
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "CONVOLUTION",
+    "FOREIGN",
+    "GROUPED",
+    "KERNELS",
+    "MOVING",
+    "PRODUCT",
+    "TILED",
+    "TO_DEVICE",
+    "TO_HOST",
+    "Kernel",
+    "Loop",
+    "Start",
+    "Step",
+    "Steps",
+    "Wait",
+    "flops_by_phase",
+    "from_json",
+    "kernels",
+    "merged",
+    "to_json",
+    "unit_of",
+]
 
 # HLO's dtype of operands -> unit that multiplies them, of `costs.roofline.UNITS`.
 _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}

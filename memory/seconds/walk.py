@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 # What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
 # libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
 TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
-_TERM = {**dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
-         **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention")}
+_TERM = {
+    **dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
+    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention"),
+}
 _COLLECTIVES = "collectives"
 # Kind of a transfer -> its stream; all others are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}
@@ -145,8 +147,12 @@ class _Prices:
             self._kernels[once] = kernel_seconds.seconds(once, self.rates)
         taken = self._kernels[once]
         launching = min(self.rates.floor_seconds, taken)
-        return _Compute(taken * kernel.times, (kernel.phase, _TERM.get(kernel.kind, "memory")),
-                        (kernel.phase, "launch"), launching * kernel.times)
+        return _Compute(
+            taken * kernel.times,
+            (kernel.phase, _TERM.get(kernel.kind, "memory")),
+            (kernel.phase, "launch"),
+            launching * kernel.times,
+        )
 
 
 class _Clock:
@@ -279,6 +285,8 @@ def _alike(first: _State, second: _State, third: _State) -> bool:
     length = third.now - second.now
     allowed = _ALIKE * max(length, 1e-12)
     before, after = second.ahead(), third.ahead()
-    return (math.isclose(length, second.now - first.now, rel_tol=_ALIKE, abs_tol=allowed)
-            and before.keys() == after.keys()
-            and all(abs(before[key] - after[key]) <= allowed for key in before))
+    return (
+        math.isclose(length, second.now - first.now, rel_tol=_ALIKE, abs_tol=allowed)
+        and before.keys() == after.keys()
+        and all(abs(before[key] - after[key]) <= allowed for key in before)
+    )

@@ -30,8 +30,9 @@ def count(jaxpr: Any) -> int:
         if id(jaxpr) in seen:
             return 0
         seen[id(jaxpr)] = jaxpr
-        return sum(1 if equation.primitive.name in CALLBACKS else sum(map(found, _inner(equation)))
-                   for equation in jaxpr.eqns)
+        return sum(
+            1 if equation.primitive.name in CALLBACKS else sum(map(found, _inner(equation))) for equation in jaxpr.eqns
+        )
 
     return found(opened(jaxpr))
 
@@ -95,8 +96,11 @@ class _Rewriting:
             return []
         if primitive is None:
             return [_made(equation, lambda *operands: _waiting(operands, results))]
-        told = {"results": results, "partitioned": bool(equation.params.get("partitioned")),
-                "acts": _acting() if CALLBACKS[equation.primitive.name] else frozenset()}
+        told = {
+            "results": results,
+            "partitioned": bool(equation.params.get("partitioned")),
+            "acts": _acting() if CALLBACKS[equation.primitive.name] else frozenset(),
+        }
         return [_made(equation, lambda *operands: primitive.bind(*map(_plain, operands), **told))]
 
 
@@ -107,8 +111,9 @@ def _made(equation: Any, function: Callable[..., Any]) -> Any:
     avals = [operand.aval for operand in equation.invars]
     with jax.sharding.use_abstract_mesh(equation.ctx.cur_abstract_mesh):
         new = jax.make_jaxpr(jax.jit(function, inline=False))(*avals).jaxpr.eqns[-1]
-    return new.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info,
-                       ctx=equation.ctx)
+    return new.replace(
+        invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info, ctx=equation.ctx
+    )
 
 
 def _others(effects: Any) -> Any:
@@ -154,8 +159,7 @@ def _primitive() -> Any:
             waiting = mlir.lower_fun(lambda *values: _waiting(values, results), multiple_results=True)
             return waiting(context, *operands)
         name = f"xla_ffi{'_partitioned' if partitioned else ''}_python_gpu_callback"
-        call = build_ffi_lowering_function(name, has_side_effect=bool(acts))(
-            context, *operands, index=np.uint64(0))
+        call = build_ffi_lowering_function(name, has_side_effect=bool(acts))(context, *operands, index=np.uint64(0))
         if sharding is not None and not partitioned:
             set_sharding(context.module_context, call, sharding)
         return call.results

@@ -35,12 +35,19 @@ def refused(step: Callable[..., Any]) -> Callable[..., Any]:
         before = [(value, jax.tree.leaves(value)) for value in (*args, *kwargs.values()) if _is_object(value)]
         out = step(*args, **kwargs)
         returned = {id(leaf) for leaf in jax.tree.leaves(out)} if before else set()
-        lost = [type(value).__name__ for value, leaves in before
-                if any(new is not old and getattr(new, "shape", ()) and id(new) not in returned
-                       for old, new in zip(leaves, jax.tree.leaves(value)))]
+        lost = [
+            type(value).__name__
+            for value, leaves in before
+            if any(
+                new is not old and getattr(new, "shape", ()) and id(new) not in returned
+                for old, new in zip(leaves, jax.tree.leaves(value))
+            )
+        ]
         if lost:
-            raise LostUpdateError(f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
-                                  "which jax.jit loses: give flax.nnx.jit(step), or return what is updated")
+            raise LostUpdateError(
+                f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
+                "which jax.jit loses: give flax.nnx.jit(step), or return what is updated"
+            )
         return out
 
     return checked

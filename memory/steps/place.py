@@ -44,16 +44,19 @@ class Place:
         if mesh not in self._meshes:
             devices = self._checked(mesh)
             same = set(mesh.devices.flat) == set(devices.flat)
-            self._meshes[mesh] = mesh if same else jax.sharding.Mesh(
-                devices, mesh.axis_names, axis_types=mesh.axis_types)
+            self._meshes[mesh] = (
+                mesh if same else jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+            )
         return self._meshes[mesh]
 
     def _checked(self, mesh: Any) -> Any:
         """The target's devices in the shape of a mesh. Raises ReportError for a mesh of another size."""
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-            raise ReportError(f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
-                              f"{self.target.n_devices}: change the mesh or the target")
+            raise ReportError(
+                f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                f"{self.target.n_devices}: change the mesh or the target"
+            )
         return self.target.mesh_devices(*mesh.axis_sizes)
 
     def concrete(self, sharding: Any) -> Any:
@@ -76,13 +79,15 @@ class Place:
         if isinstance(sharding, jax.sharding.NamedSharding) and is_abstract(sharding.mesh):
             return sharding.update(mesh=self.abstract(sharding.mesh))
         if isinstance(sharding, jax.sharding.NamedSharding):
-            return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec,
-                                              memory_kind=sharding.memory_kind if self.named(sharding) else None)
+            return jax.sharding.NamedSharding(
+                self.mesh(sharding.mesh),
+                sharding.spec,
+                memory_kind=sharding.memory_kind if self.named(sharding) else None,
+            )
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
             return self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
-            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: say it as a "
-                              "NamedSharding")
+            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: say it as a NamedSharding")
         return sharding
 
     @staticmethod
@@ -105,8 +110,10 @@ class Place:
         import numpy as np
         from jax.extend import core
 
-        consts = [np.asarray(const) if isinstance(const, jax.Array) and not _is_key(const) else const
-                  for const in jaxpr.consts]
+        consts = [
+            np.asarray(const) if isinstance(const, jax.Array) and not _is_key(const) else const
+            for const in jaxpr.consts
+        ]
         return core.ClosedJaxpr(self.jaxpr(jaxpr.jaxpr), consts)
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -115,17 +122,27 @@ class Place:
             own: dict[Any, Any] = {}
 
             def variables(found: Sequence[Any]) -> list[Any]:
-                return [own.setdefault(v, self.variable(v)) if isinstance(v, core.Var) else self.literal(v)
-                        for v in found]
+                return [
+                    own.setdefault(v, self.variable(v)) if isinstance(v, core.Var) else self.literal(v) for v in found
+                ]
 
             from jax.extend import core
 
-            equations = [equation.replace(invars=variables(equation.invars), outvars=variables(equation.outvars),
-                                          params={key: self.moved(value) for key, value in equation.params.items()},
-                                          ctx=self.traced_under(equation))
-                         for equation in jaxpr.eqns]
-            moved = jaxpr.replace(invars=variables(jaxpr.invars), constvars=variables(jaxpr.constvars), eqns=equations,
-                                  outvars=variables(jaxpr.outvars))
+            equations = [
+                equation.replace(
+                    invars=variables(equation.invars),
+                    outvars=variables(equation.outvars),
+                    params={key: self.moved(value) for key, value in equation.params.items()},
+                    ctx=self.traced_under(equation),
+                )
+                for equation in jaxpr.eqns
+            ]
+            moved = jaxpr.replace(
+                invars=variables(jaxpr.invars),
+                constvars=variables(jaxpr.constvars),
+                eqns=equations,
+                outvars=variables(jaxpr.outvars),
+            )
             self._jaxprs[id(jaxpr)] = jaxpr, moved  # the old one is kept: its id must not come again
         return self._jaxprs[id(jaxpr)][1]
 

@@ -34,8 +34,12 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
     if id(jaxpr) in seen:
         return
     seen[id(jaxpr)] = jaxpr
-    leaves = [leaf for equation in jaxpr.eqns for value in equation.params.values()
-              for leaf in (value if isinstance(value, (tuple, list)) else (value,))]
+    leaves = [
+        leaf
+        for equation in jaxpr.eqns
+        for value in equation.params.values()
+        for leaf in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
     for leaf in leaves:
         mesh = leaf if isinstance(leaf, jax.sharding.Mesh) else getattr(leaf, "mesh", None)
         inside = getattr(leaf, "jaxpr", leaf)
@@ -70,20 +74,27 @@ def lowered_for(program: Any, target: Target) -> Any:
     context = place.context(params["ctx_mesh"])
     if not place.has_mesh and all(sharding is None for sharding in moved):
         moved = [place.one_device] * len(moved)
-    leaves = [jax.ShapeDtypeStruct(own.aval.shape, own.aval.dtype, weak_type=own.aval.weak_type, sharding=sharding)
-              for own, sharding in zip(program._meta_tys_flat, moved)]
+    leaves = [
+        jax.ShapeDtypeStruct(own.aval.shape, own.aval.dtype, weak_type=own.aval.weak_type, sharding=sharding)
+        for own, sharding in zip(program._meta_tys_flat, moved)
+    ]
     args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
     results = [place.concrete(sharding) if _is_given(sharding) else None for sharding in params["out_shardings"]]
     if not leaves and not place.has_mesh and not any(results):
         results = [place.one_device] * len(results)
     step = _as_function(program, inside)
     with context:
-        return jax.jit(step, out_shardings=jax.tree.unflatten(program.out_tree, results),
-                       donate_argnums=_donated(program), keep_unused=params["keep_unused"]).lower(*args, **kwargs)
+        return jax.jit(
+            step,
+            out_shardings=jax.tree.unflatten(program.out_tree, results),
+            donate_argnums=_donated(program),
+            keep_unused=params["keep_unused"],
+        ).lower(*args, **kwargs)
 
 
 def _shardings(program: Any) -> list[Any]:
     """The sharding of each leaf of the arguments, None where it is anybody's choice."""
+
     def sharding(told: Any, own: Any) -> Any:
         if _is_given(told):
             return told
@@ -133,8 +144,13 @@ def _signature(program: Any) -> inspect.Signature:
         root = re.match(r"[A-Za-z_]\w*(?=$|\[|\.)", told[0]) if told else None
         found.append(root[0] if root else f"args_{number}")
     if len({*found, *kwargs}) < len(found) + len(kwargs):  # *args: all leaves of all of them have its name
-        return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-                                  inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
+        return inspect.Signature(
+            [
+                inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+            ]
+        )
     return inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in found]
-        + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs])
+        + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
+    )

@@ -21,8 +21,7 @@ OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames",
 _NUMBERS = (bool, int, float, complex)
 
 
-def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-           options: Mapping[str, Any]) -> Any:
+def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The `jax.stages.Traced` of a step, traced once, or the object that a library puts around it.
 
     Args:
@@ -38,8 +37,9 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     given = {name: value for name, value in options.items() if value is not None}
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
-        raise ReportError(f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give "
-                          "the function itself")
+        raise ReportError(
+            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+        )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
     if not is_jitted:
@@ -49,9 +49,11 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     except ValueError as error:
         mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
         if mapped > available and _PMAP_ERROR.search(str(error)):
-            raise ReportError(f"jax.pmap over {mapped} devices, and this process has {available}: set "
-                              f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
-                              "target's devices") from error
+            raise ReportError(
+                f"jax.pmap over {mapped} devices, and this process has {available}: set "
+                f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
+                "target's devices"
+            ) from error
         raise
 
 
@@ -85,8 +87,9 @@ def takes_none(step: Any) -> bool:
     return True
 
 
-def _of_function(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-                 given: Mapping[str, Any]) -> Any:
+def _of_function(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
+) -> Any:
     """A plain function as jax.jit traces it; numbers of Python are arguments."""
     import jax
 
@@ -125,8 +128,9 @@ def _whole(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> 
     import jax
 
     def whole(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(lambda leaf: leaf.value if _is_static(leaf) else leaf, (args, kwargs),
-                                    is_leaf=_is_static)
+        args, kwargs = jax.tree.map(
+            lambda leaf: leaf.value if _is_static(leaf) else leaf, (args, kwargs), is_leaf=_is_static
+        )
         return _held(step(*args, **kwargs), numbers=False)
 
     functools.update_wrapper(whole, like or step)
@@ -153,9 +157,13 @@ def _donated(program: Any, count: int) -> tuple[int, ...]:
     from jax.extend.core import Var
 
     equations = program.jaxpr.jaxpr.eqns
-    given = {variable for equation in equations if "donated_invars" in equation.params
-             for variable, donated in zip(equation.invars, equation.params["donated_invars"])
-             if donated and isinstance(variable, Var)}
+    given = {
+        variable
+        for equation in equations
+        if "donated_invars" in equation.params
+        for variable, donated in zip(equation.invars, equation.params["donated_invars"])
+        if donated and isinstance(variable, Var)
+    }
     args, _ = program.args_info
     variables, found = iter(program.jaxpr.jaxpr.invars), []
     for number, arg in zip(range(count), args):
@@ -168,8 +176,9 @@ def _held(tree: Any, *, numbers: bool) -> Any:
     """A tree whose leaves that are no arrays are held: they are part of its structure then. `numbers`: Python's too."""
     import jax
 
-    return jax.tree.map(lambda leaf: leaf if _is_array(leaf) or (not numbers and isinstance(leaf, _NUMBERS))
-                        else _static()(leaf), tree)
+    return jax.tree.map(
+        lambda leaf: leaf if _is_array(leaf) or (not numbers and isinstance(leaf, _NUMBERS)) else _static()(leaf), tree
+    )
 
 
 def _is_array(leaf: Any) -> bool:

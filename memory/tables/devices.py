@@ -14,13 +14,24 @@ from bytescope.memory.tables.table import Column, Table
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-TARGETS = (Column("target", "target", "text"), Column("device", "device", "text"),
-           Column("device_memory_bytes", "GiB", "gib"), Column("hbm_bytes_per_s", "TB/s", "tera"),
-           Column("bf16_flops", "bf16 TFLOP/s", "whole tera"), Column("note", "note", "words"))
-LIVE = (Column("device", "device"), Column("in_use_bytes", "in use", "bytes"), Column("peak_bytes", "peak", "bytes"),
-        Column("limit_bytes", "limit", "bytes"), Column("largest_free_block_bytes", "largest free block", "bytes"),
-        Column("fragmentation", "fragmentation", "share"), Column("card_used_bytes", "card in use", "bytes"),
-        Column("card_total_bytes", "card", "bytes"))
+TARGETS = (
+    Column("target", "target", "text"),
+    Column("device", "device", "text"),
+    Column("device_memory_bytes", "GiB", "gib"),
+    Column("hbm_bytes_per_s", "TB/s", "tera"),
+    Column("bf16_flops", "bf16 TFLOP/s", "whole tera"),
+    Column("note", "note", "words"),
+)
+LIVE = (
+    Column("device", "device"),
+    Column("in_use_bytes", "in use", "bytes"),
+    Column("peak_bytes", "peak", "bytes"),
+    Column("limit_bytes", "limit", "bytes"),
+    Column("largest_free_block_bytes", "largest free block", "bytes"),
+    Column("fragmentation", "fragmentation", "share"),
+    Column("card_used_bytes", "card in use", "bytes"),
+    Column("card_total_bytes", "card", "bytes"),
+)
 
 
 def targets() -> Table:
@@ -30,15 +41,25 @@ def targets() -> Table:
     (per second), peak_flops (dtype -> FLOP/s), platform, note; None where nothing is known.
     """
     nothing = dict.fromkeys(("device_memory_bytes", "hbm_bytes_per_s", "bf16_flops"))
-    own = [{"target": "local", "device": "the devices of this machine", "platform": "", **nothing},
-           {"target": "cpu:8", "device": "eight simulated CPU devices", "platform": "cpu", **nothing}]
-    described = [{"target": chip.name, "device": chip.kind, "platform": chip.platform,
-                  "device_memory_bytes": chip.device_memory_bytes, "hbm_bytes_per_s": chip.hbm,
-                  "bf16_flops": chip.peak_flops.get("bf16"), "peak_flops": dict(chip.peak_flops), "note": lacks(chip)}
-                 for chip in CHIPS.values()]
+    own = [
+        {"target": "local", "device": "the devices of this machine", "platform": "", **nothing},
+        {"target": "cpu:8", "device": "eight simulated CPU devices", "platform": "cpu", **nothing},
+    ]
+    described = [
+        {
+            "target": chip.name,
+            "device": chip.kind,
+            "platform": chip.platform,
+            "device_memory_bytes": chip.device_memory_bytes,
+            "hbm_bytes_per_s": chip.hbm,
+            "bf16_flops": chip.peak_flops.get("bf16"),
+            "peak_flops": dict(chip.peak_flops),
+            "note": lacks(chip),
+        }
+        for chip in CHIPS.values()
+    ]
     rows = tuple({"note": "", "peak_flops": {}, **row} for row in (*own, *described))
-    return Table(TARGETS, rows,
-                 note="A count or a shape follows a colon: h100:8, h100:2x8 (hosts x devices), v5e:4x4.")
+    return Table(TARGETS, rows, note="A count or a shape follows a colon: h100:8, h100:2x8 (hosts x devices), v5e:4x4.")
 
 
 def target(name: str) -> Target:
@@ -48,7 +69,7 @@ def target(name: str) -> Target:
     Raises ReportError for an unknown name, with the nearest one, and for a shape that does not exist.
     """
     if not isinstance(name, str):
-        raise ReportError(f"target {name!r:.60}: give a name such as \"h200:8\"; memory.targets() lists them")
+        raise ReportError(f'target {name!r:.60}: give a name such as "h200:8"; memory.targets() lists them')
     return target_names.parse(name)
 
 

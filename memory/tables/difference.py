@@ -33,8 +33,10 @@ class Difference:
     @property
     def rows(self) -> tuple[Mapping[str, Any], ...]:
         """The changes as plain data: kind, name, before, after, growth (bytes), percent (infinite for what is new)."""
-        return tuple({**dataclasses.asdict(change), "growth": change.growth, "percent": change.percent}
-                     for change in self.changes)
+        return tuple(
+            {**dataclasses.asdict(change), "growth": change.growth, "percent": change.percent}
+            for change in self.changes
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -88,5 +90,6 @@ def _report(given: Any) -> Report:
         return given
     if isinstance(given, str | Path):
         return load(given)
-    raise ReportError(f"{a_kind(given)} is not a report: give what memory.analyze returns, or the path of one "
-                      "that was saved")
+    raise ReportError(
+        f"{a_kind(given)} is not a report: give what memory.analyze returns, or the path of one that was saved"
+    )

@@ -7,9 +7,14 @@ from bytescope.memory.records import Report
 from bytescope.memory.tables.table import Column, Table
 from bytescope.memory.text import buffers
 
-COLUMNS = (Column("what", "largest at the peak", "path"), Column("times", "", "times"),
-           Column("bytes", "bytes", "bytes"), Column("type", "type", "text"), Column("row", "row", "text"),
-           Column("line", "line", "place"))
+COLUMNS = (
+    Column("what", "largest at the peak", "path"),
+    Column("times", "", "times"),
+    Column("bytes", "bytes", "bytes"),
+    Column("type", "type", "text"),
+    Column("row", "row", "text"),
+    Column("line", "line", "place"),
+)
 
 
 def largest(report: Report, n: int = 10) -> Table:
@@ -29,7 +34,18 @@ def largest(report: Report, n: int = 10) -> Table:
 
 def _row(alike: buffers.Alike) -> dict:
     one = alike.one
-    return {"what": alike.name, "times": alike.times, "bytes": one.bytes, "dtype": one.dtype, "shape": tuple(one.shape),
-            "type": buffers.array_type(one), "row": one.category, "phase": one.phase, "scope": one.module,
-            "checkpoint_name": one.checkpoint_name, "line": buffers.line(one.source), "source": one.source,
-            "name": one.name}
+    return {
+        "what": alike.name,
+        "times": alike.times,
+        "bytes": one.bytes,
+        "dtype": one.dtype,
+        "shape": tuple(one.shape),
+        "type": buffers.array_type(one),
+        "row": one.category,
+        "phase": one.phase,
+        "scope": one.module,
+        "checkpoint_name": one.checkpoint_name,
+        "line": buffers.line(one.source),
+        "source": one.source,
+        "name": one.name,
+    }

@@ -26,8 +26,10 @@ def plain(table: Table) -> str:
     printed = FigureTable(*map(_column, table.columns))
     for cells in table.cells():
         printed.add(*cells)
-    return plain_text(Group(*([Text(table.title)] if table.title else []), printed,
-                            *([Prose(table.note)] if table.note else [])), prompt_width())
+    return plain_text(
+        Group(*([Text(table.title)] if table.title else []), printed, *([Prose(table.note)] if table.note else [])),
+        prompt_width(),
+    )
 
 
 def _column(column: Column) -> text_table.Column:

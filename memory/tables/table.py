@@ -1,8 +1,8 @@
 """A table whose rows are plain data, and which prints and shows itself.
 
-    table = report.table()
-    table                      # at a prompt or in a notebook
-    table.rows[0]["bytes"]     # an int; pandas.DataFrame(table) takes it as it is
+table = report.table()
+table                      # at a prompt or in a notebook
+table.rows[0]["bytes"]     # an int; pandas.DataFrame(table) takes it as it is
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from bytescope.memory.units import GIB, human
 # Kind of a column -> (what writes a value, None being left empty; whether it is a figure, to the right). Where there is
 # no room paths and words wrap, names are shortened in their middle, places at their beginning, text not at all.
 KINDS: Mapping[str, tuple[Callable[[Any], str], bool]] = {
-    **dict.fromkeys(("path", "name", "text", "words", "place"), (str, False)), "bytes": (human, True),
-    "gib": (lambda value: f"{value / GIB:.1f}", True), "tera": (lambda value: f"{value / 1e12:,.2f}", True),
+    **dict.fromkeys(("path", "name", "text", "words", "place"), (str, False)),
+    "bytes": (human, True),
+    "gib": (lambda value: f"{value / GIB:.1f}", True),
+    "tera": (lambda value: f"{value / 1e12:,.2f}", True),
     "whole tera": (lambda value: f"{value / 1e12:,.0f}", True),
     "times": (lambda value: f"{value:,} x" if value > 1 else "", True),
     "share": (lambda value: f"{value:.1%}", True),

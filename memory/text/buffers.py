@@ -33,8 +33,15 @@ def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
     found = largest(report, shown)
     if not found:
         return None
-    table = FigureTable(path(Text("largest at the peak", style="bold")), figure(), figure("bytes"),
-                        fixed("type"), fixed("row"), place("line", "dim"), heading="dim")
+    table = FigureTable(
+        path(Text("largest at the peak", style="bold")),
+        figure(),
+        figure("bytes"),
+        fixed("type"),
+        fixed("row"),
+        place("line", "dim"),
+        heading="dim",
+    )
     for alike in found:
         name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
         table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))

@@ -71,48 +71,75 @@ def verdict(row: Row) -> tuple[str, str]:
     return {True: ("fits", "green"), False: ("exceeds", "red"), None: ("ok", "")}[row.fits]
 
 
-def show(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], *, cached: int = 0,
-         missing: int = 0, console: Console | None = None) -> None:
+def show(
+    rows: Sequence[Row],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    *,
+    cached: int = 0,
+    missing: int = 0,
+    console: Console | None = None,
+) -> None:
     """Prints the table, to stdout when no console is given; rows as `mark_pareto` gives them."""
     put(render(rows, target, versions, cached, missing), console)
 
 
-def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0,
-           missing: int = 0) -> RenderableType:
+def render(
+    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
+) -> RenderableType:
     """The table, the failures, the best row, and what the marks mean."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
-    table = FigureTable(*(value(key.rsplit(".", 1)[-1]) for key in keys), fixed(),
-                        *(figure(title) for title, _, _ in COLUMNS))
+    table = FigureTable(
+        *(value(key.rsplit(".", 1)[-1]) for key in keys), fixed(), *(figure(title) for title, _, _ in COLUMNS)
+    )
     for row in rows:
         word, style = verdict(row)
         mark = Text.assemble((word, style), (" ★" if row.pareto else "", "yellow"))
         cells = [_cell(read(row), form, size) for _, read, form in COLUMNS]
-        table.add(*(value_text(row, key) for key in keys), mark, *cells,
-                  style="bold" if any(row is winner for winner in winners) else "")
+        table.add(
+            *(value_text(row, key) for key in keys),
+            mark,
+            *cells,
+            style="bold" if any(row is winner for winner in winners) else "",
+        )
     return blocks(Group(*_head(rows, target, versions, unit, cached), table), _below(rows, keys, len(winners), missing))
 
 
-def _head(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str,
-          cached: int) -> list[RenderableType]:
+def _head(
+    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str, cached: int
+) -> list[RenderableType]:
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
     limit = f", limit {human(common)}" if common else ""
     kept = f" ({cached} from the cache)" if cached else ""
-    title = Text.assemble((f"{len(rows)} combinations", "bold"), (kept, "dim"),
-                          f" on {one_line(str(target.get('name')))}{limit}")
-    return [Items(filter(None, (title, Text(versions_text(versions), style="dim")))), *limit_line(target, common),
-            Text(f"{unit} on each device:")]
+    title = Text.assemble(
+        (f"{len(rows)} combinations", "bold"), (kept, "dim"), f" on {one_line(str(target.get('name')))}{limit}"
+    )
+    return [
+        Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+        *limit_line(target, common),
+        Text(f"{unit} on each device:"),
+    ]
 
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
-    out = [*_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
-           *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim")]
-    out += [Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
-            for source in dict.fromkeys(row.rates for row in rows if row.rates)]
+    out = [
+        *_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
+        *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"),
+    ]
+    out += [
+        Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
+        for source in dict.fromkeys(row.rates for row in rows if row.rates)
+    ]
     if any(row.pareto for row in rows):
-        out.append(Prose("★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
-                         f"{COSTS[cost_of(rows)[0]]}", "dim"))
+        out.append(
+            Prose(
+                "★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
+                f"{COSTS[cost_of(rows)[0]]}",
+                "dim",
+            )
+        )
     winner = best(rows)
     if tasks and winner is None:  # rows of several tasks have no best in common
         out.append(Prose("bold: the best of each task that fits", "dim"))
@@ -131,13 +158,15 @@ def as_fast(others: Sequence[str]) -> str:
     """What is said of those that are predicted to be as fast as a choice, by their names; "" for none."""
     if not others:
         return ""
-    named = "; ".join(map(one_line, others[:MOST_TIES])) + (f" and {len(others) - MOST_TIES} more"
-                                                             if len(others) > MOST_TIES else "")
-    return (f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory")
+    named = "; ".join(map(one_line, others[:MOST_TIES])) + (
+        f" and {len(others) - MOST_TIES} more" if len(others) > MOST_TIES else ""
+    )
+    return f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory"
 
 
-def _reasons(rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str],
-             style: str) -> list[RenderableType]:
+def _reasons(
+    rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str], style: str
+) -> list[RenderableType]:
     """Returns a line for each distinct reason, with its first row and the number of other rows; rows whose reason is ""
     are left out."""
     failed: dict[str, list[Row]] = {}
@@ -147,8 +176,7 @@ def _reasons(rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], s
     out: list[RenderableType] = []
     for why, alike in failed.items():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why),
-                                       style=style)))
+        out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why), style=style)))
     return out
 
 

@@ -26,9 +26,11 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int 
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
     return blocks(
-        Group(*told) if told else None, _table("", sizes),
+        Group(*told) if told else None,
+        _table("", sizes),
         Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
-        Items(versions, style="dim", separator=";", gap=1) if versions else None) or Text("nothing to compare")
+        Items(versions, style="dim", separator=";", gap=1) if versions else None,
+    ) or Text("nothing to compare")
 
 
 def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:

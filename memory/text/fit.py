@@ -32,8 +32,10 @@ STAGES = {
     "squeeze": "smaller state and activations, since recomputation is not enough",
     "neighbour": "one more name kept",
 }
-AT_LEAST = ('"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
-            "with nothing recomputed")
+AT_LEAST = (
+    '"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
+    "with nothing recomputed"
+)
 # Columns of a verdict, such as "fits, fastest so far".
 _VERDICT = 20
 
@@ -44,12 +46,27 @@ class Lines:
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
         self._console = console or make_console()
         self._stage, self._began = "", time.monotonic()
-        put(Group(Items([f"on {target.name}", f"within {human(budget)} per device,", f"{space.tokens:,} tokens per "
-                         "update;", f"levers: {', '.join(sorted(space.levers))}"], gap=1, title="fit"),
-                  *limit_line(target.to_json(), budget),
-                  Prose("seconds are predicted, of an update; those of variants closer than "
-                        f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory", "dim")),
-            self._console)
+        put(
+            Group(
+                Items(
+                    [
+                        f"on {target.name}",
+                        f"within {human(budget)} per device,",
+                        f"{space.tokens:,} tokens per update;",
+                        f"levers: {', '.join(sorted(space.levers))}",
+                    ],
+                    gap=1,
+                    title="fit",
+                ),
+                *limit_line(target.to_json(), budget),
+                Prose(
+                    "seconds are predicted, of an update; those of variants closer than "
+                    f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory",
+                    "dim",
+                ),
+            ),
+            self._console,
+        )
 
     def show(self, step: Step) -> None:
         """Prints one step, under a heading where a stage begins."""
@@ -70,8 +87,9 @@ class Line:
         left = options.max_width - len(self._head)
         what = Text(safe(step.what))
         if not step.ok:
-            yield from _indented(head, [*wrap(what, left, console),
-                                        *wrap(Text(safe(step.verdict), style="yellow"), left, console)])
+            yield from _indented(
+                head, [*wrap(what, left, console), *wrap(Text(safe(step.verdict), style="yellow"), left, console)]
+            )
             return
         host = f" + {human(step.answer['host_bytes'])} host" if step.answer["host_bytes"] else ""
         figures = f"{human(step.allocated):>11}{host}  {seconds(step.seconds):>8}  "
@@ -85,8 +103,9 @@ class Line:
 
 def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
     """The lines behind the head, and under each other."""
-    return [ignoring(Text.assemble(head if not number else " " * head.cell_len, line))
-            for number, line in enumerate(lines)]
+    return [
+        ignoring(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
+    ]
 
 
 def _style(step: Step) -> str:
@@ -102,8 +121,13 @@ def seconds(value: float | None) -> str:
 
 def show_measured(found: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
     """Prints what the finalists took on the device at hand."""
-    lines = [Prose(f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "
-                   f"({_said(step.seconds, *step.spread)})  {step.what}") for step, measured in found]
+    lines = [
+        Prose(
+            f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "
+            f"({_said(step.seconds, *step.spread)})  {step.what}"
+        )
+        for step, measured in found
+    ]
     put(Group(Text("measured here", style="bold"), *lines), console)
 
 
@@ -126,16 +150,24 @@ def render(out: Mapping[str, Any], config: str) -> RenderableType:
 
 def _certificate(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
     """The tightest configuration with what is missing."""
-    parts = ", ".join(f"{row} {human(certificate['breakdown'][row])}" for row in ROWS
-                      if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100)
-    missing = " and ".join(f"{human(certificate[key])} {where}" for key, where in
-                           (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
-                           if certificate[key])
+    parts = ", ".join(
+        f"{row} {human(certificate['breakdown'][row])}"
+        for row in ROWS
+        if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
+    )
+    missing = " and ".join(
+        f"{human(certificate[key])} {where}"
+        for key, where in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
+        if certificate[key]
+    )
     return Group(
         Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
         Prose(f"tightest: {certificate['what']}"),
         Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
-        Text("its flags:"), Command(certificate["flags"], style=""), Prose(effort))
+        Text("its flags:"),
+        Command(certificate["flags"], style=""),
+        Prose(effort),
+    )
 
 
 def _reach(out: Mapping[str, Any]) -> list[RenderableType]:
@@ -143,13 +175,28 @@ def _reach(out: Mapping[str, Any]) -> list[RenderableType]:
     rows = out.get("reach") or ()
     if not rows:
         return []
-    table = FigureTable(*map(figure, ("rank", "length", "at once")), fixed("base"), fixed("remat"),
-                        *map(figure, ("allocated", "host", "update", "tokens/s")), fixed())
+    table = FigureTable(
+        *map(figure, ("rank", "length", "at once")),
+        fixed("base"),
+        fixed("remat"),
+        *map(figure, ("allocated", "host", "update", "tokens/s")),
+        fixed(),
+    )
     for row in rows:
         host = human(row["host_bytes"]) if row["host_bytes"] else ""
-        table.add(f"{row['rank']}", f"{row['length']:,}", f"{row['micro']}", row["base"], row["policy"],
-                  human(row["allocated_bytes"]), host, seconds(row["predicted_seconds"]),
-                  f"{row['tokens_per_s']:,.0f}", row["verdict"], style="" if row["fits"] else "dim")
+        table.add(
+            f"{row['rank']}",
+            f"{row['length']:,}",
+            f"{row['micro']}",
+            row["base"],
+            row["policy"],
+            human(row["allocated_bytes"]),
+            host,
+            seconds(row["predicted_seconds"]),
+            f"{row['tokens_per_s']:,.0f}",
+            row["verdict"],
+            style="" if row["fits"] else "dim",
+        )
     return [Text("what each rank reaches: the longest sequences, and the most at once", style="bold"), table]
 
 
@@ -171,8 +218,10 @@ def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
     mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
     bound = best.get("least_seconds")
     least = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
-    return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
-            f"{least}; {safe(best.get('rates') or '')}")
+    return (
+        f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
+        f"{least}; {safe(best.get('rates') or '')}"
+    )
 
 
 def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:
@@ -182,11 +231,15 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
     return Group(
         Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
         *([Prose(text, "dim")] if (text := as_fast(out.get("ties", ()))) else []),
-        Prose(f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
-              f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"),
+        Prose(
+            f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
+            f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"
+        ),
         Text("run it with:", style="bold"),
-        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()), *_layouts(out),
-        *_reach(out))
+        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        *_layouts(out),
+        *_reach(out),
+    )
 
 
 def _layouts(out: Mapping[str, Any]) -> list[RenderableType]:
@@ -197,10 +250,17 @@ def _layouts(out: Mapping[str, Any]) -> list[RenderableType]:
     table = FigureTable(label("mesh"), *map(figure, ("allocated", "update", "slower by")), fixed())
     for row in rows:
         ran = row["predicted_seconds"] is not None
-        table.add(row["layout"], human(row["allocated_bytes"]) if ran else "", seconds(row["predicted_seconds"]),
-                  slower(row), "" if row["fits"] else _failed(row), style="" if row["fits"] else "dim")
-    reasons = [Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows
-               if row["predicted_seconds"] is None]
+        table.add(
+            row["layout"],
+            human(row["allocated_bytes"]) if ran else "",
+            seconds(row["predicted_seconds"]),
+            slower(row),
+            "" if row["fits"] else _failed(row),
+            style="" if row["fits"] else "dim",
+        )
+    reasons = [
+        Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows if row["predicted_seconds"] is None
+    ]
     return [Text("each mesh, beside the choice", style="bold"), table, *reasons, Prose(AT_LEAST, "dim")]
 
 

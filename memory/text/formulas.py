@@ -26,8 +26,13 @@ def show_report(formula: Formula, lines: Sequence[Line], console: Console | None
         gap = ""
         if line.gap is not None:
             gap = ("-" if line.gap < 0 else "+") + write(abs(line.gap))
-        table.add(line.title, "" if line.compiler is None else write(line.compiler),
-                  NONE if line.formula is None else write(line.formula), gap, percent(line.share))
+        table.add(
+            line.title,
+            "" if line.compiler is None else write(line.compiler),
+            NONE if line.formula is None else write(line.formula),
+            gap,
+            percent(line.share),
+        )
     put(_titled("compared with the published formulas, one device", table, formula.notes), console)
 
 
@@ -37,19 +42,30 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     unit, size = unit_of(done)
     table = FigureTable(
         *(value(key.rsplit(".", 1)[-1]) for key in keys or ("",)),
-        *(figure(title) for title in ("resid", "formula", "gap", "peak", "formula", "gap", "HFU/MFU", "formula")))
+        *(figure(title) for title in ("resid", "formula", "gap", "peak", "formula", "gap", "HFU/MFU", "formula")),
+    )
     for row in done:
         found = row.formula or {}
-        cells = [cell for name in ("residual_bytes", "peak_bytes")
-                 for cell in _pair(getattr(row, name), found.get(name), size)]
+        cells = [
+            cell
+            for name in ("residual_bytes", "peak_bytes")
+            for cell in _pair(getattr(row, name), found.get(name), size)
+        ]
         ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
         names = [value_text(row, key) for key in keys] or ["as configured"]
-        table.add(*names, *cells, "" if ratio is None else f"{ratio:.3f}",
-                  "-" if by_formula is None else f"{by_formula:.3f}")
+        table.add(
+            *names, *cells, "" if ratio is None else f"{ratio:.3f}", "-" if by_formula is None else f"{by_formula:.3f}"
+        )
     notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
     # This table has no columns for state and its parts.
-    put(_titled(f"compared with the published formulas, {unit} on each device", table,
-                [note for note in notes if not note.startswith(("parameters:", "gradients:"))]), console)
+    put(
+        _titled(
+            f"compared with the published formulas, {unit} on each device",
+            table,
+            [note for note in notes if not note.startswith(("parameters:", "gradients:"))],
+        ),
+        console,
+    )
 
 
 def _titled(title: str, table: FigureTable, notes: Sequence[str]) -> RenderableType:
@@ -65,5 +81,8 @@ def percent(value: float | None) -> str:
 
 def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str]:
     """Compiler and formula in units of `size`, and the gap."""
-    return ("" if compiler is None else f"{compiler / size:.2f}", NONE if formula is None else f"{formula / size:.2f}",
-            percent(share(compiler, formula)))
+    return (
+        "" if compiler is None else f"{compiler / size:.2f}",
+        NONE if formula is None else f"{formula / size:.2f}",
+        percent(share(compiler, formula)),
+    )

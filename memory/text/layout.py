@@ -68,8 +68,9 @@ def ignoring(text: Text) -> Text:
 class Items:
     """Texts one after the other, as many a line as fit; none of them is broken unless it alone is too long."""
 
-    def __init__(self, texts: Iterable[str | Text], gap: int = 2, style: str = "", title: str | Text = "",
-                 separator: str = "") -> None:
+    def __init__(
+        self, texts: Iterable[str | Text], gap: int = 2, style: str = "", title: str | Text = "", separator: str = ""
+    ) -> None:
         head = [as_text(title, "bold")] if title else []
         found = [as_text(text, style) for text in texts]
         self._texts = head + [text + Text(separator) for text in found[:-1]] + found[-1:]

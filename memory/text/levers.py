@@ -26,32 +26,62 @@ BAR, LEAST_BAR = 56, 20
 
 # Category -> (letter of its bar where there is no colour, colour); the page's colours.
 COLOURS = {
-    "params": ("P", "#0072b2"), "frozen": ("F", "#8c7cf8"), "optimizer": ("O", "#e69f00"),
-    "accumulator": ("A", "#863967"), "cache": ("K", "#3c14c8"), "rng": ("r", "#b4dc8c"),
-    "gradients": ("G", "#009e73"), "residuals": ("R", "#d55e00"),
-    "workspace": ("W", "#56b4e9"), "logits_loss": ("L", "#cc79a7"), "collectives": ("C", "#74f0c0"),
-    "batch": ("b", "#f3e745"), "outputs": ("o", "#5b5700"), "unattributed": ("?", "#dbe3ec"),
+    "params": ("P", "#0072b2"),
+    "frozen": ("F", "#8c7cf8"),
+    "optimizer": ("O", "#e69f00"),
+    "accumulator": ("A", "#863967"),
+    "cache": ("K", "#3c14c8"),
+    "rng": ("r", "#b4dc8c"),
+    "gradients": ("G", "#009e73"),
+    "residuals": ("R", "#d55e00"),
+    "workspace": ("W", "#56b4e9"),
+    "logits_loss": ("L", "#cc79a7"),
+    "collectives": ("C", "#74f0c0"),
+    "batch": ("b", "#f3e745"),
+    "outputs": ("o", "#5b5700"),
+    "unattributed": ("?", "#dbe3ec"),
     "fragmentation": ("f", "#767d85"),
 }
 
 
-def show(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any], versions: Mapping[str, str],
-         *, interrupted: bool = False, console: Console | None = None) -> None:
+def show(
+    levels: Sequence[Level],
+    left_out: Mapping[str, str],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    *,
+    interrupted: bool = False,
+    console: Console | None = None,
+) -> None:
     """Prints the staircase, to stdout when no console is given."""
     put(render(levels, left_out, target, versions, interrupted), console)
 
 
-def render(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any],
-           versions: Mapping[str, str], interrupted: bool = False) -> RenderableType:
+def render(
+    levels: Sequence[Level],
+    left_out: Mapping[str, str],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    interrupted: bool = False,
+) -> RenderableType:
     """Head, bars, legend, table, what is left out, and the flags of the first level that fits and of the last."""
     unit, size = unit_of([level.row for level in levels])
     limit = next((level.row.limit_bytes for level in levels if level.row.limit_bytes), None)
-    title = Text.assemble((f"{len(levels)} stages", "bold"), f" on {one_line(str(target.get('name')))}",
-                          f", limit {human(limit)}" if limit else "")
-    head = (Items(filter(None, (title, Text(versions_text(versions), style="dim")))), *limit_line(target, limit),
-            Prose(f"{unit} allocated on each device, each stage with all before it:"))
-    return blocks(Group(*head, _Bars(levels, size, limit), _legend(levels)), _table(levels, size) if levels else None,
-                  _below(levels, left_out, interrupted))
+    title = Text.assemble(
+        (f"{len(levels)} stages", "bold"),
+        f" on {one_line(str(target.get('name')))}",
+        f", limit {human(limit)}" if limit else "",
+    )
+    head = (
+        Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+        *limit_line(target, limit),
+        Prose(f"{unit} allocated on each device, each stage with all before it:"),
+    )
+    return blocks(
+        Group(*head, _Bars(levels, size, limit), _legend(levels)),
+        _table(levels, size) if levels else None,
+        _below(levels, left_out, interrupted),
+    )
 
 
 def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
@@ -86,8 +116,16 @@ class _Bars:
             word, style = verdict(level.row)
             drawn = bar(level.row.breakdown, scale, width)
             short = shorten(name, wide)
-            yield ignoring(Text.assemble(short, " " * (wide - cell_len(short) + 1), drawn,
-                                         " " * (width - drawn.cell_len + 1), f"{text:>{figures}} ", (word, style)))
+            yield ignoring(
+                Text.assemble(
+                    short,
+                    " " * (wide - cell_len(short) + 1),
+                    drawn,
+                    " " * (width - drawn.cell_len + 1),
+                    f"{text:>{figures}} ",
+                    (word, style),
+                )
+            )
         if self._limit and self._limit <= scale:
             column, note = min(round(width * self._limit / scale), width - 1), f"limit {human(self._limit)}"
             text = f"{' ' * column}╵ {note}"
@@ -97,8 +135,13 @@ class _Bars:
 
 
 def _legend(levels: Sequence[Level]) -> RenderableType:
-    return Items([Text.assemble((COLOURS[row][0], f"{COLOURS[row][1]} reverse"), f" {row.replace('_', '/')}")
-                  for row in ROWS if any(level.row.breakdown.get(row) for level in levels)])
+    return Items(
+        [
+            Text.assemble((COLOURS[row][0], f"{COLOURS[row][1]} reverse"), f" {row.replace('_', '/')}")
+            for row in ROWS
+            if any(level.row.breakdown.get(row) for level in levels)
+        ]
+    )
 
 
 # Title, figure of a level, format: "" for bytes in the table's unit.
@@ -108,8 +151,14 @@ COLUMNS = (
     ("moved", lambda level: level.moved_bytes or None, ""),
     ("recomp", lambda level: level.row.recompute_flops_fraction, "{:.1%}"),
     ("HFU/MFU", lambda level: level.row.hfu_over_mfu, "{:.3f}"),
-    ("predicted s", lambda level: with_spread(level.row.predicted_seconds, level.row.predicted_seconds_low,
-                                              level.row.predicted_seconds_high) or None, "{}"),
+    (
+        "predicted s",
+        lambda level: (
+            with_spread(level.row.predicted_seconds, level.row.predicted_seconds_low, level.row.predicted_seconds_high)
+            or None
+        ),
+        "{}",
+    ),
     ("tokens/s", lambda level: level.row.predicted_tokens_per_s, "{:,.0f}"),
     ("MFU", lambda level: level.row.predicted_mfu, "{:.1%}"),
 )
@@ -129,10 +178,17 @@ def _table(levels: Sequence[Level], size: int) -> RenderableType:
 
 def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bool) -> RenderableType:
     out: list[RenderableType] = [Prose(f"left out: {name}: {why}", "yellow") for name, why in left_out.items()]
-    out.append(Prose("moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
-                     "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs", "dim"))
-    out += [Prose(f"predicted s: of an update, with its spread: {one_line(source)}", "dim")
-            for source in dict.fromkeys(level.row.rates for level in levels if level.row.rates)]
+    out.append(
+        Prose(
+            "moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
+            "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
+            "dim",
+        )
+    )
+    out += [
+        Prose(f"predicted s: of an update, with its spread: {one_line(source)}", "dim")
+        for source in dict.fromkeys(level.row.rates for level in levels if level.row.rates)
+    ]
     if interrupted:
         out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
     winner = first_that_fits(levels)

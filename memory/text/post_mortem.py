@@ -13,20 +13,33 @@ from bytescope.memory.units import human
 
 # Groups of arrays, rows of the peak and characters of the error that are shown.
 _GROUPS, _ROWS, _ERROR, _WAY = 5, 4, 160, 210
-_ALLOCATOR = (("in use", "bytes_in_use"), ("peak", "peak_bytes_in_use"), ("limit", "bytes_limit"),
-              ("largest free block", "largest_free_block_bytes"), ("largest request", "largest_alloc_size"))
+_ALLOCATOR = (
+    ("in use", "bytes_in_use"),
+    ("peak", "peak_bytes_in_use"),
+    ("limit", "bytes_limit"),
+    ("largest free block", "largest_free_block_bytes"),
+    ("largest request", "largest_alloc_size"),
+)
 
 
 def render(found: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
     """The post-mortem as something rich prints; `files`: where more of it was written."""
-    return blocks(_head(found), _held(found), _peak(found), _ways(found),
-                  Items([f"written: {', '.join(files)}"], style="dim") if files else None)
+    return blocks(
+        _head(found),
+        _held(found),
+        _peak(found),
+        _ways(found),
+        Items([f"written: {', '.join(files)}"], style="dim") if files else None,
+    )
 
 
 def _head(found: PostMortem) -> RenderableType:
-    title = Text.assemble(("out of memory", "bold red"), f" in {one_line(found.step)}, call {found.call:,}",
-                          f", on {one_line(found.device)}" if found.device else "")
-    lines: list[RenderableType] = [Prose(title), Prose(shorten(one_line(found.error[:2 * _ERROR]), _ERROR), "dim")]
+    title = Text.assemble(
+        ("out of memory", "bold red"),
+        f" in {one_line(found.step)}, call {found.call:,}",
+        f", on {one_line(found.device)}" if found.device else "",
+    )
+    lines: list[RenderableType] = [Prose(title), Prose(shorten(one_line(found.error[: 2 * _ERROR]), _ERROR), "dim")]
     if found.report:
         lines.append(Prose(sum_of(found)))
     figures = [f"{name} {human(found.allocator[key])}" for name, key in _ALLOCATOR if found.allocator.get(key)]
@@ -44,25 +57,43 @@ def sum_of(found: PostMortem) -> str:
     if not limit:
         return parts
     missing = found.needed_bytes - limit
-    verdict = f"{human(missing)} too much" if missing > 0 else (
-        f"{human(-missing)} should be left: fragmentation, other processes or what the compiler does not count took it")
+    verdict = (
+        f"{human(missing)} too much"
+        if missing > 0
+        else (
+            f"{human(-missing)} should be left: fragmentation, other processes or what the compiler does not count took it"
+        )
+    )
     return f"{parts} of {human(limit)}, {verdict}"
 
 
 def _held(found: PostMortem) -> RenderableType | None:
     if not found.held:
         return None
-    table = FigureTable(label(Text("live arrays", style="bold")), figure("arrays"), figure("bytes"),
-                        figure("no arguments of the step"), heading="dim")
+    table = FigureTable(
+        label(Text("live arrays", style="bold")),
+        figure("arrays"),
+        figure("bytes"),
+        figure("no arguments of the step"),
+        heading="dim",
+    )
     for group in found.held[:_GROUPS]:
-        table.add(group.name, f"{group.arrays:,}", human(group.bytes),
-                  f"{group.others:,}, {human(group.other_bytes)}" if group.others else "")
+        table.add(
+            group.name,
+            f"{group.arrays:,}",
+            human(group.bytes),
+            f"{group.others:,}, {human(group.other_bytes)}" if group.others else "",
+        )
     rest = found.held[_GROUPS:]
     if rest:
         others = sum(group.others for group in rest)
-        table.add(f"{len(rest)} more shape{'s' if len(rest) > 1 else ''}", f"{sum(group.arrays for group in rest):,}",
-                  human(sum(group.bytes for group in rest)),
-                  f"{others:,}, {human(sum(group.other_bytes for group in rest))}" if others else "", style="dim")
+        table.add(
+            f"{len(rest)} more shape{'s' if len(rest) > 1 else ''}",
+            f"{sum(group.arrays for group in rest):,}",
+            human(sum(group.bytes for group in rest)),
+            f"{others:,}, {human(sum(group.other_bytes for group in rest))}" if others else "",
+            style="dim",
+        )
     return table
 
 
@@ -73,11 +104,15 @@ def _peak(found: PostMortem) -> RenderableType | None:
         return None
     rows = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
     kept = sorted(report.residuals_by_name.items(), key=lambda row: -row[1])
-    lines = [Items([f"{row} {human(size)}" for row, size in rows[:_ROWS]],
-                   title=f"at the peak of {human(report.peak_bytes)}")]
+    lines = [
+        Items(
+            [f"{row} {human(size)}" for row, size in rows[:_ROWS]], title=f"at the peak of {human(report.peak_bytes)}"
+        )
+    ]
     if kept:
-        lines.append(Items([f"{shorten(one_line(name), 30)} {human(size)}" for name, size in kept[:_ROWS]],
-                           title="residuals"))
+        lines.append(
+            Items([f"{shorten(one_line(name), 30)} {human(size)}" for name, size in kept[:_ROWS]], title="residuals")
+        )
     return Group(*lines)
 
 
@@ -89,6 +124,6 @@ def _ways(found: PostMortem) -> RenderableType | None:
     lines: list[RenderableType] = [Text("the cheapest ways out, with the most that each can free", style="bold")]
     for number, way in enumerate(ways, 1):
         enough = ", may be enough" if found.report and way.bytes >= missing > 0 else ""
-        words = ": ".join(filter(None, (safe(way.flags), shorten(one_line(way.words[:2 * _WAY]), _WAY))))
+        words = ": ".join(filter(None, (safe(way.flags), shorten(one_line(way.words[: 2 * _WAY]), _WAY))))
         lines.append(Prose(Text.assemble(f"{number}. ", (human(way.bytes), "bold"), f"{enough}  {words}")))
     return Group(*lines)

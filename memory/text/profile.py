@@ -19,8 +19,11 @@ from bytescope.memory.text.table import FigureTable, figure, label
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 # Components of less than this share of the total are one row; so many of the longest instructions are shown.
 _SMALL, _LONGEST = 0.001, 10
-_LEGEND = {"blocks": "blocks: reads and writes the stacks of the loop over layers",
-           LOOPS: "loops: time between the instructions of a loop", COPIES: "copies: added by the compiler"}
+_LEGEND = {
+    "blocks": "blocks: reads and writes the stacks of the loop over layers",
+    LOOPS: "loops: time between the instructions of a loop",
+    COPIES: "copies: added by the compiler",
+}
 
 
 def show(found: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
@@ -35,8 +38,12 @@ def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> Rend
     def shown(seconds: float) -> str:
         return f"{seconds / scale:.3f}" if seconds else ""
 
-    return blocks(Group(_head(found, unit), _cells(found, shown), *_legend(found)), _host(found, shown),
-                  _longest(found, shown), Prose(prediction(found, predicted)) if predicted else None)
+    return blocks(
+        Group(_head(found, unit), _cells(found, shown), *_legend(found)),
+        _host(found, shown),
+        _longest(found, shown),
+        Prose(prediction(found, predicted)) if predicted else None,
+    )
 
 
 def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
@@ -49,14 +56,20 @@ def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
         return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * found.calls):.3g} x"
     low, high = (rounded(predicted[end] * found.calls, 2) for end in ("low", "high"))
     rates = one_line(predicted["rates"])
-    return (f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {rates}), measured "
-            f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}")
+    return (
+        f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {rates}), measured "
+        f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}"
+    )
 
 
 def _head(found: Breakdown, unit: str) -> RenderableType:
     many = f" and device, mean of {found.devices} devices" if found.devices > 1 else ""
-    return Prose(Text.assemble(("where an update's time goes", "bold"),
-                               f": {one_line(found.program)}, {_updates(found.steps)}, {unit} per update{many}"))
+    return Prose(
+        Text.assemble(
+            ("where an update's time goes", "bold"),
+            f": {one_line(found.program)}, {_updates(found.steps)}, {unit} per update{many}",
+        )
+    )
 
 
 def _updates(steps: Sequence[int]) -> str:
@@ -77,8 +90,13 @@ def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
     whole = found.devices * found.wall
 
     def add(name: str, row: Mapping[str, int], total: int, style: str = "") -> None:
-        table.add(name, *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
-                  shown(found.seconds(total)), f"{total / whole:.1%}".rstrip("%"), style=style)
+        table.add(
+            name,
+            *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
+            shown(found.seconds(total)),
+            f"{total / whole:.1%}".rstrip("%"),
+            style=style,
+        )
 
     small: dict[str, int] = {}
     for component, row in sorted(rows.items(), key=lambda item: -sum(item[1].values())):
@@ -98,31 +116,53 @@ def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
 def _legend(found: Breakdown) -> list[Prose]:
     components = {component for _, component in found.cells}
     lines = ["; ".join(text for word, text in _LEGEND.items() if word in components)]
-    lines += [f"{name} hidden behind compute: {found.seconds(taken):.4g} s"
-              for name, taken in found.hidden.items() if taken]
+    lines += [
+        f"{name} hidden behind compute: {found.seconds(taken):.4g} s" for name, taken in found.hidden.items() if taken
+    ]
     return [Prose(line, "dim") for line in lines if line]
 
 
 def _host(found: Breakdown, shown: Callable[[float], str]) -> RenderableType:
     if not found.host:
         return Prose("the trace has no annotated work of the host", "dim")
-    table = FigureTable(label(Text("host", style="bold")), figure("all"), figure("%"), figure("device idle meanwhile"),
-                        figure("times"), heading="dim")
+    table = FigureTable(
+        label(Text("host", style="bold")),
+        figure("all"),
+        figure("%"),
+        figure("device idle meanwhile"),
+        figure("times"),
+        heading="dim",
+    )
     for row in found.host:
-        table.add(row.name.replace("_", " "), shown(row.taken * PICO / found.updates),
-                  f"{row.taken / found.wall:.1%}".rstrip("%"), shown(row.idle * PICO / found.updates),
-                  str(row.count or ""))
+        table.add(
+            row.name.replace("_", " "),
+            shown(row.taken * PICO / found.updates),
+            f"{row.taken / found.wall:.1%}".rstrip("%"),
+            shown(row.idle * PICO / found.updates),
+            str(row.count or ""),
+        )
     return table
 
 
 def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType | None:
     if not found.instructions:
         return None
-    table = FigureTable(label(Text("longest instructions", style="bold")), figure("all"), figure("%"), figure("runs"),
-                        label("phase"), label("where", "dim"), heading="dim")
+    table = FigureTable(
+        label(Text("longest instructions", style="bold")),
+        figure("all"),
+        figure("%"),
+        figure("runs"),
+        label("phase"),
+        label("where", "dim"),
+        heading="dim",
+    )
     for row in found.instructions[:_LONGEST]:
-        table.add(row.name, shown(found.seconds(row.taken)),
-                  f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
-                  f"{row.count / (found.devices * found.updates):.3g}", row.scope.phase,
-                  row.scope.path or row.scope.component)
+        table.add(
+            row.name,
+            shown(found.seconds(row.taken)),
+            f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
+            f"{row.count / (found.devices * found.updates):.3g}",
+            row.scope.phase,
+            row.scope.path or row.scope.component,
+        )
     return table

@@ -22,8 +22,15 @@ WIDTH = DEFAULT_WIDTH
 _FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
-PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "backward": "magenta",
-               "optimizer": "green", "output": "dim", "": "dim"}
+PHASE_STYLE = {
+    "argument": "dim",
+    "forward": "blue",
+    "recompute": "yellow",
+    "backward": "magenta",
+    "optimizer": "green",
+    "output": "dim",
+    "": "dim",
+}
 _BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
 # Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
 _SMALL = 0.001
@@ -39,28 +46,49 @@ def show(report: Report, console: Console | None = None, choices: str = "") -> N
 def render(report: Report, choices: str = "") -> RenderableType:
     """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
     return blocks(
-        _head(report, choices), _composition(report), _timeline(report), buffers.render(report), _ledger(report),
-        _zero(report), _communication(report), _largest(report), _transfers(report), findings(report),
-        _remarks(report))
+        _head(report, choices),
+        _composition(report),
+        _timeline(report),
+        buffers.render(report),
+        _ledger(report),
+        _zero(report),
+        _communication(report),
+        _largest(report),
+        _transfers(report),
+        findings(report),
+        _remarks(report),
+    )
 
 
 def _head(report: Report, choices: str) -> RenderableType:
     of, target = report.subject, report.target
     kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
-    title = Text.assemble((one_line(of.name or report.program or "program"), "bold"),
-                          f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}")
+    title = Text.assemble(
+        (one_line(of.name or report.program or "program"), "bold"),
+        f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}",
+    )
     named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
     xla = report.xla
-    stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
-             ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
-             ("on chip", report.on_chip_bytes))
+    stats = (
+        ("arguments", xla.argument_bytes),
+        ("outputs", xla.output_bytes),
+        ("aliased", xla.alias_bytes),
+        ("temp", xla.temp_bytes),
+        ("code", xla.generated_code_bytes),
+        ("host", report.host_bytes),
+        ("on chip", report.on_chip_bytes),
+    )
     changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
     taken = times.predicted(report) or times.unpredicted(report)
     plain = [line for line in (taken, of.batch, mixture(report.parameters), changes) if line]
     told = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
-    return Group(Items(filter(None, named)), peak_line(report), *map(Prose, plain),
-                 Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
-                 *(Prose(line, "dim") for line in told if line))
+    return Group(
+        Items(filter(None, named)),
+        peak_line(report),
+        *map(Prose, plain),
+        Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
+        *(Prose(line, "dim") for line in told if line),
+    )
 
 
 def peak_line(report: Report) -> RenderableType:
@@ -68,9 +96,14 @@ def peak_line(report: Report) -> RenderableType:
     room; the next line has the limit as a share of the GPU's memory."""
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
-    judged = Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
-                    Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
-                    Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))), gap=3)
+    judged = Items(
+        (
+            Text.assemble("peak ", (human(report.peak_bytes), "bold")),
+            Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
+            Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold")),
+        ),
+        gap=3,
+    )
     return Group(judged, *limit_line(report.target, limit))
 
 
@@ -103,8 +136,10 @@ def _composition(report: Report) -> RenderableType | None:
     """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
     left = breakdown(report)
     folded = naming.folded(report.buffers)
-    right = blocks(_names("residuals by checkpoint name", report.residuals_by_name, folded),
-                   _names("workspace by phase and component", report.workspace_by_scope, folded))
+    right = blocks(
+        _names("residuals by checkpoint name", report.residuals_by_name, folded),
+        _names("workspace by phase and component", report.workspace_by_scope, folded),
+    )
     return Pair(left, right) if left or right else None
 
 
@@ -169,7 +204,7 @@ def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[Timeli
     count = min(width, len(timeline))
     for column in range(count):
         start, stop = column * len(timeline) // count, (column + 1) * len(timeline) // count
-        yield max(timeline[start:max(stop, start + 1)], key=lambda point: point.bytes)
+        yield max(timeline[start : max(stop, start + 1)], key=lambda point: point.bytes)
 
 
 def _ledger(report: Report) -> RenderableType | None:
@@ -178,8 +213,10 @@ def _ledger(report: Report) -> RenderableType | None:
         return None
     parts = [f"{row.role} {row.dtype} {row.bytes_per_param:.2f}" for row in rows[:-1]]
     frozen = any(row.role == "frozen" for row in report.ledger)
-    return Items([*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
-                 title="bytes per trained parameter" if frozen else "bytes per parameter")
+    return Items(
+        [*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
+        title="bytes per trained parameter" if frozen else "bytes per parameter",
+    )
 
 
 def _zero(report: Report) -> RenderableType | None:
@@ -188,8 +225,9 @@ def _zero(report: Report) -> RenderableType | None:
         return None
     table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
     for row in report.zero:
-        table.add(row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason,
-                  style="bold" if row.role == "total" else "")
+        table.add(
+            row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason, style="bold" if row.role == "total" else ""
+        )
     return table
 
 
@@ -202,19 +240,39 @@ def _communication(report: Report) -> RenderableType | None:
     """Bytes per step by kind and axes with the formula."""
     if not report.communication:
         return None
-    table = _table("communication", label("over"), figure("times"), figure("payload"), figure("sent"),
-                   figure("exposed"), figure("formula"), words("of"))
+    table = _table(
+        "communication",
+        label("over"),
+        figure("times"),
+        figure("payload"),
+        figure("sent"),
+        figure("exposed"),
+        figure("formula"),
+        words("of"),
+    )
     sent = sum(row.wire_bytes for row in report.communication)
     large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
     for row in large[:_TRAFFIC]:
-        table.add(row.kind.removeprefix("collective-"), over(row.axes, row.group, row.hosts), f"{row.times:,}",
-                  human(row.bytes), human(row.wire_bytes),
-                  f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
-                  human(row.formula_bytes) if row.formula_bytes is not None else "", row.formula)
+        table.add(
+            row.kind.removeprefix("collective-"),
+            over(row.axes, row.group, row.hosts),
+            f"{row.times:,}",
+            human(row.bytes),
+            human(row.wire_bytes),
+            f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
+            human(row.formula_bytes) if row.formula_bytes is not None else "",
+            row.formula,
+        )
     rest = [row for row in report.communication if row not in large[:_TRAFFIC]]
     if rest:
-        table.add(f"{len(rest)} more", "", f"{sum(row.times for row in rest):,}", human(sum(r.bytes for r in rest)),
-                  human(sum(r.wire_bytes for r in rest)), style="dim")
+        table.add(
+            f"{len(rest)} more",
+            "",
+            f"{sum(row.times for row in rest):,}",
+            human(sum(r.bytes for r in rest)),
+            human(sum(r.wire_bytes for r in rest)),
+            style="dim",
+        )
     return table
 
 
@@ -230,15 +288,29 @@ def _transfers(report: Report) -> RenderableType | None:
 
 def _largest(report: Report) -> RenderableType | None:
     """The largest collectives with what overlaps them."""
-    table = _table("", label("over"), figure("times"), figure("sent"), figure("in flight"),
-                   figure("overlapped by"), label("where", "dim"))
+    table = _table(
+        "",
+        label("over"),
+        figure("times"),
+        figure("sent"),
+        figure("in flight"),
+        figure("overlapped by"),
+        label("where", "dim"),
+    )
     sent = sum(row.wire_bytes for row in report.communication)
     listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
     for item in listed:
         if item.times * item.wire_bytes > _SMALL * sent:
             where = "/".join(part for part in (item.phase, item.component) if part)
-            table.add(item.name.removeprefix("collective-"), over(item.axes, item.group, item.hosts), f"{item.times:,}",
-                      human(item.times * item.wire_bytes), human(item.in_flight_bytes), overlapped_by(item), where)
+            table.add(
+                item.name.removeprefix("collective-"),
+                over(item.axes, item.group, item.hosts),
+                f"{item.times:,}",
+                human(item.times * item.wire_bytes),
+                human(item.in_flight_bytes),
+                overlapped_by(item),
+                where,
+            )
     return Group(Text("largest collectives", style="bold"), table) if table.rows else None
 
 

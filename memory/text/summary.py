@@ -27,8 +27,10 @@ def render(report: Report, remedies: bool = False) -> RenderableType | None:
 
     remedies: whether findings are uncut and have their remedies.
     """
-    parts = [findings(report) if remedies else _findings(report),
-             Prose(_DERIVED) if report.method != "heap_trace" else None]
+    parts = [
+        findings(report) if remedies else _findings(report),
+        Prose(_DERIVED) if report.method != "heap_trace" else None,
+    ]
     notes = [part for part in parts if part is not None]
     return blocks(_head(report), breakdown(report), Group(*notes) if notes else None, Prose(_WAYS, "dim"))
 
@@ -51,8 +53,8 @@ def _findings(report: Report) -> RenderableType | None:
 
 
 def _short(name: str) -> str:
-    return shorten(one_line(name)[-4 * _NAME:], _NAME)
+    return shorten(one_line(name)[-4 * _NAME :], _NAME)
 
 
 def _cut(message: str) -> str:
-    return message if len(message) <= _MESSAGE else f"{message[:_MESSAGE - 1].rpartition(' ')[0]}…"
+    return message if len(message) <= _MESSAGE else f"{message[: _MESSAGE - 1].rpartition(' ')[0]}…"

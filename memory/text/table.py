@@ -1,7 +1,7 @@
 """A table that keeps its figures whole at any width: names are shortened first; what is still too wide goes below.
 
-    table = FigureTable(label("buffer"), figure("bytes"), words("why"))
-    table.add("fusion.3", "1.25 GiB", "a copy of the parameters")
+table = FigureTable(label("buffer"), figure("bytes"), words("why"))
+table.add("fusion.3", "1.25 GiB", "a copy of the parameters")
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Column:
 
 def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
     """A name: shortened in its middle where the table is too wide."""
+
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(text.plain, width), style=text.style)]
 
@@ -51,6 +52,7 @@ def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
 
 def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> Column:
     """A file and its line: shortened at its beginning where the table is too wide, then it goes under its row."""
+
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         kept = text.plain
         while cell_len(kept) > width - 1:
@@ -78,6 +80,7 @@ def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS, 
 def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
     """A value that decides what the row is, such as a policy: wraps after commas and before a plus; what is longer
     than 24 columns without either is shortened in its middle."""
+
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(line, width), style=text.style) for line in wrapped(text.plain, width)]
 
@@ -90,6 +93,7 @@ def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
 def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> Column:
     """The name of a buffer, of which each part tells it from others: wraps after a slash, a bracket or a space, and
     is shortened in its middle only where that takes more than two lines."""
+
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         lines = wrapped(text.plain, width, _PATH)
         if len(lines) > 2:
@@ -129,7 +133,7 @@ class FigureTable:
     def add(self, *cells: str | Text, style: str = "") -> None:
         """Adds a row; `style` is that of all its cells."""
         found = [cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells]
-        self.rows.append(([*found, *(Text() for _ in self.columns[len(found):])], style))
+        self.rows.append(([*found, *(Text() for _ in self.columns[len(found) :])], style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plan, gap = self._plan(options.max_width, self._gap), self._gap
@@ -191,8 +195,13 @@ class FigureTable:
         parts = (column.part(row[at].plain) for row, _ in self.rows)
         return max([column.least or 0, as_text(column.title).cell_len, *parts])
 
-    def _block(self, widths: dict[int, int], under: Sequence[int], gap: int, console: Console,
-               ) -> Iterable[Text | Prose]:
+    def _block(
+        self,
+        widths: dict[int, int],
+        under: Sequence[int],
+        gap: int,
+        console: Console,
+    ) -> Iterable[Text | Prose]:
         titles = {at: Text.assemble((as_text(self.columns[at].title).plain, self._title_style(at))) for at in widths}
         if any(titles.values()):
             yield self._line(titles, widths, gap)
@@ -224,9 +233,13 @@ class FigureTable:
             cell = cells.get(at, Text()).copy()
             cell.stylize_before(" ".join(filter(None, (self.columns[at].style, style))))
             pad = " " * max(wide - cell.cell_len, 0)
-            out = Text.assemble(out, pad if self.columns[at].right else "", cell,
-                                "" if self.columns[at].right or at == last else pad, "" if at == last else
-                                " " * gap)
+            out = Text.assemble(
+                out,
+                pad if self.columns[at].right else "",
+                cell,
+                "" if self.columns[at].right or at == last else pad,
+                "" if at == last else " " * gap,
+            )
         out.rstrip()
         return ignoring(out)
 

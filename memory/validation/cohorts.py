@@ -66,13 +66,25 @@ def _by(scored: Iterable[Scored], key: Callable[[Row], str]) -> list[Cohort]:
 
 
 def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
-    seconds, held = ([(_program(one), ratio) for one in some if (ratio := of(one))]
-                     for of in (lambda one: one.ratio, lambda one: one.bytes_ratio))
+    seconds, held = (
+        [(_program(one), ratio) for one in some if (ratio := of(one))]
+        for of in (lambda one: one.ratio, lambda one: one.bytes_ratio)
+    )
     return Cohort(
-        name, len(seconds), len(dict(seconds)), share_within(seconds, WITHIN), median(seconds), *_ends(seconds),
-        len(held), len(dict(held)), " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
+        name,
+        len(seconds),
+        len(dict(seconds)),
+        share_within(seconds, WITHIN),
+        median(seconds),
+        *_ends(seconds),
+        len(held),
+        len(dict(held)),
+        " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
         tuple(share_within(held, within) for within in BYTES_WITHIN.values()) if held else (),
-        share_within(held, (0.0, 1.0)), median(held), *_ends(held))
+        share_within(held, (0.0, 1.0)),
+        median(held),
+        *_ends(held),
+    )
 
 
 def _program(one: Scored) -> str:

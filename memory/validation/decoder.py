@@ -41,10 +41,20 @@ def facts(name: str) -> list[Fact]:
 def shape(fact: Fact) -> dict[str, str]:
     """Model, sequence and batch of a row, with all logits in one array, as the measured programs have them."""
     heads, width = int(fact["heads"]), int(fact["hidden"])
-    return {MODEL_N_LAYERS: fact["layers"], MODEL_D_MODEL: fact["hidden"], MODEL_N_HEADS: fact["heads"],
-            MODEL_N_KV_HEADS: fact["kv"], MODEL_D_HEAD: f"{width // heads}", MODEL_D_FF: fact["ffn"],
-            MODEL_VOCAB_SIZE: fact["vocab"], MODEL_MAX_SEQ_LEN: fact["seq"], DATA_SEQ_LEN: fact["seq"],
-            BATCH_MICRO: fact["bs_per_gpu"], LOSS_KIND: "full", MODEL_ROPE_SCALING: "()"}
+    return {
+        MODEL_N_LAYERS: fact["layers"],
+        MODEL_D_MODEL: fact["hidden"],
+        MODEL_N_HEADS: fact["heads"],
+        MODEL_N_KV_HEADS: fact["kv"],
+        MODEL_D_HEAD: f"{width // heads}",
+        MODEL_D_FF: fact["ffn"],
+        MODEL_VOCAB_SIZE: fact["vocab"],
+        MODEL_MAX_SEQ_LEN: fact["seq"],
+        DATA_SEQ_LEN: fact["seq"],
+        BATCH_MICRO: fact["bs_per_gpu"],
+        LOSS_KIND: "full",
+        MODEL_ROPE_SCALING: "()",
+    }
 
 
 def refused(fact: Fact) -> str:
@@ -73,8 +83,18 @@ def row_of(name: str, number: int, fact: Fact, said: Setup, chip: str, gpus: int
     """The row of a set. said: its config and overrides, or why there are none. more: other fields of the row."""
     config, overrides = ("", {}) if isinstance(said, str) else said
     return Row(
-        set=name, id=str(number), model=fact["model"], chip=chip, gpus=gpus, overrides=overrides, config=config,
+        set=name,
+        id=str(number),
+        model=fact["model"],
+        chip=chip,
+        gpus=gpus,
+        overrides=overrides,
+        config=config,
         target=target(chip, gpus, per_host) if config else "",
         measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
-        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
-        source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "", **more)
+        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None,
+        quality=fact["quality"],
+        source=f"{fact['source_id']}: {fact['source_url']}",
+        reason=said if isinstance(said, str) else "",
+        **more,
+    )

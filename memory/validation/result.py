@@ -47,13 +47,18 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Plain values, every row with its source."""
         return {
-            "set": self.set, "rates": self.rates, "versions": dict(self.versions), "compiled": self.compiled,
-            "left": list(self.left), "elsewhere": [list(each) for each in self.elsewhere],
+            "set": self.set,
+            "rates": self.rates,
+            "versions": dict(self.versions),
+            "compiled": self.compiled,
+            "left": list(self.left),
+            "elsewhere": [list(each) for each in self.elsewhere],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
-            "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid]}
+            "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
+        }
 
 
 def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
@@ -69,18 +74,34 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
             continue
         scored.append(dataclasses.replace(scored_of(row, answer, found), program=runs.programs.get(row.id, "")))
         rates.append(found.rates)
-    versions = next((answer.get("versions", {}) for key, answer in runs.answers.items() if key not in runs.elsewhere),
-                    {})
-    return Result(name, tuple(scored), tuple(score.groups(scored)), _by_reason(rows, why), runs.left, runs.compiled,
-                  "; ".join(dict.fromkeys(rates)), versions, tuple(cohorts.by_cohort(scored)),
-                  tuple(cohorts.by_source(scored)), _elsewhere(runs))
+    versions = next(
+        (answer.get("versions", {}) for key, answer in runs.answers.items() if key not in runs.elsewhere), {}
+    )
+    return Result(
+        name,
+        tuple(scored),
+        tuple(score.groups(scored)),
+        _by_reason(rows, why),
+        runs.left,
+        runs.compiled,
+        "; ".join(dict.fromkeys(rates)),
+        versions,
+        tuple(cohorts.by_cohort(scored)),
+        tuple(cohorts.by_source(scored)),
+        _elsewhere(runs),
+    )
 
 
 def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
     """(compilers, rows) of the answers that another environment compiled."""
     found = collections.Counter(
-        ", ".join(f"{package} {version}" for package, version in runs.answers[key].get("versions", {}).items()
-                  if package.startswith(("jax", "nvidia"))) for key in runs.elsewhere)
+        ", ".join(
+            f"{package} {version}"
+            for package, version in runs.answers[key].get("versions", {}).items()
+            if package.startswith(("jax", "nvidia"))
+        )
+        for key in runs.elsewhere
+    )
     return tuple(found.items())
 
 
@@ -89,8 +110,9 @@ def scored_of(row: Row, answer: Mapping[str, Any], found: prediction.Prediction)
     seconds = score.launched(found.seconds, row)
     held = answer.get("allocated_bytes")
     low, high = (score.launched(end, row) for end in (found.low, found.high))
-    return Scored(row, found.seconds, seconds, low, high, held, HOST if seconds > found.seconds else found.bound_by,
-                  found.by_term)
+    return Scored(
+        row, found.seconds, seconds, low, high, held, HOST if seconds > found.seconds else found.bound_by, found.by_term
+    )
 
 
 def _by_reason(rows: Sequence[Row], why: Mapping[str, str]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
@@ -104,15 +126,37 @@ def _by_reason(rows: Sequence[Row], why: Mapping[str, str]) -> tuple[tuple[str, 
 def row_json(one: Scored) -> dict[str, Any]:
     """A scored row as plain values; seconds of an update, bytes of one device."""
     return {
-        **_facts(one.row), "config": one.row.config, "target": one.row.target, "overrides": dict(one.row.overrides),
-        "predicted_seconds": one.predicted_seconds, "seconds_low": one.low, "seconds_high": one.high,
-        "device_seconds": one.device_seconds, "launch_seconds": one.row.launch_seconds, "ratio": one.ratio,
-        "allocated_bytes": one.allocated_bytes, "bytes_ratio": one.bytes_ratio, "bound_by": one.bound_by,
-        "by_term": dict(one.by_term)}
+        **_facts(one.row),
+        "config": one.row.config,
+        "target": one.row.target,
+        "overrides": dict(one.row.overrides),
+        "predicted_seconds": one.predicted_seconds,
+        "seconds_low": one.low,
+        "seconds_high": one.high,
+        "device_seconds": one.device_seconds,
+        "launch_seconds": one.row.launch_seconds,
+        "ratio": one.ratio,
+        "allocated_bytes": one.allocated_bytes,
+        "bytes_ratio": one.bytes_ratio,
+        "bound_by": one.bound_by,
+        "by_term": dict(one.by_term),
+    }
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    return {"id": row.id, "model": row.model, "gpus": row.gpus, "chip": row.chip, "setup": row.setup,
-            "measured_seconds": row.measured_seconds, "measured_bytes": row.measured_bytes, "bytes_are": row.bytes_are,
-            "bytes_reason": row.bytes_reason, "host_bound": row.host_bound, "differs": row.differs,
-            "quality": row.quality, "source": row.source, "cohort": row.cohort}
+    return {
+        "id": row.id,
+        "model": row.model,
+        "gpus": row.gpus,
+        "chip": row.chip,
+        "setup": row.setup,
+        "measured_seconds": row.measured_seconds,
+        "measured_bytes": row.measured_bytes,
+        "bytes_are": row.bytes_are,
+        "bytes_reason": row.bytes_reason,
+        "host_bound": row.host_bound,
+        "differs": row.differs,
+        "quality": row.quality,
+        "source": row.source,
+        "cohort": row.cohort,
+    }

@@ -70,8 +70,14 @@ def jobs_of(rows: Sequence[Row], trainer: Trainer) -> tuple[dict[str, worker_poo
     return found, refused
 
 
-def run(rows: Sequence[Row], trainer: Trainer, folder: Path, *, workers: int | None = None,
-        progress: worker_pool.Progress = lambda labels, done: None) -> Runs:
+def run(
+    rows: Sequence[Row],
+    trainer: Trainer,
+    folder: Path,
+    *,
+    workers: int | None = None,
+    progress: worker_pool.Progress = lambda labels, done: None,
+) -> Runs:
     """Compiles the rows whose files are not in the folder yet, in worker processes; Ctrl-C keeps what is finished.
 
     Args:
@@ -83,22 +89,39 @@ def run(rows: Sequence[Row], trainer: Trainer, folder: Path, *, workers: int | N
     distinct = {jobs[key].name: jobs[key] for key in sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))}
     found = {name for name in distinct if cache.read(folder, name)}
     targets = sorted({job.target for job in jobs.values()})
-    answers, _ = worker_pool.run(
-        list(distinct.values()), workers=worker_pool.worker_count(max(len(distinct), 1), workers),
-        env=worker_pool.environment(targets), cache=folder, progress=progress) if jobs else ({}, False)
+    answers, _ = (
+        worker_pool.run(
+            list(distinct.values()),
+            workers=worker_pool.worker_count(max(len(distinct), 1), workers),
+            env=worker_pool.environment(targets),
+            cache=folder,
+            progress=progress,
+        )
+        if jobs
+        else ({}, False)
+    )
     good = {name: answer for name, answer in answers.items() if answer.get("status") == "ok"}
     others = {name: answer for name in answers if name not in good and (answer := _elsewhere(folder, name))}
     names = {key: job.name for key, job in jobs.items()}
     usable = good | others
-    failed = {key: str(answers[name].get("status", "no answer")) for key, name in names.items()
-              if name in answers and name not in usable}
-    return Runs({key: usable[name] for key, name in names.items() if name in usable}, refused | failed,
-                tuple(key for key, name in names.items() if name not in answers), len(set(good) - found), names,
-                tuple(key for key, name in names.items() if name in others))
+    failed = {
+        key: str(answers[name].get("status", "no answer"))
+        for key, name in names.items()
+        if name in answers and name not in usable
+    }
+    return Runs(
+        {key: usable[name] for key, name in names.items() if name in usable},
+        refused | failed,
+        tuple(key for key, name in names.items() if name not in answers),
+        len(set(good) - found),
+        names,
+        tuple(key for key, name in names.items() if name in others),
+    )
 
 
-def finished(rows: Sequence[Row], trainer: Trainer,
-             folder: Path) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
+def finished(
+    rows: Sequence[Row], trainer: Trainer, folder: Path
+) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
     """(names of the programs, answers), both by `Row.id`, of what the folder has; nothing is compiled."""
     jobs, _ = jobs_of(rows, trainer)
     answers = {key: cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}

@@ -118,8 +118,10 @@ def groups(scored: Iterable[Scored]) -> list[Group]:
     found: dict[tuple[str, int, bool], list[Scored]] = {}
     for one in scored:
         found.setdefault((one.row.model, one.row.gpus, one.row.stages > 1), []).append(one)
-    return [_group(model, gpus, some, [*found.get((model, gpus, False), ()), *some] if staged else [])
-            for (model, gpus, staged), some in sorted(found.items())]
+    return [
+        _group(model, gpus, some, [*found.get((model, gpus, False), ()), *some] if staged else [])
+        for (model, gpus, staged), some in sorted(found.items())
+    ]
 
 
 def _group(model: str, gpus: int, some: Sequence[Scored], all_stages: Sequence[Scored]) -> Group:
@@ -130,12 +132,22 @@ def _group(model: str, gpus: int, some: Sequence[Scored], all_stages: Sequence[S
     sized = [one.bytes_ratio for one in some if one.bytes_ratio]
     measured = [one.row.measured_seconds for one in timed]
     return Group(
-        model, gpus, len(some), quantiles(ratios), share(ratios, lambda ratio: WITHIN[0] <= ratio <= WITHIN[1]) or 0.0,
-        statistics.median(free) if free else None, len(free),
+        model,
+        gpus,
+        len(some),
+        quantiles(ratios),
+        share(ratios, lambda ratio: WITHIN[0] <= ratio <= WITHIN[1]) or 0.0,
+        statistics.median(free) if free else None,
+        len(free),
         spearman([one.predicted_seconds for one in timed], measured),
-        spearman([one.row.tensor for one in timed], measured), pairs_of(timed), len(sized),
-        share(sized, lambda ratio: ratio <= 1), statistics.median(sized) if sized else None, bool(all_stages),
-        pairs_of([one for one in all_stages if one.ratio], across=True) if all_stages else None)
+        spearman([one.row.tensor for one in timed], measured),
+        pairs_of(timed),
+        len(sized),
+        share(sized, lambda ratio: ratio <= 1),
+        statistics.median(sized) if sized else None,
+        bool(all_stages),
+        pairs_of([one for one in all_stages if one.ratio], across=True) if all_stages else None,
+    )
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
@@ -158,8 +170,13 @@ def pairs_of(timed: Sequence[Scored], across: bool = False) -> Pairs:
         fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds)
         factor = slow.row.measured_seconds / fast.row.measured_seconds
         if factor > APART and (one.row.stages != other.row.stages) == across:
-            apart.append((factor, _ordered(fast.predicted_seconds, slow.predicted_seconds),
-                          _ordered(fast.row.tensor, slow.row.tensor)))
+            apart.append(
+                (
+                    factor,
+                    _ordered(fast.predicted_seconds, slow.predicted_seconds),
+                    _ordered(fast.row.tensor, slow.row.tensor),
+                )
+            )
     near = [each for each in apart if each[0] <= _NEAR]
     return Pairs(len(apart), *_means(apart), len(near), *_means(near))
 

@@ -61,8 +61,12 @@ from bytescope.memory.validation.rows import Row
 NAME = "playbook"
 _SOURCE = "huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
 # Model -> layers, width, heads, width of the MLP, whether the embedding is tied to the head.
-SHAPES = {"llama-1.34B": (16, 2048, 32, 8192, True), "llama-3.57B": (28, 3072, 32, 8192, True),
-          "llama-8.86B": (32, 4096, 32, 14336, False), "llama-80B": (80, 8192, 64, 28672, False)}
+SHAPES = {
+    "llama-1.34B": (16, 2048, 32, 8192, True),
+    "llama-3.57B": (28, 3072, 32, 8192, True),
+    "llama-8.86B": (32, 4096, 32, 14336, False),
+    "llama-80B": (80, 8192, 64, 28672, False),
+}
 _SEQ_LEN, _VOCAB, _BATCH = 4096, 131072, 256
 _PER_HOST = 8
 # Tensor split -> seconds that a layer of one micro-batch, forward and backward, takes eager nanotron at least, whatever
@@ -84,7 +88,8 @@ _KEPT = "selective"
 # Row -> why its measured bytes are not compared.
 _BYTES_DOUBTED = {
     "450": "25.6 GiB is less than the 60.7 that nanotron needs there by its source (what layers keep of 262,144 tokens "
-           "48.0, logits 8.0, parameters and their state 4.6), and half of what half the micro-batch took"}
+    "48.0, logits 8.0, parameters and their state 4.6), and half of what half the micro-batch took"
+}
 
 Fact = Mapping[str, str]
 
@@ -101,14 +106,29 @@ def _row(number: int, fact: Fact) -> Row:
     slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # of a stage, its bubble included
     launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
     return Row(
-        set=NAME, id=str(number), model=fact["model"], chip="h100", gpus=gpus,
-        overrides=_overrides(fact), config="llama_8b", target=target("h100", gpus, _PER_HOST),
+        set=NAME,
+        id=str(number),
+        model=fact["model"],
+        chip="h100",
+        gpus=gpus,
+        overrides=_overrides(fact),
+        config="llama_8b",
+        target=target("h100", gpus, _PER_HOST),
         measured_seconds=float(fact["elapsed_ms"]) / 1e3,
-        measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
-        source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]), stages=stages,
-        launch_seconds=launch * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
-        network=_NETWORK if gpus > _PER_HOST else "", differs=_differs(number, fact), bytes_are="reserved",
-        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""))
+        measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None,
+        quality="A",
+        source=_SOURCE.format(fact["source"]),
+        reason=reason,
+        setup=_setup(fact),
+        tensor=int(fact["tp"]),
+        stages=stages,
+        launch_seconds=launch * slots,
+        host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
+        network=_NETWORK if gpus > _PER_HOST else "",
+        differs=_differs(number, fact),
+        bytes_are="reserved",
+        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
+    )
 
 
 def _reason(fact: Fact) -> str:
@@ -124,8 +144,10 @@ def _differs(number: int, fact: Fact) -> str:
     """What is known of a run's memory, or of its network: the same slot (layers of one micro-batch) was faster
     elsewhere."""
     if f"{number}" in _SQUEEZED:
-        return ("slower than with half the micro-batch, and less reserved than that adds: as where an allocator runs "
-                "out of memory")
+        return (
+            "slower than with half the micro-batch, and less reserved than that adds: as where an allocator runs "
+            "out of memory"
+        )
     slower = float(fact["slot_ratio"] or 1.0)
     return f"a slot took {slower:.1f}x that of the same split on other GPUs: network" if slower >= _SLOW else ""
 
@@ -139,13 +161,29 @@ def _overrides(fact: Fact) -> dict[str, str]:
     layers, width, heads, mlp, tied = SHAPES[fact["model"]]
     split = int(fact["tp"])
     return {
-        MODEL_N_LAYERS: f"{layers}", MODEL_D_MODEL: f"{width}", MODEL_N_HEADS: f"{heads}", MODEL_N_KV_HEADS: f"{heads}",
-        MODEL_D_HEAD: f"{width // heads}", MODEL_D_FF: f"{mlp}", MODEL_VOCAB_SIZE: f"{_VOCAB}",
-        MODEL_TIE_EMBEDDINGS: f"{tied}", MODEL_ROPE_SCALING: "()", MODEL_MAX_SEQ_LEN: f"{_SEQ_LEN}",
-        DATA_SEQ_LEN: f"{_SEQ_LEN}", LOSS_KIND: "full", PRECISION_PRESET: "fp32_grads", REMAT_POLICY: _KEPT,
-        MESH_STRATEGY: "zero1" if fact["zero_stage"] == "1" else "ddp", MESH_TENSOR: f"{split}",
-        MESH_SEQUENCE_PARALLEL: f"{split > 1}", MESH_FSDP: fact["dp"], BATCH_MICRO: fact["mbs"],
-        BATCH_ACCUMULATION: fact["ga"], BATCH_MODE: "scan", **_stages(fact["pp"])}
+        MODEL_N_LAYERS: f"{layers}",
+        MODEL_D_MODEL: f"{width}",
+        MODEL_N_HEADS: f"{heads}",
+        MODEL_N_KV_HEADS: f"{heads}",
+        MODEL_D_HEAD: f"{width // heads}",
+        MODEL_D_FF: f"{mlp}",
+        MODEL_VOCAB_SIZE: f"{_VOCAB}",
+        MODEL_TIE_EMBEDDINGS: f"{tied}",
+        MODEL_ROPE_SCALING: "()",
+        MODEL_MAX_SEQ_LEN: f"{_SEQ_LEN}",
+        DATA_SEQ_LEN: f"{_SEQ_LEN}",
+        LOSS_KIND: "full",
+        PRECISION_PRESET: "fp32_grads",
+        REMAT_POLICY: _KEPT,
+        MESH_STRATEGY: "zero1" if fact["zero_stage"] == "1" else "ddp",
+        MESH_TENSOR: f"{split}",
+        MESH_SEQUENCE_PARALLEL: f"{split > 1}",
+        MESH_FSDP: fact["dp"],
+        BATCH_MICRO: fact["mbs"],
+        BATCH_ACCUMULATION: fact["ga"],
+        BATCH_MODE: "scan",
+        **_stages(fact["pp"]),
+    }
 
 
 def _stages(stages: str) -> dict[str, str]:

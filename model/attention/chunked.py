@@ -106,8 +106,15 @@ def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
-def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None, ids: Ids | None = None,
-              scoring: Scoring = PLAIN):
+def add_pairs(
+    sums,
+    q: jax.Array,
+    read: Read,
+    pairs: Pairs,
+    mask: Mask | None = None,
+    ids: Ids | None = None,
+    scoring: Scoring = PLAIN,
+):
     """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` and `ids` every score counts.
 
     A query that counts nothing of a block takes up sums that mean nothing, and keeps them until it meets the first
@@ -125,8 +132,11 @@ def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = 
         probs = jnp.exp(scores - new_peak[..., None])
         shrink = jnp.exp(old_peak - new_peak)
         block = jnp.einsum("bgrls,bgsk->bgrlk", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return (out.at[i].set(out[i] * shrink[..., None] + block), peak.at[i].set(new_peak),
-                total.at[i].set(total[i] * shrink + probs.sum(-1))), None
+        return (
+            out.at[i].set(out[i] * shrink[..., None] + block),
+            peak.at[i].set(new_peak),
+            total.at[i].set(total[i] * shrink + probs.sum(-1)),
+        ), None
 
     return jax.lax.scan(pair, sums, pairs)[0]
 
@@ -142,8 +152,19 @@ def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Arra
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
-def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None,
-                  ids: Ids | None = None, scoring: Scoring = PLAIN):
+def add_gradients(
+    sums,
+    q,
+    read: Read,
+    write,
+    d_out,
+    lse,
+    delta,
+    pairs: Pairs,
+    mask: Mask | None = None,
+    ids: Ids | None = None,
+    scoring: Scoring = PLAIN,
+):
     """`sums` (dq, d_keys), float32, with the gradients of `pairs` added.
 
     Args:
@@ -178,15 +199,28 @@ def _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring):
     G = k_BLGK.shape[2]
     q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
     k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
-    sums = add_pairs(start(q, v.shape[-1]), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk),
-                     _ids(segments_BL, chunk), scoring)
+    sums = add_pairs(
+        start(q, v.shape[-1]),
+        q,
+        lambda j: (k[j], v[j]),
+        triangle(q.shape[0]),
+        causal(chunk),
+        _ids(segments_BL, chunk),
+        scoring,
+    )
     context, lse = finish(sums, q_BLHK.dtype)
     return positions(context, L).reshape(B, L, H, -1), lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None,
-                      chunk: int, scoring: Scoring = PLAIN) -> jax.Array:
+def chunked_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None,
+    chunk: int,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
     """Causal attention [B, L, H, K of the values] in blocks of `chunk` positions, within segments where ids int32 are
     given; scores and sums in float32.
 
@@ -214,10 +248,22 @@ def _attention_backward(chunk, scoring, residuals, d_context_BLHK):
     def write(d_keys, j, d_block):
         return tuple(d.at[j].add(new) for d, new in zip(d_keys, d_block))
 
-    dq, (dk, dv) = add_gradients((dq, (dk, dv)), q, lambda j: (k[j], v[j]), write, d_out, lse, delta,
-                                 triangle(q.shape[0]), causal(chunk), _ids(segments_BL, chunk), scoring)
-    return *(positions(d, L).reshape(x.shape).astype(x.dtype)
-             for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK))), None
+    dq, (dk, dv) = add_gradients(
+        (dq, (dk, dv)),
+        q,
+        lambda j: (k[j], v[j]),
+        write,
+        d_out,
+        lse,
+        delta,
+        triangle(q.shape[0]),
+        causal(chunk),
+        _ids(segments_BL, chunk),
+        scoring,
+    )
+    return *(
+        positions(d, L).reshape(x.shape).astype(x.dtype) for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK))
+    ), None
 
 
 chunked_attention.defvjp(_attention_forward, _attention_backward)

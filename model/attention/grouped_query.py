@@ -33,8 +33,14 @@ class Attention(nnx.Module):
         self.w_k = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
         self.w_v = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
         # Branches that add to the residual stream start smaller with depth, as in GPT-2.
-        self.w_o = param(rngs.params(), (H, K, D), ("heads", "d_head", "d_model"), dtype,
-                         std=std / math.sqrt(2 * config.n_layers), contracted=True)
+        self.w_o = param(
+            rngs.params(),
+            (H, K, D),
+            ("heads", "d_head", "d_model"),
+            dtype,
+            std=std / math.sqrt(2 * config.n_layers),
+            contracted=True,
+        )
         if config.bias or config.qkv_bias:
             self.b_q = param(None, (H, K), ("heads", "d_head"), dtype)
             self.b_k = param(None, (G, K), ("kv_heads", "d_head"), dtype)
@@ -49,8 +55,9 @@ class Attention(nnx.Module):
         """Queries [B, L, H, K], keys and values [B, L, G, K], in the compute dtype and before rotation."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        outs = adapted(self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2),
-                       "attn_norm_mask")
+        outs = adapted(
+            self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2), "attn_norm_mask"
+        )
         for which, y_BLHK in zip(weights, outs):
             heads = "heads" if which == "q" else "kv_heads"
             with jax.named_scope(which):
@@ -60,11 +67,19 @@ class Attention(nnx.Module):
         return out
 
     def _enter(self, x_BLD: jax.Array, weights: dict[str, nnx.Param]) -> tuple[jax.Array, ...]:
-        return enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again,
-                     matmul=self.precision.matmul, name="attn_norm")
+        return enter(
+            "bld,dhk->blhk",
+            x_BLD,
+            weights,
+            self.place,
+            again=self.again,
+            matmul=self.precision.matmul,
+            name="attn_norm",
+        )
 
-    def inputs(self, x_BLD: jax.Array, packed: Packed | None,
-               key_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def inputs(
+        self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values as the attention core reads them: as `project` has them, normed and rotated."""
         config = self.config
         with jax.named_scope("qkv"):
@@ -99,18 +114,27 @@ class Attention(nnx.Module):
         local = rope_frequencies(width, config.rope_local_theta, ())
         return rotate_by_layer, jnp.where(config.is_global(self.layer), frequency, local)
 
-    def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
-             packed: Packed | None) -> jax.Array:
+    def core(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> jax.Array:
         """The kernel's context [B, L, H, K]."""
         config, segments_BL = self.config, packed and packed.ids_BL
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do so inside.
             if ring := self.place.ring:
-                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring=ring,
-                                              chunk=config.attention_chunk, scoring=scoring_of(config))
+                context_BLHK = ring_attention(
+                    q_BLHK,
+                    k_BLGK,
+                    v_BLGK,
+                    segments_BL,
+                    ring=ring,
+                    chunk=config.attention_chunk,
+                    scoring=scoring_of(config),
+                )
             else:
                 context_BLHK = KERNELS[config.attention].run(
-                    q_BLHK, k_BLGK, v_BLGK, segments_BL, config=config, key_B=fold(key_B, 0), place=self.place)
+                    q_BLHK, k_BLGK, v_BLGK, segments_BL, config=config, key_B=fold(key_B, 0), place=self.place
+                )
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
@@ -119,9 +143,17 @@ class Attention(nnx.Module):
         with jax.named_scope("out"):
             # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.
             name = "context" if config.attention == "naive" and not self.place.ring else ""
-            y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again,
-                          matmul=self.precision.matmul, name=name, out="attn_out")
-            y_BLD, = adapted(self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask")
+            y_BLD = leave(
+                "blhk,hkd->bld",
+                context_BLHK,
+                self.w_o,
+                self.place,
+                again=self.again,
+                matmul=self.precision.matmul,
+                name=name,
+                out="attn_out",
+            )
+            (y_BLD,) = adapted(self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask")
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             return tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")

@@ -90,8 +90,9 @@ def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
 def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
     """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
     del key_B
-    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]),
-                             scoring_of(config))
+    return chunked_attention(
+        q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
+    )
 
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
@@ -131,16 +132,19 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs from Ampere on, not on {platform}; use chunked"
     if np.dtype(precision.compute).itemsize != 2:
-        return (f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
-                "or use chunked")
+        return (
+            f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
+            "or use chunked"
+        )
     if (width := config.score_width) % 8 or width > 128:
         shown = f"model.d_head={config.d_head}"
         if width > config.d_head:
             shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"
         return f"it needs a head width that is a multiple of 8 up to 128, not {shown}; use chunked"
     if config.value_width > width:
-        return (f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use "
-                "chunked")
+        return (
+            f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use chunked"
+        )
     if config.attention_softcap:
         return f"it has no cap of the scores (model.attention_softcap={config.attention_softcap}); use chunked"
     return _needs_no_dropout(config, precision, platform)
@@ -182,7 +186,7 @@ def platform_of(device: jax.Device) -> str:
 
 def _mask_bytes(seq_len: int) -> int:
     """What cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10 its gradient."""
-    return 2 * 2 * seq_len ** 2
+    return 2 * 2 * seq_len**2
 
 
 def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
@@ -191,7 +195,7 @@ def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
     H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
     sums = 4 * (K * (H + G) + config.value_width * G)
-    return (seq_len * (sums + 2 * H * K) + 3 * 4 * H * block ** 2) // head_parts
+    return (seq_len * (sums + 2 * H * K) + 3 * 4 * H * block**2) // head_parts
 
 
 def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
@@ -201,8 +205,9 @@ def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tu
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
 
 
-def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False,
-                  head_parts: int = 1) -> tuple[str, str]:
+def choose_kernel(
+    config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False, head_parts: int = 1
+) -> tuple[str, str]:
     """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
 
     Args:
@@ -218,8 +223,10 @@ def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_
         if reason := KERNELS[config.attention].refuses(config, precision, platform):
             raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
         if config.attention == "cudnn" and packed and seq_len % 2:
-            raise ValueError(f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
-                             "even; make it so, or use chunked")
+            raise ValueError(
+                f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
+                "even; make it so, or use chunked"
+            )
         return config.attention, "as configured"
     refused = KERNELS["cudnn"].refuses(config, precision, platform)
     if refused is None:

@@ -49,8 +49,9 @@ class LatentAttention(Attention):
         self.norm_kv_latent = Norm(config, precision, place, "mla_kv_rank", STREAM, "latent_state")
         self.w_o = matrix((H, V, D), ("heads", "d_head", "d_model"), config.init_std / math.sqrt(2 * config.n_layers))
 
-    def inputs(self, x_BLD: jax.Array, packed: Packed | None,
-               key_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def inputs(
+        self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention core."""
         del key_B  # there are no adapters, which alone have dropout here
         K = self.config.d_head
@@ -88,8 +89,11 @@ class LatentAttention(Attention):
             turn, frequency = self._rotation(self.config.mla_d_rope)
             q_rope_BTHK = turn(q_BTHK[..., K:], packed.positions_BL, frequency)
             k_rope_BT1K = turn(k_rope_BTc[:, :, None], packed.positions_BL, frequency)
-        return (jnp.concatenate([q_latent_BTHc, q_rope_BTHK], axis=-1),
-                jnp.concatenate([kv_BTc[:, :, None], k_rope_BT1K], axis=-1), None)
+        return (
+            jnp.concatenate([q_latent_BTHc, q_rope_BTHK], axis=-1),
+            jnp.concatenate([kv_BTc[:, :, None], k_rope_BT1K], axis=-1),
+            None,
+        )
 
     def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
         """Values of heads [B, T, H, mla_d_value], of sums of latents."""
@@ -98,7 +102,7 @@ class LatentAttention(Attention):
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
         """Queries before rotation, [B, L, H, d_head + mla_d_rope]."""
         if not self.config.mla_q_rank:
-            q_BLHK, = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, again=self.again)
+            (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, again=self.again)
             return tag(self.place(q_BLHK, _HEADS), "q")
         q_BLc = self.norm_q_latent(tag(self._down(x_BLD, "q_down"), "q_latent"))
         return tag(self._up(q_BLc, "q_up")[0], "q")
@@ -106,8 +110,14 @@ class LatentAttention(Attention):
     def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
         """The product of the input with the matrix `w_<name>`, sharded as the stream: narrow enough to be gathered."""
         with jax.named_scope(name):
-            y_BLc = multiply("bld,dc->blc", self.place(x_BLD, STREAM), getattr(self, f"w_{name}"), self.place,
-                             again=self.again, name=name)
+            y_BLc = multiply(
+                "bld,dc->blc",
+                self.place(x_BLD, STREAM),
+                getattr(self, f"w_{name}"),
+                self.place,
+                again=self.again,
+                name=name,
+            )
             return self.place(y_BLc, STREAM)
 
     def _up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:

@@ -48,8 +48,10 @@ from bytescope.model.placement import Ring, row_major
 
 def _chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
     if length % (2 * ranks):
-        raise ValueError(f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
-                         f"make it a multiple of {2 * ranks}, or change {axis}")
+        raise ValueError(
+            f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
+            f"make it a multiple of {2 * ranks}, or change {axis}"
+        )
     return length // (2 * ranks)
 
 
@@ -60,14 +62,14 @@ def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
       ValueError: the sequence is not divisible by 2*ranks.
     """
     n = _chunk_length(x.shape[axis], ranks)
-    early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1:]), 2, axis)
+    early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1 :]), 2, axis)
     return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
 
 
 def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
     """The inverse of `zigzag`."""
     n = _chunk_length(x.shape[axis], ranks)
-    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1:])
+    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
     early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
     return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
 
@@ -83,6 +85,7 @@ def zigzag_positions(length: int, ranks: int) -> jax.Array:
 
 
 # ---- one rank's part, inside shard_map --------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rank:
@@ -115,6 +118,7 @@ class _Rank:
         def allowed(i, j):
             filled = (j % self.m * self.c + jax.lax.broadcasted_iota(jnp.int32, (self.c, self.c), 1)) < self.n
             return filled if inner is None else filled & inner(i, j)
+
         return allowed
 
     @property
@@ -186,8 +190,9 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
     return rank.positions(context).reshape(B, length, H, K), jnp.moveaxis(lse_BLGR, 1, 3)
 
 
-def _backward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk,
-                   scoring):
+def _backward_rank(
+    q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring
+):
     """Gradients of one rank's queries, keys and values."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -199,8 +204,19 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, 
     kv = jnp.stack([k, v])
 
     def add(dq, d_kv, kv, pairs, mask, hops=0):
-        return add_gradients((dq, d_kv), q, lambda j: kv[:, j], lambda d_kv, j, new: d_kv.at[:, j].add(jnp.stack(new)),
-                             d_out, lse, delta, pairs, mask, rank.ids(segments_BL, hops), scoring)
+        return add_gradients(
+            (dq, d_kv),
+            q,
+            lambda j: kv[:, j],
+            lambda d_kv, j, new: d_kv.at[:, j].add(jnp.stack(new)),
+            d_out,
+            lse,
+            delta,
+            pairs,
+            mask,
+            rank.ids(segments_BL, hops),
+            scoring,
+        )
 
     def visit(dq, d_kv, kv, hops):
         """One step: `d_kv` is what these keys had gathered one hop ago. The sums, and `kv` ready to leave."""
@@ -228,12 +244,16 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, 
 
 # ---- all ranks, on globally shaped arrays -----------------------------------------------------------------
 
+
 def _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring):
     x = ring.activation
     with jax.named_scope("ring"):
-        return jax.shard_map(partial(_forward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
-                             in_specs=(x, x, x, ring.ids), out_specs=(x, ring.rows))(
-            q_BLHK, k_BLGK, v_BLGK, segments_BL)
+        return jax.shard_map(
+            partial(_forward_rank, ring=ring, chunk=chunk, scoring=scoring),
+            mesh=ring.mesh,
+            in_specs=(x, x, x, ring.ids),
+            out_specs=(x, ring.rows),
+        )(q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 # The gradient is defined around shard_map, not inside: the named residuals are then plain values of the program, where
@@ -252,9 +272,12 @@ def _attention_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring
 def _attention_backward(ring, chunk, scoring, residuals, d_context_BLHK):
     x = ring.activation
     with jax.named_scope("ring"):
-        return *jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
-                              in_specs=(x, x, x, ring.ids, x, ring.rows, x), out_specs=(x, x, x))(
-            *residuals, d_context_BLHK), None
+        return *jax.shard_map(
+            partial(_backward_rank, ring=ring, chunk=chunk, scoring=scoring),
+            mesh=ring.mesh,
+            in_specs=(x, x, x, ring.ids, x, ring.rows, x),
+            out_specs=(x, x, x),
+        )(*residuals, d_context_BLHK), None
 
 
 _ring_attention.defvjp(_attention_forward, _attention_backward)
@@ -269,8 +292,16 @@ def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
             raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
 
 
-def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None = None, *,
-                   ring: Ring, chunk: int, scoring: Scoring = PLAIN) -> jax.Array:
+def ring_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    segments_BL: jax.Array | None = None,
+    *,
+    ring: Ring,
+    chunk: int,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
     """Causal attention [B, L, H, K] of a sequence in `zigzag` order, sharded over `ring.axis`.
 
     Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals

@@ -20,7 +20,7 @@ class Scoring:
     cap: float = 0.0
 
     def _factor(self, width: int) -> float:
-        return self.scale or width ** -0.5
+        return self.scale or width**-0.5
 
     def __call__(self, products: jax.Array, width: int) -> jax.Array:
         """The scores of products [...] over heads of `width`, in their dtype."""

@@ -46,6 +46,7 @@ def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> in
 
 # ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------
 
+
 def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     choices = tokens * k * peers.size
     rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
@@ -73,6 +74,7 @@ GATHERED = {
 
 
 # ---- slots of fixed size, exchanged by an all-to-all -----------------------------------------------------------------
+
 
 def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     sent = rows.slotted_shape(tokens * k, experts, factor)
@@ -115,8 +117,12 @@ SLOTS = {
 
 # ---- rows of varying number, straight into the tiles of their experts ------------------------------------------------
 
-@partial(jax.tree_util.register_dataclass, meta_fields=["rows"],
-         data_fields=["place_TK", "source_X", "tiles", "dropped", "sends", "returns"])
+
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=["rows"],
+    data_fields=["place_TK", "source_X", "tiles", "dropped", "sends", "returns"],
+)
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan:
     """As `Plan`, of the rows as they leave a device: sorted by expert, without padding. `tiles` are of the rows that
@@ -154,10 +160,14 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
     row_N = jnp.where(rank_N < size_N, start_PE[me, expert_N] + rank_N, choices)
     tiles = rows.make_tiles(own(first_E), own(tiles_E), shape)
     return RaggedPlan(
-        row_N.reshape(expert_TK.shape), rows.sources(row_N, choices), tiles,
+        row_N.reshape(expert_TK.shape),
+        rows.sources(row_N, choices),
+        tiles,
         (counts_E - size_PE[me]).sum(dtype=jnp.int32)[None],
         jnp.stack([start_PE[me], place_PE[me], size_PE[me]]),
-        jnp.stack([own(place_PE).reshape(-1), own(start_PE).reshape(-1), own(size_PE).reshape(-1)]), shape.rows)
+        jnp.stack([own(place_PE).reshape(-1), own(start_PE).reshape(-1), own(size_PE).reshape(-1)]),
+        shape.rows,
+    )
 
 
 def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:

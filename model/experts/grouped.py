@@ -18,8 +18,9 @@ from bytescope.model.experts.rows import Tiles
 BLOCK, DEPTH = 128, 64
 
 
-def rows_times(x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool = False,
-               interpret: bool = False) -> jax.Array:
+def rows_times(
+    x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool = False, interpret: bool = False
+) -> jax.Array:
     """Each row times the matrix of its expert: x [X, C] and w [E, C, N], or [E, N, C] if `transposed`, to [X, N] in the
     dtype of `x`."""
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
@@ -42,9 +43,13 @@ def rows_times(x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool 
         out_ref[rows, columns] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((X, N), x_XC.dtype)
-    return pl.pallas_call(kernel, out_shape=out, grid=(tiles.expert.size, N // wide), name="expert_rows",
-                          **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out))(
-        tiles.expert, tiles.first, tiles.count, x_XC, w)
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        grid=(tiles.expert.size, N // wide),
+        name="expert_rows",
+        **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
+    )(tiles.expert, tiles.first, tiles.count, x_XC, w)
 
 
 def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
@@ -60,16 +65,19 @@ def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: boo
 
         def add(step, total):
             part = pl.ds(begin + step * deep, deep)
-            return total + jax.lax.dot(x_ref[part, rows].T, y_ref[part, columns],
-                                       preferred_element_type=jnp.float32)
+            return total + jax.lax.dot(x_ref[part, rows].T, y_ref[part, columns], preferred_element_type=jnp.float32)
 
         total = jax.lax.fori_loop(0, steps, add, jnp.zeros((high, wide), jnp.float32))
         out_ref[e, rows, columns] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((E, C, N), x_XC.dtype)
-    return pl.pallas_call(kernel, out_shape=out, grid=(E, C // high, N // wide), name="expert_weights",
-                          **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out))(
-        tiles.first, tiles.count, x_XC, y_XN)
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        grid=(E, C // high, N // wide),
+        name="expert_weights",
+        **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
+    )(tiles.first, tiles.count, x_XC, y_XN)
 
 
 def _block(size: int, largest: int) -> int:

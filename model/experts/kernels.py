@@ -76,19 +76,34 @@ def _batched_weights(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Arra
 
 
 def _grouped(interpret: bool) -> tuple[Callable[..., jax.Array], ...]:
-    return (partial(rows_times, interpret=interpret), partial(rows_times, transposed=True, interpret=interpret),
-            partial(weights_of, interpret=interpret))
+    return (
+        partial(rows_times, interpret=interpret),
+        partial(rows_times, transposed=True, interpret=interpret),
+        partial(weights_of, interpret=interpret),
+    )
 
 
 KERNELS = {
     "grouped": Products("Pallas kernels over tiles of rows, on NVIDIA GPUs from Ampere on", *_grouped(False)),
     "grouped_interpreted": Products("the same as plain jax, for any backend", *_grouped(True)),
-    "capacity": Products("batched products over slots of fixed number; more rows are dropped",
-                         partial(_batched, "esc,ecn->esn"), partial(_batched, "esn,ecn->esc"), _batched_weights),
-    "ragged": Products("jax.lax.ragged_dot, which XLA expands to dense products on GPUs", _ragged,
-                       lambda y_XN, w_ECN, tiles: _ragged(y_XN, w_ECN.swapaxes(1, 2), tiles), _ragged_weights),
-    "scan": Products("a loop over tiles of rows, on any backend",
-                     partial(_by_tile, "tc,cn->tn"), partial(_by_tile, "tn,cn->tc"), _weights_by_tile),
+    "capacity": Products(
+        "batched products over slots of fixed number; more rows are dropped",
+        partial(_batched, "esc,ecn->esn"),
+        partial(_batched, "esn,ecn->esc"),
+        _batched_weights,
+    ),
+    "ragged": Products(
+        "jax.lax.ragged_dot, which XLA expands to dense products on GPUs",
+        _ragged,
+        lambda y_XN, w_ECN, tiles: _ragged(y_XN, w_ECN.swapaxes(1, 2), tiles),
+        _ragged_weights,
+    ),
+    "scan": Products(
+        "a loop over tiles of rows, on any backend",
+        partial(_by_tile, "tc,cn->tn"),
+        partial(_by_tile, "tn,cn->tc"),
+        _weights_by_tile,
+    ),
 }
 # What model.moe_kernel may be. `dense` multiplies every token by every expert, without rows: the reference of tests.
 MOE_KERNELS = ("auto", "grouped", "capacity", "ragged", "scan", "dense")

@@ -20,8 +20,11 @@ from bytescope.model.precision import Precision
 from bytescope.model.remat.offload import here
 
 
-@partial(jax.tree_util.register_dataclass, meta_fields=[],
-         data_fields=["counts", "dropped", "entropy", "balance", "router_z", "shares"])
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=[],
+    data_fields=["counts", "dropped", "entropy", "balance", "router_z", "shares"],
+)
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Router statistics of a micro-batch without its padding, float32; stacked over layers.
@@ -48,8 +51,9 @@ class Experts(nnx.Module):
     of the down projection, so that its output is kept for no gradient. `pooled`: whether loads have `shares`.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False,
-                 rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False, rngs: nnx.Rngs
+    ):
         self.config, self.precision, self.place, self.pooled, self.again = config, precision, place, pooled, True
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
@@ -60,8 +64,9 @@ class Experts(nnx.Module):
         if self.gated:
             self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
         self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
-        self.w_down = param(rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers),
-                            contracted=True)
+        self.w_down = param(
+            rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers), contracted=True
+        )
 
     def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
         """(logits [B, L, E] float32, the experts of each token)."""
@@ -128,18 +133,20 @@ class Experts(nnx.Module):
 def _logits(place: Placement, axes: Axes, x_BLD: jax.Array, w_DE: jax.Array) -> jax.Array:
     """The float32 logits [B, L, E] of the experts."""
     # On tensor cores float32 would be TF32 otherwise.
-    return jnp.einsum("bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes),
-                      precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum(
+        "bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes), precision=jax.lax.Precision.HIGHEST
+    )
 
 
 # The same, its gradient from `x` and the parameter as they are stored; `again` as in `layers.enter`.
 _logits_again = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
-_logits_again.defvjp(lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
-                     lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE))
+_logits_again.defvjp(
+    lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
+    lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE),
+)
 
 
-def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: jax.Array | None,
-          pooled: bool) -> Load:
+def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: jax.Array | None, pooled: bool) -> Load:
     with jax.named_scope("load"):
         E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
         tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)

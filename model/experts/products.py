@@ -45,8 +45,9 @@ def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def dispatch(how: How, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array,
-             plan: Any) -> tuple[jax.Array, jax.Array]:
+def dispatch(
+    how: How, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
+) -> tuple[jax.Array, jax.Array]:
     """(rows [X, tensor, D] in the dtype of `x`, their weights [X, tensor] float32) at the devices of their experts."""
     exchange = EXCHANGES[how.exchange]
 
@@ -71,8 +72,9 @@ def _dispatch_backward(how, place, residuals, gradients):
         d_TK = exchange.to_choices(d_weight[:, 0], plan, place.peers)
         return d_TD.reshape(*x_like.shape[:2], -1), d_TK.reshape(*weight_like.shape[:2], -1)
 
-    move = place.own(move, (ROWS, NUMBERS, TOKENS, CHOICES, ("rows",)), (TOKENS, CHOICES),
-                     sums=(("copies",), ("copies",)))
+    move = place.own(
+        move, (ROWS, NUMBERS, TOKENS, CHOICES, ("rows",)), (TOKENS, CHOICES), sums=(("copies",), ("copies",))
+    )
     return *move(*gradients, x_like, weight_like, plan), None
 
 
@@ -82,6 +84,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def combine(how: How, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
     """For each token the sum of its rows, [B, L, D]. `like_BLD`: an array of B and L, of no bytes."""
+
     def move(y_X1D, like_BLD, plan):
         y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
         return (y_TD.reshape(*like_BLD.shape[:2], -1),)
@@ -127,20 +130,36 @@ class Weight:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _multiply(kernel: str, place: Placement, which: tuple[Weight, ...], spec: tuple[Axes, Axes], x: jax.Array,
-              weights: tuple[jax.Array, ...], tiles: Any) -> tuple[jax.Array, ...]:
+def _multiply(
+    kernel: str,
+    place: Placement,
+    which: tuple[Weight, ...],
+    spec: tuple[Axes, Axes],
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    tiles: Any,
+) -> tuple[jax.Array, ...]:
     """Rows `x` times each of the weights as they are stored; `spec`: the axes of the rows and of the results."""
     return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
 
 
-def _times(kernel: str, place: Placement, which: tuple[Weight, ...], spec: tuple[Axes, Axes], x: jax.Array,
-           computed: tuple[jax.Array, ...], tiles: Any) -> tuple[jax.Array, ...]:
+def _times(
+    kernel: str,
+    place: Placement,
+    which: tuple[Weight, ...],
+    spec: tuple[Axes, Axes],
+    x: jax.Array,
+    computed: tuple[jax.Array, ...],
+    tiles: Any,
+) -> tuple[jax.Array, ...]:
     """Rows times each of the weights as they are computed with."""
+
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
 
     return place.own(run, (spec[0], tuple(one.axes for one in which), ("rows",)), (spec[1],) * len(which))(
-        x, computed, tiles)
+        x, computed, tiles
+    )
 
 
 def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
@@ -161,14 +180,17 @@ def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
     def run(x, weights, d_outs, tiles):
         d_outs = [_flat(d_out) for d_out in d_outs]
         d_x = sum(products.to_rows(d_out, w, tiles) for d_out, w in zip(d_outs, weights))
-        d_weights = [products.to_weights(_flat(x), d_out, tiles)[None, None]
-                     for d_out, train in zip(d_outs, trained) if train]
+        d_weights = [
+            products.to_weights(_flat(x), d_out, tiles)[None, None] for d_out, train in zip(d_outs, trained) if train
+        ]
         return _shaped(d_x, spec[0]), [place.reduced(d_w) for d_w in d_weights]
 
     axes = tuple(one.axes for one in which)
-    d_x, sums = place.own(run, (spec[0], axes, [spec[1]] * len(which), ("rows",)),
-                          (spec[0], [("replicas", "sharers", *one.axes) for one in which if not one.frozen]))(
-        x, computed, list(d_outs), tiles)
+    d_x, sums = place.own(
+        run,
+        (spec[0], axes, [spec[1]] * len(which), ("rows",)),
+        (spec[0], [("replicas", "sharers", *one.axes) for one in which if not one.frozen]),
+    )(x, computed, list(d_outs), tiles)
     parts, d_weights = iter(sums), []
     for one, w in zip(which, weights):
         if one.frozen:
@@ -190,8 +212,9 @@ def _sum(parts: jax.Array, axis: int) -> jax.Array:
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (axis,))
 
 
-def _computed(which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype,
-              place: Placement) -> tuple[jax.Array, ...]:
+def _computed(
+    which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
+) -> tuple[jax.Array, ...]:
     """The weights as a layer computes with them: cast, then gathered."""
     return tuple(place.weight(here(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
@@ -204,8 +227,9 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
     return y_XN[:, None] if len(axes) == 3 else y_XN
 
 
-def enter(kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *,
-          again: bool) -> tuple[jax.Array, ...]:
+def enter(
+    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, again: bool
+) -> tuple[jax.Array, ...]:
     """Rows times each parameter [E, D, F], [X, F] each; `again` as in `layers.enter`."""
     which = tuple(Weight.of(p, again) for p in params)
     return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
@@ -218,6 +242,7 @@ def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: 
 
 def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:
     """Rows [X, F] times their weights, in the dtype of the rows."""
+
     def times(act_XF, weight_X1):
         return act_XF * weight_X1.astype(act_XF.dtype)
 

@@ -112,14 +112,19 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
     wanted_N = expert_N < shape.experts
     fits_N = wanted_N & (rank_N < shape.slots if shape.slots else place_N < shape.rows)
     place_N = jnp.where(fits_N, place_N, shape.rows)
-    return Plan(place_N.reshape(expert_TK.shape), sources(place_N, shape.rows), make_tiles(first_E, tiles_E, shape),
-                (wanted_N & ~fits_N).sum(dtype=jnp.int32)[None])
+    return Plan(
+        place_N.reshape(expert_TK.shape),
+        sources(place_N, shape.rows),
+        make_tiles(first_E, tiles_E, shape),
+        (wanted_N & ~fits_N).sum(dtype=jnp.int32)[None],
+    )
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
     """The choice in each of `rows` rows, int32 [X], from the row of each of N choices; N for rows that have none."""
-    return jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(
-        jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
+    return (
+        jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
+    )
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
@@ -127,8 +132,7 @@ def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # Rows beyond the buffer have no tiles there.
-    return Tiles(jnp.minimum(expert, shape.experts - 1), first, jnp.clip(shape.tiles - first, 0, tiles_E),
-                 shape.filled)
+    return Tiles(jnp.minimum(expert, shape.experts - 1), first, jnp.clip(shape.tiles - first, 0, tiles_E), shape.filled)
 
 
 def rows_of_tokens(x_TD: jax.Array, plan: Plan) -> jax.Array:

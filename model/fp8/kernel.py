@@ -51,8 +51,15 @@ def _on_gpu(context, a, b, *, dimension_numbers):
     return triton.tt_dialect.dot(a, turned, zeros, max_num_imprecise_acc=TILE)
 
 
-def scaled_product(a_MC: jax.Array, a_scale: jax.Array, b_NC: jax.Array, b_scale: jax.Array, dtype: jnp.dtype, *,
-                   interpret: bool = False) -> jax.Array:
+def scaled_product(
+    a_MC: jax.Array,
+    a_scale: jax.Array,
+    b_NC: jax.Array,
+    b_scale: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
     """sum over tiles t of (a_t b_t^T) a_scale_t b_scale_t, [M, N] in `dtype`.
 
     Args:
@@ -67,14 +74,19 @@ def scaled_product(a_MC: jax.Array, a_scale: jax.Array, b_NC: jax.Array, b_scale
     tiles = padded[2] // TILE
     a_scale, b_scale = _padded(a_scale.T, tiles, padded[0]), _padded(b_scale.T, tiles, padded[1])
     out = pl.pallas_call(
-        partial(_kernel, tiles), grid=(padded[0] // TILE, padded[1] // TILE),
-        in_specs=[pl.BlockSpec((TILE, padded[2]), lambda i, j: (i, 0)),
-                  pl.BlockSpec((TILE, padded[2]), lambda i, j: (j, 0)),
-                  pl.BlockSpec((tiles, TILE), lambda i, j: (0, i)),
-                  pl.BlockSpec((tiles, TILE), lambda i, j: (0, j))],
+        partial(_kernel, tiles),
+        grid=(padded[0] // TILE, padded[1] // TILE),
+        in_specs=[
+            pl.BlockSpec((TILE, padded[2]), lambda i, j: (i, 0)),
+            pl.BlockSpec((TILE, padded[2]), lambda i, j: (j, 0)),
+            pl.BlockSpec((tiles, TILE), lambda i, j: (0, i)),
+            pl.BlockSpec((tiles, TILE), lambda i, j: (0, j)),
+        ],
         out_specs=pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((padded[0], padded[1]), dtype), name="fp8_product",
-        compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=3), interpret=interpret,
+        out_shape=jax.ShapeDtypeStruct((padded[0], padded[1]), dtype),
+        name="fp8_product",
+        compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=3),
+        interpret=interpret,
     )(a_MC, b_NC, a_scale, b_scale)
     return out[:M, :N]
 

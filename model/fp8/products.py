@@ -103,7 +103,9 @@ def native(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
 
 # What `choose_matmul` makes of Precision.matmul -> how a product of quantized rows is computed.
 PRODUCTS: Mapping[str, Callable[[Quantized, Quantized, jnp.dtype], jax.Array]] = {
-    "fp8_native": native, "fp8_emulated": emulated}
+    "fp8_native": native,
+    "fp8_emulated": emulated,
+}
 
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
@@ -150,7 +152,7 @@ class Linear:
 
     def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
         """Logical axes of a weight: those contracted in the forward pass, and in the gradient of the activation."""
-        return weight[: self.contracted], weight[self.contracted:]
+        return weight[: self.contracted], weight[self.contracted :]
 
     def out(self, weight: Axes) -> Axes:
         """Logical axes of a product."""
@@ -226,12 +228,16 @@ def _products(how, place, kept, weights, dtype):
         for name, w in zip(how.outs, weights):
             with jax.named_scope(name):  # by which a report knows the result of a kernel
                 y = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
-                outs.append(y.reshape(*within[0].shape[:2], *w.shape[how.contracted:]))
+                outs.append(y.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
         return tuple(outs)
 
     wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
-    return place.own(own, (how.weights, *_axes(how, within)), tuple(map(how.out, how.weights)),
-                     sums=tuple(how.sums(axes)[0] for axes in how.weights))(wide, *within)
+    return place.own(
+        own,
+        (how.weights, *_axes(how, within)),
+        tuple(map(how.out, how.weights)),
+        sums=tuple(how.sums(axes)[0] for axes in how.weights),
+    )(wide, *within)
 
 
 def _forward(how, place, x, quantized, weights):
@@ -254,8 +260,11 @@ def _backward(how, place, residuals, d_outs):
     wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     features = tuple(dict.fromkeys(axis for axes in how.weights for axis in how.sums(axes)[1]))
     dx, *d_weights = place.own(
-        own, (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)), (how.within, *how.weights),
-        sums=(features, *[how.within[:2]] * len(weights)))(d_outs, wide, *within)
+        own,
+        (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)),
+        (how.within, *how.weights),
+        sums=(features, *[how.within[:2]] * len(weights)),
+    )(d_outs, wide, *within)
     if how.again:
         d_weights = [place.gradient(dw, axes).astype(w.dtype) for dw, axes, w in zip(d_weights, how.weights, weights)]
     return place(dx, how.back), None, tuple(d_weights)

@@ -47,10 +47,14 @@ def blocks(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width
         above_BGRT = jnp.maximum(most_BGRT, scores_BGRTS.max(-1))
         probs_BGRTS = jnp.exp(scores_BGRTS - above_BGRT[..., None])
         kept_BGRT = jnp.exp(most_BGRT - above_BGRT)
-        added_BGRTV = jnp.einsum("bgrts,bsgv->bgrtv", probs_BGRTS.astype(v_BSGV.dtype), v_BSGV,
-                                 preferred_element_type=jnp.float32)
-        return (sums_BGRTV * kept_BGRT[..., None] + added_BGRTV, above_BGRT,
-                total_BGRT * kept_BGRT + probs_BGRTS.sum(-1))
+        added_BGRTV = jnp.einsum(
+            "bgrts,bsgv->bgrtv", probs_BGRTS.astype(v_BSGV.dtype), v_BSGV, preferred_element_type=jnp.float32
+        )
+        return (
+            sums_BGRTV * kept_BGRT[..., None] + added_BGRTV,
+            above_BGRT,
+            total_BGRT * kept_BGRT + probs_BGRTS.sum(-1),
+        )
 
     rows = (B, G, H // G, T)
     least = jnp.finfo(jnp.float32).min
@@ -82,8 +86,16 @@ def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
     return context_BTGRV.reshape(B, T, H, -1).astype(q_BTHK.dtype)
 
 
-def triton(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, value_width: int,
-           interpret: bool = False) -> jax.Array:
+def triton(
+    q_BTHK: jax.Array,
+    pool: Pool,
+    view: View,
+    *,
+    scoring: Scoring,
+    width: int,
+    value_width: int,
+    interpret: bool = False,
+) -> jax.Array:
     """One kernel for GPUs, where it takes the arrays (model/paged/triton.py); else `blocks`, as for prompts."""
     if not takes(q_BTHK, pool):
         return blocks(q_BTHK, pool, view, scoring=scoring, width=width, value_width=value_width)

@@ -39,8 +39,11 @@ class View:
         return jnp.where(self.positions_BT < 0, NOBODY, pages_BT), positions_BT % PAGE
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values", "key_scales", "value_scales"],
-         meta_fields=["compute"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "key_scales", "value_scales"],
+    meta_fields=["compute"],
+)
 @dataclasses.dataclass(frozen=True)
 class Pool:
     """The pages of one layer.
@@ -58,8 +61,9 @@ class Pool:
     compute: DTypeLike
 
     @classmethod
-    def zeros(cls, pages: int, groups: int, key_width: int, value_width: int, stored: DTypeLike,
-              compute: DTypeLike) -> "Pool":
+    def zeros(
+        cls, pages: int, groups: int, key_width: int, value_width: int, stored: DTypeLike, compute: DTypeLike
+    ) -> "Pool":
         """A pool without contents. value_width: 0 for latents."""
         narrow = jnp.dtype(stored).itemsize == 1
 
@@ -88,8 +92,9 @@ class Pool:
         return k_BSGK, _get(self.values, self.value_scales, pages_BP, self.compute)
 
 
-def _put(pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array,
-         at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+def _put(
+    pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
     """Pool and scales with what is new at (page, offset); narrow numbers have a scale for each head of a token."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None

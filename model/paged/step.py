@@ -26,8 +26,9 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
     return [Pool.zeros(pages, *shape, stored, compute) for _ in range(config.n_layers)]
 
 
-def step(model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool],
-         kernel: str) -> tuple[jax.Array, list[Pool]]:
+def step(
+    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool], kernel: str
+) -> tuple[jax.Array, list[Pool]]:
     """(normed output of the last block [B, T, D], the pools with the keys and values of these tokens).
 
     Layers are unrolled: a loop over stacked ones would copy the pages of a layer out of the stack and back.
@@ -37,10 +38,17 @@ def step(model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[P
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
     x_BTD, found = model.begin(tokens_BT, None, packed), []
     for block, pool in zip(_blocks(model), pools, strict=True):
+
         def core(q_BTHK, k_BTGK, v_BTGV, pool=pool):
             found.append(pool.write(k_BTGK, v_BTGV, view))
-            return run(q_BTHK, found[-1], view, scoring=scoring_of(config), width=config.score_width,
-                       value_width=v_BTGV.shape[-1] if v_BTGV is not None else config.mla_kv_rank)
+            return run(
+                q_BTHK,
+                found[-1],
+                view,
+                scoring=scoring_of(config),
+                width=config.score_width,
+                value_width=v_BTGV.shape[-1] if v_BTGV is not None else config.mla_kv_rank,
+            )
 
         x_BTD = block.cached(x_BTD, packed, core)
     return model.finish(x_BTD), found

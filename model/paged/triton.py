@@ -20,12 +20,19 @@ def takes(q_BTHK: jax.Array, pool: Pool) -> bool:
     """Whether the kernel takes these arrays: one token of each sequence, keys and values apart and as they are
     computed, heads of a power of two."""
     width = pool.keys.shape[-1]
-    return (q_BTHK.shape[1] == 1 and pool.values is not None and pool.key_scales is None
-            and width == pool.values.shape[-1] and width & (width - 1) == 0 and width >= ROWS)
+    return (
+        q_BTHK.shape[1] == 1
+        and pool.values is not None
+        and pool.key_scales is None
+        and width == pool.values.shape[-1]
+        and width & (width - 1) == 0
+        and width >= ROWS
+    )
 
 
-def attend(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int,
-           interpret: bool = False) -> jax.Array:
+def attend(
+    q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, interpret: bool = False
+) -> jax.Array:
     """The context [B, 1, H, K] of one token of each sequence; rows of padding are 0.
 
     interpret: run it step by step, on any device.
@@ -52,8 +59,9 @@ def attend(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width
             scores_RS = jnp.where(places_1S < length, scores_RS, jnp.finfo(jnp.float32).min)
             above_R = jnp.maximum(most_R, scores_RS.max(-1))
             probs_RS, kept_R = jnp.exp(scores_RS - above_R[:, None]), jnp.exp(most_R - above_R)
-            added_RK = jax.lax.dot(probs_RS.astype(v_SK.dtype), v_SK, precision=precision,
-                                   preferred_element_type=jnp.float32)
+            added_RK = jax.lax.dot(
+                probs_RS.astype(v_SK.dtype), v_SK, precision=precision, preferred_element_type=jnp.float32
+            )
             return sums_RK * kept_R[:, None] + added_RK, above_R, total_R * kept_R + probs_RS.sum(-1)
 
         least = jnp.full((high,), jnp.finfo(jnp.float32).min, jnp.float32)
@@ -62,11 +70,18 @@ def attend(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width
         sums_RK, _, total_R = jax.lax.fori_loop(0, turns, turn, start)
         out_ref[b, g] = (sums_RK / jnp.maximum(total_R, 1e-30)[:, None]).astype(out_ref.dtype)
 
-    positions = pl.CostEstimate(flops=4 * B * H * K * table_BP.shape[1] * PAGE, transcendentals=0,
-                                bytes_accessed=2 * B * G * K * table_BP.shape[1] * PAGE * pool.keys.dtype.itemsize)
-    how = {"interpret": True} if interpret else {
-        "compiler_params": pallas_triton.CompilerParams(num_warps=4, num_stages=2), "cost_estimate": positions}
-    run = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(q_BGRK.shape, q_BTHK.dtype), grid=(B, G),
-                         name="paged_attention", **how)
+    positions = pl.CostEstimate(
+        flops=4 * B * H * K * table_BP.shape[1] * PAGE,
+        transcendentals=0,
+        bytes_accessed=2 * B * G * K * table_BP.shape[1] * PAGE * pool.keys.dtype.itemsize,
+    )
+    how = (
+        {"interpret": True}
+        if interpret
+        else {"compiler_params": pallas_triton.CompilerParams(num_warps=4, num_stages=2), "cost_estimate": positions}
+    )
+    run = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(q_BGRK.shape, q_BTHK.dtype), grid=(B, G), name="paged_attention", **how
+    )
     found_BGRK = run(q_BGRK, pool.keys, pool.values, table_BP, view.positions_BT[:, 0] + 1)
     return found_BGRK[:, :, :R].reshape(B, 1, H, K)

@@ -47,7 +47,7 @@ def _mean(x: Any, numbers: Any) -> Any:
     count = x.size
     x = numbers.pad(x.reshape(-1), (0, (1 << (count - 1).bit_length()) - count))
     while x.size > 1:
-        x = x[: x.size // 2] + x[x.size // 2:]
+        x = x[: x.size // 2] + x[x.size // 2 :]
     return x[0] / np.float32(count)
 
 

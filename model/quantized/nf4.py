@@ -12,10 +12,27 @@ import numpy as np
 BLOCK = 64
 
 # Appendix E: quantiles of a normal distribution, eight of each sign with one zero, scaled to [-1, 1].
-LEVELS = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+LEVELS = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 # A number between two of them has the upper level; one that equals a bound has the lower level.
 BOUNDS = (LEVELS[1:] + LEVELS[:-1]) / 2
 SMALLEST = np.float32(1e-38)  # a block of zeros is divided by this
@@ -67,5 +84,10 @@ def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     constants, broadcast to the size of the weight, are moved out of the loop over layers: 16 such arrays.
     """
     dims = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
-    return jax.lax.gather(jnp.asarray(table), index.astype(jnp.int32)[..., None], dims, (1,),
-                          mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return jax.lax.gather(
+        jnp.asarray(table),
+        index.astype(jnp.int32)[..., None],
+        dims,
+        (1,),
+        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )

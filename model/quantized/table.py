@@ -37,7 +37,7 @@ class Matrix:
     @property
     def outputs(self) -> tuple[int, ...]:
         """The dimensions that are not contracted."""
-        return self.shape[self.inputs:]
+        return self.shape[self.inputs :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,14 @@ class Base(Format):
 
 
 def _nf4_parts(matrix: Matrix) -> dict[str, Part]:
-    (inputs, outputs), axes = matrix.sizes, (matrix.axes[0], *matrix.axes[matrix.inputs:])
+    (inputs, outputs), axes = matrix.sizes, (matrix.axes[0], *matrix.axes[matrix.inputs :])
     scales = inputs // nf4.BLOCK
-    return {"codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
-            "scales": Part((scales, *matrix.outputs), jnp.uint8, axes),
-            "scale_blocks": Part((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
-            "scale_mean": Part((), jnp.float32, ())}
+    return {
+        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "scales": Part((scales, *matrix.outputs), jnp.uint8, axes),
+        "scale_blocks": Part((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
+        "scale_mean": Part((), jnp.float32, ()),
+    }
 
 
 def _nf4_finish(codes_OP: np.ndarray, scale_OB: np.ndarray) -> dict[str, np.ndarray]:
@@ -103,16 +105,21 @@ def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _int8_parts(matrix: Matrix) -> dict[str, Part]:
-    axes = (matrix.axes[0], *matrix.axes[matrix.inputs:])
-    return {"codes": Part((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
-            "scales": Part(matrix.outputs, jnp.float32, axes[1:])}
+    axes = (matrix.axes[0], *matrix.axes[matrix.inputs :])
+    return {
+        "codes": Part((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
+        "scales": Part(matrix.outputs, jnp.float32, axes[1:]),
+    }
 
 
 def _groups_parts(size: int, matrix: Matrix) -> dict[str, Part]:
-    inputs, axes = matrix.sizes[0], (matrix.axes[0], *matrix.axes[matrix.inputs:])
+    inputs, axes = matrix.sizes[0], (matrix.axes[0], *matrix.axes[matrix.inputs :])
     of_group = (inputs // size, *matrix.outputs)
-    return {"codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes), "zeros": Part(of_group, jnp.uint8, axes),
-            "scales": Part(of_group, jnp.float16, axes)}
+    return {
+        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "zeros": Part(of_group, jnp.uint8, axes),
+        "scales": Part(of_group, jnp.float16, axes),
+    }
 
 
 def _groups_on_device(size: int, w_IO: jax.Array) -> dict[str, jax.Array]:
@@ -123,19 +130,39 @@ def _groups_on_device(size: int, w_IO: jax.Array) -> dict[str, jax.Array]:
 # What `lora.base` may be -> how it is stored; None: wide.
 BASES: Mapping[str, Base | None] = {
     "bf16": None,
-    "nf4": Base("4-bit NormalFloat, scales of blocks of 64 in 8 bits", nf4.BLOCK, _nf4_parts, _nf4_on_device,
-                _nf4_decode, nf4.encode, _nf4_finish),
-    "int8": Base("8 bits, one scale per output", 0, _int8_parts,
-                 lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
-                 lambda parts: int8.decode(parts["codes"], parts["scales"]), int8.encode,
-                 lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O}),
+    "nf4": Base(
+        "4-bit NormalFloat, scales of blocks of 64 in 8 bits",
+        nf4.BLOCK,
+        _nf4_parts,
+        _nf4_on_device,
+        _nf4_decode,
+        nf4.encode,
+        _nf4_finish,
+    ),
+    "int8": Base(
+        "8 bits, one scale per output",
+        0,
+        _int8_parts,
+        lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
+        lambda parts: int8.decode(parts["codes"], parts["scales"]),
+        int8.encode,
+        lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
+    ),
 }
 # The same and, by their groups, what `bytescope quantize` and AWQ write.
-FORMATS: Mapping[str, Format | None] = {**BASES, **{
-    f"int4_g{size}": Format(f"4 bits, scale and zero point of groups of {size}", size, partial(_groups_parts, size),
-                            partial(_groups_on_device, size),
-                            lambda parts: groups.decode(groups.unpack(parts["codes"]), parts["zeros"], parts["scales"]))
-    for size in groups.SIZES}}
+FORMATS: Mapping[str, Format | None] = {
+    **BASES,
+    **{
+        f"int4_g{size}": Format(
+            f"4 bits, scale and zero point of groups of {size}",
+            size,
+            partial(_groups_parts, size),
+            partial(_groups_on_device, size),
+            lambda parts: groups.decode(groups.unpack(parts["codes"]), parts["zeros"], parts["scales"]),
+        )
+        for size in groups.SIZES
+    },
+}
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
@@ -144,8 +171,9 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
     if inputs % (block * shards):
         over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
         shown, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
-        raise ValueError(f"{shown}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: "
-                         f"change {what}{remedy}")
+        raise ValueError(
+            f"{shown}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: change {what}{remedy}"
+        )
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
@@ -165,7 +193,7 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
     with ThreadPoolExecutor() as pool:  # NumPy's loops run beside each other
         for piece_IO in pieces:
             w_OI = piece_IO.T
-            done += pool.map(row.encode, [w_OI[at: at + at_once] for at in range(0, len(w_OI), at_once)])
+            done += pool.map(row.encode, [w_OI[at : at + at_once] for at in range(0, len(w_OI), at_once)])
     found = row.finish(*map(np.concatenate, zip(*done)))
     return {name: found[name].reshape(part.shape) for name, part in row.parts(matrix).items()}
 
@@ -176,8 +204,9 @@ def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax
     return {name: found[name].reshape(part.shape) for name, part in FORMATS[base].parts(matrix).items()}
 
 
-def dequantize(base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike,
-               place: Placement) -> jax.Array:
+def dequantize(
+    base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
+) -> jax.Array:
     """The weight in `dtype` and its own shape. Devices that share it in storage alone (ZeRO-3) exchange the codes."""
     row = FORMATS[base]
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}

@@ -54,5 +54,8 @@ def matrix_of(p: nnx.Param) -> Matrix:
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
     """The dotted path of every quantized weight, such as `blocks.attention.w_q` -> its row of FORMATS, its matrix."""
-    return {".".join(map(str, path)): (node.base, node.matrix) for path, node in nnx.iter_graph(model)
-            if isinstance(node, Quantized)}
+    return {
+        ".".join(map(str, path)): (node.base, node.matrix)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, Quantized)
+    }

@@ -27,6 +27,7 @@ def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     fills the waits with gradients of weights from any layer, whose operands stay alive meanwhile. Two barriers give
     the order. What is differentiated (`x` and `state`) must be arguments, not closed over.
     """
+
     @jax.custom_vjp
     def settled(x, own, frozen, *rest):
         return layer(x, nnx.merge_state(own, frozen), *rest)

@@ -27,17 +27,50 @@ LATENTS = ("q_latent", "kv_latent", "k_rope")
 # core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
 # a flash kernel's own gradient needs, so that it is not run again. `q`, `k`, `attn_out` and
 # `mlp_out` are read by norms alone that only some models have.
-OUTSIDE_CORE = ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *LATENTS, *EXPERTS, *ADAPTERS,
-                *ADAPTER_MASKS)
+OUTSIDE_CORE = (
+    "attn_norm",
+    "q",
+    "k",
+    "q_rot",
+    "k_rot",
+    "v",
+    "context",
+    "lse",
+    "attn_out",
+    "attn_out_mask",
+    "mid",
+    "mlp_norm",
+    "gate",
+    "up",
+    "act",
+    "mlp_out",
+    "mlp_out_mask",
+    *LATENTS,
+    *EXPERTS,
+    *ADAPTERS,
+    *ADAPTER_MASKS,
+)
 # The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
 # a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
 # What products in fp8 read instead of the wide tensors, which no gradient reads then.
 QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are recomputed.
-MATMULS = ("q", "k", "v", *LATENTS, "context", "lse", "attn_out", "gate", "up", "router_logits", "expert_gate",
-           "expert_up", *ADAPTERS)
+MATMULS = (
+    "q",
+    "k",
+    "v",
+    *LATENTS,
+    "context",
+    "lse",
+    "attn_out",
+    "gate",
+    "up",
+    "router_logits",
+    "expert_gate",
+    "expert_up",
+    *ADAPTERS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +101,11 @@ def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) ->
     """The policy that keeps the names `save`, those of `offload` in pinned host memory, and recomputes the rest."""
     if offload:
         saveable = cp.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(save), names_which_can_be_offloaded=list(offload),
-            offload_src="device", offload_dst="pinned_host")
+            names_which_can_be_saved=list(save),
+            names_which_can_be_offloaded=list(offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     else:
         saveable = cp.save_only_these_names(*save) if save else cp.nothing_saveable
     return RematPolicy(summary, saveable, (*save, *offload), offloads=bool(offload), moved=tuple(offload))
@@ -79,19 +115,24 @@ POLICIES: Mapping[str, RematPolicy | None] = {
     "none": RematPolicy("every residual kept, nothing recomputed", None),
     "full": keep("only the input of each block kept, the block recomputed"),
     "selective": keep("everything outside the attention core kept, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
-    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: only element-wise work recomputed",
-                     (*MEGATRON, *QUANTIZED)),
+    "megatron": keep(
+        "what Megatron keeps, 34 sbh + 5 as^2b: only element-wise work recomputed", (*MEGATRON, *QUANTIZED)
+    ),
     "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
     "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
     "dots_no_batch": RematPolicy(
         "outputs of matrix products with weights kept, the attention core recomputed",
-        cp.dots_with_no_batch_dims_saveable),
+        cp.dots_with_no_batch_dims_saveable,
+    ),
     "sqrt": dataclasses.replace(
-        keep("inputs of groups of about sqrt(N) blocks kept, each group and block recomputed"), nested=True),
+        keep("inputs of groups of about sqrt(N) blocks kept, each group and block recomputed"), nested=True
+    ),
     "offload": keep("inputs of blocks in pinned host memory, the block recomputed", offload=("block_in",)),
     "offload_dots": RematPolicy(
         "outputs of matrix products with weights in pinned host memory, the rest recomputed",
-        cp.offload_dot_with_no_batch_dims("device", "pinned_host"), offloads=True),
+        cp.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        offloads=True,
+    ),
     "custom": None,  # from remat.save and remat.offload
 }
 
@@ -102,25 +143,33 @@ PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
     """A policy: products with batch dimensions, which are the attention core's."""
-    return bool(cp.dots_saveable(primitive, *inputs, **params)
-                and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params))
+    return bool(
+        cp.dots_saveable(primitive, *inputs, **params)
+        and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params)
+    )
 
 
 # Rows of POLICIES where products are in fp8.
 IN_FP8: Mapping[str, RematPolicy] = {
-    name: dataclasses.replace(POLICIES[name], saveable=saveable) for name, saveable in (
+    name: dataclasses.replace(POLICIES[name], saveable=saveable)
+    for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _core_products)),
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
-        ("offload_dots", keep("", offload=PRODUCTS).saveable))}
+        ("offload_dots", keep("", offload=PRODUCTS).saveable),
+    )
+}
 
 # Likewise in models with experts, whose products are kernels, or have an axis of experts: they go by these names.
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 _EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
 WITH_EXPERTS: Mapping[str, RematPolicy] = {
-    name: dataclasses.replace(POLICIES[name], saveable=saveable) for name, saveable in (
+    name: dataclasses.replace(POLICIES[name], saveable=saveable)
+    for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.dots_saveable, _EXPERT_PRODUCTS)),
         ("dots_no_batch", cp.save_from_both_policies(cp.dots_with_no_batch_dims_saveable, _EXPERT_PRODUCTS)),
-        ("offload_dots", keep("", offload=(*PRODUCTS, "router_logits", *EXPERT_PRODUCTS)).saveable))}
+        ("offload_dots", keep("", offload=(*PRODUCTS, "router_logits", *EXPERT_PRODUCTS)).saveable),
+    )
+}
 
 # A policy that is resolved before a model is built, by a caller who knows the devices: no plan contains it.
 AUTO = "auto"
@@ -180,8 +229,10 @@ class RematPlan:
             raise ValueError(f"remat.save and remat.offload both name {min(both)!r}: choose one")
         used = [self.policy, *(self._range(text)[2] for text in self.layers)]
         if bool(self.save or self.offload) != ("custom" in used):
-            raise ValueError("remat.save and remat.offload belong to remat.policy=custom: give the policy and at "
-                             "least one name, or neither")
+            raise ValueError(
+                "remat.save and remat.offload belong to remat.policy=custom: give the policy and at "
+                "least one name, or neither"
+            )
         for name in used:
             self._check(name)
         if self.granularity not in GRANULARITIES:
@@ -218,8 +269,11 @@ class RematPlan:
         if name in known:
             return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
         words = name.split("+")
-        return keep("as its range of layers says", [word for word in words if not word.endswith(ON_HOST)],
-                    [word.removesuffix(ON_HOST) for word in words if word.endswith(ON_HOST)])
+        return keep(
+            "as its range of layers says",
+            [word for word in words if not word.endswith(ON_HOST)],
+            [word.removesuffix(ON_HOST) for word in words if word.endswith(ON_HOST)],
+        )
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
         """Consecutive ranges that cover all layers, in order.
@@ -231,8 +285,9 @@ class RematPlan:
         at = 0
         for start, stop, name in sorted(self._range(text) for text in self.layers):
             if start < at or stop > n_layers:
-                raise ValueError(f"remat.layers={start}-{stop}:{name} overlaps another range or extends past the "
-                                 f"{n_layers} layers")
+                raise ValueError(
+                    f"remat.layers={start}-{stop}:{name} overlaps another range or extends past the {n_layers} layers"
+                )
             if start > at:
                 out.append(Segment(at, start, self.row(self.policy), self.policy))
             out.append(Segment(start, stop, self.row(name), name))

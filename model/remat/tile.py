@@ -34,8 +34,14 @@ def count_tiles(length: int, chunk: int, parts: int) -> int:
     return length // parts // chunk if chunk and not length % (parts * chunk) else 1
 
 
-def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: jax.Array, tiles: int,
-          place: Placement, dtype: Any) -> jax.Array:
+def tiled(
+    run: Callable[..., jax.Array],
+    pieces: Sequence[nnx.Module],
+    x_BLD: jax.Array,
+    tiles: int,
+    place: Placement,
+    dtype: Any,
+) -> jax.Array:
     """`run(*pieces, x_BLD)` [B, L, D] of position-wise `pieces`, in `tiles` turns.
 
     A tile takes an equal part of the positions of every device that shares the length. `dtype`: the compute dtype, to

@@ -33,27 +33,35 @@ LARGE, SCAN, MULTI = "one large batch", "scan in the step", "MultiSteps"
 
 def cuts(config: ConfigDict, asked: argparse.Namespace) -> dict[str, ConfigDict]:
     """The config with its batch cut in each way."""
-    rows = {LARGE: (asked.micro * asked.parts, 1, "multisteps"), SCAN: (asked.micro, asked.parts, "scan"),
-            MULTI: (asked.micro, asked.parts, "multisteps")}
-    return {name: variant(config, {"batch.micro": micro, "batch.accumulation": parts, "batch.mode": mode})
-            for name, (micro, parts, mode) in rows.items()}
+    rows = {
+        LARGE: (asked.micro * asked.parts, 1, "multisteps"),
+        SCAN: (asked.micro, asked.parts, "scan"),
+        MULTI: (asked.micro, asked.parts, "multisteps"),
+    }
+    return {
+        name: variant(config, {"batch.micro": micro, "batch.accumulation": parts, "batch.mode": mode})
+        for name, (micro, parts, mode) in rows.items()
+    }
 
 
-def checks_of(samples: dict[str, Samples], sizes: dict[str, dict[str, int]], parameters: int,
-              check: bool) -> list[Check]:
+def checks_of(
+    samples: dict[str, Samples], sizes: dict[str, dict[str, int]], parameters: int, check: bool
+) -> list[Check]:
     """What a scan in the step owes: time where it was measured, and bytes. `parameters`: bytes of one tree."""
     checks = []
     if samples:
         scan = samples[SCAN]
-        checks = [Check("time, scan by one large batch", scan.over(samples[LARGE]).median, LIMIT if check else None),
-                  Check("time, scan by MultiSteps", scan.over(samples[MULTI]).median,
-                        BY_MULTISTEPS if check else None)]
+        checks = [
+            Check("time, scan by one large batch", scan.over(samples[LARGE]).median, LIMIT if check else None),
+            Check("time, scan by MultiSteps", scan.over(samples[MULTI]).median, BY_MULTISTEPS if check else None),
+        ]
     more = sizes[SCAN]["arguments"] - sizes[MULTI]["arguments"]
     peaks = {name: sum(sizes[name].values()) for name in (SCAN, MULTI)}
-    return [*checks,
-            Check("arguments, scan less MultiSteps, in trees of parameters", more / parameters,
-                  -SAVED if check else None),
-            Check("bytes in all, scan by MultiSteps", peaks[SCAN] / peaks[MULTI], 1.0 if check else None)]
+    return [
+        *checks,
+        Check("arguments, scan less MultiSteps, in trees of parameters", more / parameters, -SAVED if check else None),
+        Check("bytes in all, scan by MultiSteps", peaks[SCAN] / peaks[MULTI], 1.0 if check else None),
+    ]
 
 
 def main() -> int:
@@ -78,19 +86,34 @@ def main() -> int:
 
     def row(name: str) -> dict[str, Any]:
         made = {f"{part} MiB": mib(count) for part, count in sizes[name].items()} | {
-            "sum MiB": mib(sum(sizes[name].values()))}
+            "sum MiB": mib(sum(sizes[name].values()))
+        }
         if (taken := samples.get(name)) is None:
             return {"update": name, **made}
-        return {"update": name, "s": f"{taken.median:.3f}", "spread": f"{100 * taken.spread:.0f} %",
-                "us a token": f"{1e6 * taken.median / tokens:.1f}", "to large": str(taken.over(samples[LARGE])),
-                "to MultiSteps": str(taken.over(samples[MULTI])), **made}
+        return {
+            "update": name,
+            "s": f"{taken.median:.3f}",
+            "spread": f"{100 * taken.spread:.0f} %",
+            "us a token": f"{1e6 * taken.median / tokens:.1f}",
+            "to large": str(taken.over(samples[LARGE])),
+            "to MultiSteps": str(taken.over(samples[MULTI])),
+            **made,
+        }
 
-    return finish(f"{asked.config} on {target.kind}, {asked.parts} x {asked.micro} sequences, {tokens:,} tokens an "
-                  f"update, parameters {mib(parameters)} MiB, jax {jax.__version__}", [row(name) for name in programs],
-                  checks_of(samples, sizes, parameters // target.n_devices, asked.check),
-                  {"versions": versions(), "tokens": tokens, "sides": {
-                      name: {**(samples[name].to_json() if samples else {}), "bytes": sizes[name]}
-                      for name in programs}}, asked.json)
+    return finish(
+        f"{asked.config} on {target.kind}, {asked.parts} x {asked.micro} sequences, {tokens:,} tokens an "
+        f"update, parameters {mib(parameters)} MiB, jax {jax.__version__}",
+        [row(name) for name in programs],
+        checks_of(samples, sizes, parameters // target.n_devices, asked.check),
+        {
+            "versions": versions(),
+            "tokens": tokens,
+            "sides": {
+                name: {**(samples[name].to_json() if samples else {}), "bytes": sizes[name]} for name in programs
+            },
+        },
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

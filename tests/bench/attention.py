@@ -66,8 +66,9 @@ def shapes(length: int, asked: argparse.Namespace) -> list[jax.ShapeDtypeStruct]
 
 def compile_side(kernel: str, length: int, asked: argparse.Namespace, target: targets.Target) -> Side:
     """The kernel with its gradients, compiled for the first device of `target`."""
-    model = ModelConfig.from_dict({**get_config().model.to_dict(), "d_head": asked.width, "attention": kernel,
-                                   "attention_chunk": asked.chunk})
+    model = ModelConfig.from_dict(
+        {**get_config().model.to_dict(), "d_head": asked.width, "attention": kernel, "attention_chunk": asked.chunk}
+    )
     if reason := KERNELS[kernel].refuses(model, PRECISIONS[asked.precision], target.platform):
         return Side(kernel, length, refused=reason.split(";")[0])
 
@@ -76,8 +77,12 @@ def compile_side(kernel: str, length: int, asked: argparse.Namespace, target: ta
         if asked.examples:
             place_BL = jax.lax.broadcasted_iota(jnp.int32, q_BLHK.shape[:2], 1)
             segments_BL = 1 + place_BL * asked.examples // length
-        context_BLHK, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=model, key_B=None,
-                                                                         place=HERE), q_BLHK, k_BLGK, v_BLGK)
+        context_BLHK, pull = jax.vjp(
+            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=model, key_B=None, place=HERE),
+            q_BLHK,
+            k_BLGK,
+            v_BLGK,
+        )
         return context_BLHK, *pull(d_context_BLHK)
 
     sharding = jax.sharding.SingleDeviceSharding(target.devices()[0])
@@ -96,7 +101,8 @@ def time_sides(sides: list[Side], asked: argparse.Namespace) -> dict[str, Sample
         for side in (side for side in sides if side.length == length and side.compiled):
             jax.block_until_ready(side.compiled(*inputs))
             turns[side.name] = lambda steps, side=side, inputs=inputs: timed(
-                lambda: side.compiled(*inputs), jax.block_until_ready, steps, each=each)
+                lambda: side.compiled(*inputs), jax.block_until_ready, steps, each=each
+            )
     return take_turns(turns, asked.rounds, asked.steps)
 
 
@@ -108,26 +114,44 @@ def checks_of(sides: list[Side], samples: dict[str, Samples], asked: argparse.Na
     if lean is None:
         return []
     short = next((side for side in run if (side.kernel, side.length) == (lean.kernel, first)), lean)
-    checks = [Check(f"memory, {lean.name} by {short.name} for the same tokens", lean.bytes / short.bytes,
-                    LINEAR if asked.check else None)]
+    checks = [
+        Check(
+            f"memory, {lean.name} by {short.name} for the same tokens",
+            lean.bytes / short.bytes,
+            LINEAR if asked.check else None,
+        )
+    ]
     others = [side for side in run if side.length == last and side.name in samples and side is not lean]
     if others:
         quick = min(others, key=lambda side: samples[side.name].median)
-        checks.append(Check(f"time, {lean.name} by {quick.name}", samples[lean.name].over(samples[quick.name]).median,
-                            TIME if asked.check else None))
+        checks.append(
+            Check(
+                f"time, {lean.name} by {quick.name}",
+                samples[lean.name].over(samples[quick.name]).median,
+                TIME if asked.check else None,
+            )
+        )
     return checks
 
 
 def row(side: Side, samples: dict[str, Samples], first: dict[int, str], asked: argparse.Namespace) -> dict[str, str]:
     """A line of the table; ratios are to the first kernel that ran at the length."""
-    made = {"kernel": side.kernel, "length": f"{side.length:,}", "sequences": f"{asked.tokens // side.length:,}",
-            "made MiB": mib(side.bytes)}
+    made = {
+        "kernel": side.kernel,
+        "length": f"{side.length:,}",
+        "sequences": f"{asked.tokens // side.length:,}",
+        "made MiB": mib(side.bytes),
+    }
     if (taken := samples.get(side.name)) is None:
         return made | dict.fromkeys(("s", "spread", "TFLOP/s", "to first"), "-") | {"": side.refused}
     flops = PRODUCTS * asked.tokens * side.length * asked.heads * asked.width
-    return made | {"s": f"{taken.median:.4f}", "spread": f"{100 * taken.spread:.0f} %",
-                   "TFLOP/s": f"{flops / taken.median / 1e12:.3g}",
-                   "to first": str(taken.over(samples[first[side.length]])), "": ""}
+    return made | {
+        "s": f"{taken.median:.4f}",
+        "spread": f"{100 * taken.spread:.0f} %",
+        "TFLOP/s": f"{flops / taken.median / 1e12:.3g}",
+        "to first": str(taken.over(samples[first[side.length]])),
+        "": "",
+    }
 
 
 def options() -> argparse.Namespace:
@@ -142,8 +166,9 @@ def options() -> argparse.Namespace:
     flags.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     flags.add_argument("--precision", choices=list(PRECISIONS), default="fp32")
     flags.add_argument("--target", default="local", help="another than local is compiled for, not run")
-    flags.add_argument("--assert", dest="check", action="store_true",
-                       help=f"exit 1 above {LINEAR}x the memory or {TIME}x the time")
+    flags.add_argument(
+        "--assert", dest="check", action="store_true", help=f"exit 1 above {LINEAR}x the memory or {TIME}x the time"
+    )
     asked = flags.parse_args()
     asked.tokens = asked.tokens or max(asked.lengths)
     if bad := [length for length in asked.lengths if asked.tokens % length]:
@@ -164,13 +189,25 @@ def main() -> int:
         if side.name in samples:
             first.setdefault(side.length, side.name)
     packed = f"{asked.examples} examples a sequence, " if asked.examples else ""
-    return finish(f"causal attention with gradients, {packed}{asked.precision}, {asked.tokens:,} tokens, "
-                  f"{asked.heads} heads ({asked.groups} of keys) of {asked.width}; {target.kind}, "
-                  f"jax {jax.__version__}",
-                  [row(side, samples, first, asked) for side in sides], checks_of(sides, samples, asked),
-                  {"versions": versions(), "sides": {side.name: {
-                      "bytes": side.bytes, "refused": side.refused,
-                      **(samples[side.name].to_json() if side.name in samples else {})} for side in sides}}, asked.json)
+    return finish(
+        f"causal attention with gradients, {packed}{asked.precision}, {asked.tokens:,} tokens, "
+        f"{asked.heads} heads ({asked.groups} of keys) of {asked.width}; {target.kind}, "
+        f"jax {jax.__version__}",
+        [row(side, samples, first, asked) for side in sides],
+        checks_of(sides, samples, asked),
+        {
+            "versions": versions(),
+            "sides": {
+                side.name: {
+                    "bytes": side.bytes,
+                    "refused": side.refused,
+                    **(samples[side.name].to_json() if side.name in samples else {}),
+                }
+                for side in sides
+            },
+        },
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

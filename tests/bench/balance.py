@@ -22,10 +22,15 @@ from bytescope.train.loop import data_config
 from bytescope.train.program import build
 
 ROUTERS = {
-    "softmax": {}, "softmax, not renormalized": {"model.router_renormalize": False},
+    "softmax": {},
+    "softmax, not renormalized": {"model.router_renormalize": False},
     "softmax, no auxiliary loss": {"loss.balance": 0.0},
-    "sigmoid with bias": {"model.router": "sigmoid", "model.router_bias": True, "loss.balance": 0.0,
-                          "optimizer.router_bias_rate": 0.01},
+    "sigmoid with bias": {
+        "model.router": "sigmoid",
+        "model.router_bias": True,
+        "loss.balance": 0.0,
+        "optimizer.router_bias_rate": 0.01,
+    },
 }
 BALANCED = [name for name in ROUTERS if "no auxiliary" not in name]
 LIMIT = 0.8  # of what is above 1, the last by the first
@@ -37,8 +42,9 @@ def loads(config: ConfigDict, keys: dict[str, Any], steps: int) -> list[float]:
     config = variant(config, {**keys, "train.steps": steps})
     program, reading = build(config), data_config(config)
     compiled, state, found = program.compile(), program.init(), []
-    batches = train_batches(open_data(reading), rows=program.batch.global_rows, seed=config.seed, position=0,
-                            config=reading)
+    batches = train_batches(
+        open_data(reading), rows=program.batch.global_rows, seed=config.seed, position=0, config=reading
+    )
     for _, host in zip(range(steps), batches):
         for batch in calls(program, host):
             state, metrics = compiled(state, batch)
@@ -56,14 +62,20 @@ def main() -> int:
     runs = {name: loads(config, keys, asked.steps) for name, keys in ROUTERS.items()}
     rows, checks = [], []
     for name, found in runs.items():
-        means = {at: sum(part) / len(part) for at in columns if (part := found[max(at - WINDOW, 0): at])}
+        means = {at: sum(part) / len(part) for at in columns if (part := found[max(at - WINDOW, 0) : at])}
         rows.append({"router": name, **{str(at): f"{mean:.2f}" for at, mean in means.items()}})
         if name in BALANCED:
             first, last = means[columns[0]], means[columns[-1]]
-            checks.append(Check(f"{name}: load above 1, last by first", (last - 1) / (first - 1),
-                                LIMIT if asked.check else None))
-    return finish(f"{asked.config}, {asked.steps} updates, jax {jax.__version__}", rows, checks,
-                  {"versions": versions(), "loads": runs}, asked.json)
+            checks.append(
+                Check(f"{name}: load above 1, last by first", (last - 1) / (first - 1), LIMIT if asked.check else None)
+            )
+    return finish(
+        f"{asked.config}, {asked.steps} updates, jax {jax.__version__}",
+        rows,
+        checks,
+        {"versions": versions(), "loads": runs},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

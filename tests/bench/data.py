@@ -31,9 +31,17 @@ def main() -> int:
     trainer = Trainer(config).warm_up()
     program = trainer.program
     data = open_data(DataConfig(**config.data))
-    batches = feed(program, train_batches(
-        data, rows=program.batch.rows * program.batch.read_steps, row_slices=local_rows(program), seed=config.seed,
-        position=0, config=DataConfig(**config.data)))
+    batches = feed(
+        program,
+        train_batches(
+            data,
+            rows=program.batch.rows * program.batch.read_steps,
+            row_slices=local_rows(program),
+            seed=config.seed,
+            position=0,
+            config=DataConfig(**config.data),
+        ),
+    )
     next(batches)
 
     def read(steps: int) -> list[float]:
@@ -50,14 +58,30 @@ def main() -> int:
     samples = take_turns({"read": read, "step": trainer.turn}, asked.rounds, asked.steps)
     tokens = program.batch.tokens
     times = samples["step"].over(samples["read"])
-    rows = [{"side": name, "s an update": f"{taken.median:.5f}", "spread": f"{100 * taken.spread:.0f} %",
-             "tokens/s": f"{tokens / taken.median:,.0f}"} for name, taken in samples.items()]
+    rows = [
+        {
+            "side": name,
+            "s an update": f"{taken.median:.5f}",
+            "spread": f"{100 * taken.spread:.0f} %",
+            "tokens/s": f"{tokens / taken.median:,.0f}",
+        }
+        for name, taken in samples.items()
+    ]
     # A bar from below: as a quotient that must be at most its inverse.
-    checks = [Check(f"what the step takes by what is read ({times} times as much is read)", 1 / times.median,
-                    1 / LEAST if asked.check else None)]
-    return finish(f"{asked.config}: {data.description}", rows, checks,
-                  {"versions": versions(), "tokens": tokens, "sides": {
-                      name: taken.to_json() for name, taken in samples.items()}}, asked.json)
+    checks = [
+        Check(
+            f"what the step takes by what is read ({times} times as much is read)",
+            1 / times.median,
+            1 / LEAST if asked.check else None,
+        )
+    ]
+    return finish(
+        f"{asked.config}: {data.description}",
+        rows,
+        checks,
+        {"versions": versions(), "tokens": tokens, "sides": {name: taken.to_json() for name, taken in samples.items()}},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

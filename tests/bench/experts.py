@@ -59,8 +59,9 @@ def layer_of(kernel: str, asked: argparse.Namespace) -> tuple[Any, Any, int, Mod
     model = ModelConfig.from_dict({**get_config().model.to_dict(), **shape, "moe_kernel": kernel})
     precision = PRECISIONS[asked.precision]
     graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, HERE, rngs=nnx.Rngs(params=0))))
-    cast = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, precision.compute if leaf.ndim == 3 else leaf.dtype), state)
+    cast = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.compute if leaf.ndim == 3 else leaf.dtype), state
+    )
     return graph, cast, asked.tokens or tokens, model
 
 
@@ -98,13 +99,17 @@ def time_sides(sides: list[Side], asked: argparse.Namespace) -> dict[str, Sample
     each, turns, rng = jax.default_backend() == "cpu", {}, np.random.default_rng(0)
     _, state, tokens, model = layer_of("scan", asked)
     state = jax.tree.map(
-        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32), leaf.dtype), state)
-    x_BLD, d_BLD = (jnp.asarray(rng.standard_normal((1, tokens, model.d_model), np.float32),
-                                PRECISIONS[asked.precision].compute) for _ in range(2))
+        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32), leaf.dtype), state
+    )
+    x_BLD, d_BLD = (
+        jnp.asarray(rng.standard_normal((1, tokens, model.d_model), np.float32), PRECISIONS[asked.precision].compute)
+        for _ in range(2)
+    )
     for side in (side for side in sides if side.compiled):
         jax.block_until_ready(side.compiled(state, x_BLD, d_BLD))
         turns[side.name] = lambda steps, side=side: timed(
-            lambda: side.compiled(state, x_BLD, d_BLD), jax.block_until_ready, steps, each=each)
+            lambda: side.compiled(state, x_BLD, d_BLD), jax.block_until_ready, steps, each=each
+        )
     return take_turns(turns, asked.rounds, asked.steps)
 
 
@@ -117,12 +122,18 @@ def checks_of(sides: list[Side], samples: dict[str, Samples], check: bool) -> li
     lean = min((side for side in others if side.name != "capacity"), key=lambda side: side.bytes, default=None)
     checks = []
     if lean:
-        checks.append(Check(f"temporaries, grouped by {lean.name}", made["grouped"].bytes / lean.bytes,
-                            1.0 if check else None))
+        checks.append(
+            Check(f"temporaries, grouped by {lean.name}", made["grouped"].bytes / lean.bytes, 1.0 if check else None)
+        )
     if samples:
         quick = min(others, key=lambda side: samples[side.name].median)
-        checks.append(Check(f"time, grouped by {quick.name}",
-                            samples["grouped"].over(samples[quick.name]).median, TIME if check else None))
+        checks.append(
+            Check(
+                f"time, grouped by {quick.name}",
+                samples["grouped"].over(samples[quick.name]).median,
+                TIME if check else None,
+            )
+        )
     return checks
 
 
@@ -133,8 +144,12 @@ def row(side: Side, samples: dict[str, Samples], asked: argparse.Namespace) -> d
         return made | dict.fromkeys(("s", "spread", "TFLOP/s"), "-") | {"": side.refused}
     _, _, tokens, model = layer_of("scan", asked)
     flops = 6 * tokens * model.experts_per_token * 3 * model.d_model * model.expert_width
-    return made | {"s": f"{taken.median:.4f}", "spread": f"{100 * taken.spread:.0f} %",
-                   "TFLOP/s": f"{flops / taken.median / 1e12:.3g}", "": ""}
+    return made | {
+        "s": f"{taken.median:.4f}",
+        "spread": f"{100 * taken.spread:.0f} %",
+        "TFLOP/s": f"{flops / taken.median / 1e12:.3g}",
+        "": "",
+    }
 
 
 def main() -> int:
@@ -144,18 +159,34 @@ def main() -> int:
     flags.add_argument("--kernels", nargs="+", choices=ON_A_CARD, default=list(ON_A_CARD))
     flags.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
     flags.add_argument("--target", default="local", help="another than local is compiled for, not run")
-    flags.add_argument("--assert", dest="check", action="store_true",
-                       help=f"exit 1 where grouped is not the leanest, or takes over {TIME}x the time")
+    flags.add_argument(
+        "--assert",
+        dest="check",
+        action="store_true",
+        help=f"exit 1 where grouped is not the leanest, or takes over {TIME}x the time",
+    )
     asked = flags.parse_args()
     start()
     target = targets.parse(asked.target)
     sides = [compile_side(kernel, asked, target) for kernel in asked.kernels]
     samples = {} if target.is_described else time_sides(sides, asked)
-    return finish(f"experts of {asked.layer} with gradients, {asked.precision}; {target.kind}, jax {jax.__version__}",
-                  [row(side, samples, asked) for side in sides], checks_of(sides, samples, asked.check),
-                  {"versions": versions(), "sides": {side.name: {
-                      "bytes": side.bytes, "refused": side.refused,
-                      **(samples[side.name].to_json() if side.name in samples else {})} for side in sides}}, asked.json)
+    return finish(
+        f"experts of {asked.layer} with gradients, {asked.precision}; {target.kind}, jax {jax.__version__}",
+        [row(side, samples, asked) for side in sides],
+        checks_of(sides, samples, asked.check),
+        {
+            "versions": versions(),
+            "sides": {
+                side.name: {
+                    "bytes": side.bytes,
+                    "refused": side.refused,
+                    **(samples[side.name].to_json() if side.name in samples else {}),
+                }
+                for side in sides
+            },
+        },
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

@@ -34,18 +34,40 @@ def write(workdir: Path, layers: int, devices: int) -> int:
     from bytescope.train.run.workdir import Identity
 
     config = load("tiny")
-    keys = {"model.d_model": 2048, "model.d_ff": 8192, "model.n_heads": 16, "model.n_kv_heads": 8, "model.d_head": 128,
-            "model.n_layers": layers, "model.vocab_size": 16384, "precision.preset": "fp32", "mesh.fsdp": devices,
-            "mesh.strategy": "zero3", "batch.micro": 1, "batch.accumulation": 1}
+    keys = {
+        "model.d_model": 2048,
+        "model.d_ff": 8192,
+        "model.n_heads": 16,
+        "model.n_kv_heads": 8,
+        "model.d_head": 128,
+        "model.n_layers": layers,
+        "model.vocab_size": 16384,
+        "precision.preset": "fp32",
+        "mesh.fsdp": devices,
+        "mesh.strategy": "zero3",
+        "batch.micro": 1,
+        "batch.accumulation": 1,
+    }
     for key, value in keys.items():
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     shapes, tree = jax.tree.flatten(program.state.params)
-    params = [jax.jit(lambda number, leaf=leaf: jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype),
-                      out_shardings=leaf.sharding)(number) for number, leaf in enumerate(shapes)]
+    params = [
+        jax.jit(
+            lambda number, leaf=leaf: jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype),
+            out_shardings=leaf.sharding,
+        )(number)
+        for number, leaf in enumerate(shapes)
+    ]
     # Moments would be as large again, twice; nothing reads them.
-    state = dataclasses.replace(program.state, params=jax.tree.unflatten(tree, params), step=jnp.int32(1),
-                                opt_state=(), tally=None, loss_scale=None)
+    state = dataclasses.replace(
+        program.state,
+        params=jax.tree.unflatten(tree, params),
+        step=jnp.int32(1),
+        opt_state=(),
+        tally=None,
+        loss_scale=None,
+    )
     checkpointer = Checkpoints(workdir, keep=1)
     checkpointer.save(state, Position(1, 1))
     checkpointer.close()
@@ -99,22 +121,33 @@ def main() -> int:
     asked = flags.parse_args()
     if asked.part:
         workdir, *out = asked.part
-        print(json.dumps(measure(workdir, *out, asked.dtype) if out else
-                         {"largest": write(Path(workdir), asked.layers, asked.devices)}))
+        print(
+            json.dumps(
+                measure(workdir, *out, asked.dtype)
+                if out
+                else {"largest": write(Path(workdir), asked.layers, asked.devices)}
+            )
+        )
         return 0
     with tempfile.TemporaryDirectory(prefix="bytescope-exporting-", dir=asked.folder) as folder:
         run, out = os.path.join(folder, "run"), os.path.join(folder, "out")
-        env = {**os.environ, "JAX_PLATFORMS": "cpu",
-               "XLA_FLAGS": f"--xla_force_host_platform_device_count={asked.devices}"}
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={asked.devices}",
+        }
         found = {}
         for part in ([run], [run, out]):
-            done = subprocess.run([sys.executable, *sys.argv, "--part", *part], env=env, check=True,
-                                  stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [sys.executable, *sys.argv, "--part", *part], env=env, check=True, stdout=subprocess.PIPE, text=True
+            )
             found |= json.loads(done.stdout.splitlines()[-1])
         total, tensor = largest_tensor(Path(out))
-    print(f"{total / 2**30:.2f} GiB written ({asked.dtype}), saved by {asked.devices} devices; largest parameter "
-          f"{found['largest'] / 2**20:.0f} MiB, largest tensor {tensor / 2**20:.0f} MiB; export held "
-          f"{found['beyond'] / 2**20:.0f} MiB beyond, {found['seconds']:.1f} s")
+    print(
+        f"{total / 2**30:.2f} GiB written ({asked.dtype}), saved by {asked.devices} devices; largest parameter "
+        f"{found['largest'] / 2**20:.0f} MiB, largest tensor {tensor / 2**20:.0f} MiB; export held "
+        f"{found['beyond'] / 2**20:.0f} MiB beyond, {found['seconds']:.1f} s"
+    )
     return int(asked.check and found["beyond"] > found["largest"] + MOST * tensor)
 
 

@@ -24,9 +24,21 @@ def fit(config: str, budget: str, tokens: int) -> dict:
     """The fit's JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "fit.json"
-        subprocess.run([sys.executable, "-m", "bytescope.memory", "fit", f"--config={config}", "--target=local",
-                        f"--budget={budget}", f"--batch-tokens={tokens}", f"--json={out}"], check=False,
-                       stdout=sys.stderr)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "bytescope.memory",
+                "fit",
+                f"--config={config}",
+                "--target=local",
+                f"--budget={budget}",
+                f"--batch-tokens={tokens}",
+                f"--json={out}",
+            ],
+            check=False,
+            stdout=sys.stderr,
+        )
         return json.loads(out.read_text())
 
 

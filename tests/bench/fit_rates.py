@@ -32,8 +32,13 @@ from bytescope.memory.validation.rows import Row
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
 # never faster than a data sheet says (copies reach 0.85 to 0.9 of it), and collectives never faster than alone.
-CONSTANTS = {"PRODUCTS": (1.0, 0.8, 1.5, 0.3), "MEMORY": (1.0, 0.87, 1.5, 0.3), "ATTENTION": (1.0, 0.7, 1.5, 0.3),
-             "COLLECTIVES": (1.0, 1.0, 2.0, 0.3), "SLOWDOWN": (0.1, 0.0, 0.5, 0.1)}
+CONSTANTS = {
+    "PRODUCTS": (1.0, 0.8, 1.5, 0.3),
+    "MEMORY": (1.0, 0.87, 1.5, 0.3),
+    "ATTENTION": (1.0, 0.7, 1.5, 0.3),
+    "COLLECTIVES": (1.0, 1.0, 2.0, 0.3),
+    "SLOWDOWN": (0.1, 0.0, 0.5, 0.1),
+}
 PRIOR = 0.03  # of one constant that is away by its deviation
 HALF_SQUARE = 0.1  # of a logarithm: squares below, straight above
 NEWEST = "A, newest"  # the cohort that is fitted and scored
@@ -77,10 +82,14 @@ def loss(values: Constants, rows: Iterable[Measured]) -> float:
     for one in rows:
         costs = by_source.setdefault(one.source, {}).setdefault(one.program, [])
         costs.append(_cost(abs(math.log(one.ratio(values)))))
-    rest = sum(((value - usual) / deviation) ** 2
-               for value, (usual, _, _, deviation) in zip(values, CONSTANTS.values(), strict=True))
-    away = (math.sqrt(len(programs)) * statistics.mean(map(statistics.mean, programs.values()))
-            for programs in by_source.values())
+    rest = sum(
+        ((value - usual) / deviation) ** 2
+        for value, (usual, _, _, deviation) in zip(values, CONSTANTS.values(), strict=True)
+    )
+    away = (
+        math.sqrt(len(programs)) * statistics.mean(map(statistics.mean, programs.values()))
+        for programs in by_source.values()
+    )
     return sum(away) + PRIOR * rest
 
 
@@ -92,8 +101,10 @@ def fit(rows: Sequence[Measured], start: Constants = USUAL) -> Constants:
     """The constants of the least loss, by steps along each that halve where none is better."""
     best, least, width = start, loss(start, rows), 0.1
     while width > 0.004:
-        tries = ((*best[:at], best[at] + sign * width * CONSTANTS[name][3], *best[at + 1:])
-                 for (at, name), sign in itertools.product(enumerate(CONSTANTS), (1, -1)))
+        tries = (
+            (*best[:at], best[at] + sign * width * CONSTANTS[name][3], *best[at + 1 :])
+            for (at, name), sign in itertools.product(enumerate(CONSTANTS), (1, -1))
+        )
         better = min(((loss(values, rows), values) for values in tries), default=(math.inf, best))
         if better[0] < least - 1e-9:
             least, best = better
@@ -105,8 +116,10 @@ def fit(rows: Sequence[Measured], start: Constants = USUAL) -> Constants:
 def summary(rows: Sequence[Measured], values: Constants) -> str:
     """The share within bounds and the median, each program of weight one."""
     pairs = [(one.program, one.ratio(values)) for one in rows]
-    return (f"{len(pairs)} rows, {len(dict(pairs))} programs: {cohorts.share_within(pairs, score.WITHIN):.1%} within "
-            f"{score.WITHIN[0]} to {score.WITHIN[1]}, median {cohorts.median(pairs):.3f}")
+    return (
+        f"{len(pairs)} rows, {len(dict(pairs))} programs: {cohorts.share_within(pairs, score.WITHIN):.1%} within "
+        f"{score.WITHIN[0]} to {score.WITHIN[1]}, median {cohorts.median(pairs):.3f}"
+    )
 
 
 def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
@@ -115,8 +128,9 @@ def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
     return f"{found} ({len(pairs)} rows, {len(dict(pairs))} programs)"
 
 
-def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
-             programs: Mapping[str, str]) -> list[Measured]:
+def measured(
+    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], programs: Mapping[str, str]
+) -> list[Measured]:
     """The rows that have a time and a compiled program on a chip whose rates are known; `programs` names each one's."""
     found = []
     for row in rows:
@@ -124,8 +138,15 @@ def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
         if answer and row.measured_seconds and answer.get("schedule"):
             reached = rates.of(targets.parse(row.target))
             if reached:
-                found.append(Measured(row, schedule.from_json(answer["schedule"]), reached,
-                                      int(answer.get("calls_per_update") or 1), programs[row.id]))
+                found.append(
+                    Measured(
+                        row,
+                        schedule.from_json(answer["schedule"]),
+                        reached,
+                        int(answer.get("calls_per_update") or 1),
+                        programs[row.id],
+                    )
+                )
     return found
 
 
@@ -138,8 +159,10 @@ def report(rows: Sequence[Measured]) -> Iterable[str]:
     yield f"{'row':>4}  {'source':20} {'model':16} {'target':14} {'measured s':>10} {'before':>7} {'fitted':>7}"
     for one in rows:
         mark = " *" if one.fitted else ""
-        yield (f"{one.row.id:>4}  {one.source:20} {one.row.model:16} {one.row.target:14} "
-               f"{one.row.measured_seconds:10.3f} {one.ratio(USUAL):7.2f} {one.ratio(best):7.2f}{mark}")
+        yield (
+            f"{one.row.id:>4}  {one.source:20} {one.row.model:16} {one.row.target:14} "
+            f"{one.row.measured_seconds:10.3f} {one.ratio(USUAL):7.2f} {one.ratio(best):7.2f}{mark}"
+        )
     newest = [one for one in rows if one.row.cohort == NEWEST]
     for name, values in (("before", USUAL), ("now", NOW), ("fitted", best)):
         yield f"{NEWEST}, {name}: {summary(newest, values)}"

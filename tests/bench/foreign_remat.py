@@ -92,15 +92,21 @@ def linen(size: Size) -> Model:
         def __call__(self, tokens: Any) -> Any:
             x_BLD = nn.Embed(size.vocab, size.width, dtype=size.dtype)(tokens)
             block = nn.remat(Block, prevent_cse=False, policy=self.policy)
-            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
-                            length=size.layers)
+            stack = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=size.layers,
+            )
             x_BLD, _ = stack()(x_BLD, nn.make_causal_mask(tokens))
             return nn.Dense(size.vocab, dtype=size.dtype)(nn.LayerNorm(dtype=size.dtype)(x_BLD))
 
     tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
     params = jax.eval_shape(GPT().init, jax.random.key(0), tokens)
-    return Model(lambda policy: lambda params, tokens: next_token(GPT(policy).apply(params, tokens), tokens),
-                 (params, tokens))
+    return Model(
+        lambda policy: lambda params, tokens: next_token(GPT(policy).apply(params, tokens), tokens), (params, tokens)
+    )
 
 
 def equinox(size: Size) -> Model:
@@ -152,6 +158,7 @@ def equinox(size: Size) -> Model:
         def of(params: Any, tokens: Any) -> Any:
             model = eqx.combine(params, static)
             return next_token(jax.vmap(lambda row: model(row, policy))(tokens), tokens)
+
         return of
 
     return Model(loss, (params, jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)))
@@ -165,12 +172,26 @@ def maxtext(size: Size) -> Model:
     from maxtext.utils import maxtext_utils
 
     base = Path(pyconfig.__file__).parent / "base.yml"
-    keys = {"run_name": "x", "base_emb_dim": size.width, "base_num_query_heads": size.heads,
-            "base_num_kv_heads": size.heads // 2, "base_mlp_dim": size.hidden, "base_num_decoder_layers": size.layers,
-            "head_dim": size.width // size.heads, "max_target_length": size.length, "per_device_batch_size": size.batch,
-            "vocab_size": size.vocab, "dtype": jnp.dtype(size.dtype).name, "attention": "dot_product",
-            "remat_policy": "full", "hardware": "cpu", "enable_checkpointing": False,
-            "skip_jax_distributed_system": True, "enable_goodput_recording": False, "log_config": False}
+    keys = {
+        "run_name": "x",
+        "base_emb_dim": size.width,
+        "base_num_query_heads": size.heads,
+        "base_num_kv_heads": size.heads // 2,
+        "base_mlp_dim": size.hidden,
+        "base_num_decoder_layers": size.layers,
+        "head_dim": size.width // size.heads,
+        "max_target_length": size.length,
+        "per_device_batch_size": size.batch,
+        "vocab_size": size.vocab,
+        "dtype": jnp.dtype(size.dtype).name,
+        "attention": "dot_product",
+        "remat_policy": "full",
+        "hardware": "cpu",
+        "enable_checkpointing": False,
+        "skip_jax_distributed_system": True,
+        "enable_goodput_recording": False,
+        "log_config": False,
+    }
     config = pyconfig.initialize(["", str(base), *(f"{key}={value}" for key, value in keys.items())])
     mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config, jax.devices()[:1]), config.mesh_axes)
     model = models.transformer_as_linen(config, mesh=mesh, quant=None, model_mode="train")
@@ -184,9 +205,11 @@ def maxtext(size: Size) -> Model:
         def of(params: Any, tokens: Any) -> Any:
             nnx_decoders.NNXDecoder.get_remat_policy = lambda self: policy
             places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            logits = model.apply(params, tokens, places, decoder_segment_ids=jnp.ones_like(tokens),
-                                 enable_dropout=False)
+            logits = model.apply(
+                params, tokens, places, decoder_segment_ids=jnp.ones_like(tokens), enable_dropout=False
+            )
             return next_token(logits, tokens)
+
         return of
 
     with jax.set_mesh(mesh):
@@ -203,8 +226,10 @@ def plans_of(model: Model, target: str) -> list[RematPlan]:
     began = time.monotonic()
 
     def tell(tried: Tried) -> None:
-        print(f"  {time.monotonic() - began:5.0f} s  {human(tried.compiled.allocated_bytes)}  {tried.plan}",
-              file=sys.stderr)
+        print(
+            f"  {time.monotonic() - began:5.0f} s  {human(tried.compiled.allocated_bytes)}  {tried.plan}",
+            file=sys.stderr,
+        )
 
     compiler = Compiler(Loss(model.loss(None), model.args, {}), target, None, ())
     search = Search(compiler.problem(), compiler, tell)
@@ -233,8 +258,10 @@ def assert_the_least(search: Search, plan: RematPlan) -> None:
     if better:
         kept = sum(value.bytes for value in plan.kept)
         more = min(pattern.bytes for pattern in better) - search.problem.block.carry_bytes - kept
-        print(f"  {human(plan.budget_bytes)}: the next plan that recomputes less keeps {human(more)} more",
-              file=sys.stderr)
+        print(
+            f"  {human(plan.budget_bytes)}: the next plan that recomputes less keeps {human(more)} more",
+            file=sys.stderr,
+        )
 
 
 def best_built_in(plan: RematPlan) -> PolicyFigures:
@@ -245,14 +272,18 @@ def best_built_in(plan: RematPlan) -> PolicyFigures:
 
 def table(name: str, target: str, plans: list[RematPlan]) -> str:
     """The plans as rows of a Markdown table."""
-    lines = [f"| {name} on {target}: budget | allocated | recomputed | best of jax's that fits | recomputed | kept |",
-             "|---|---|---|---|---|---|"]
+    lines = [
+        f"| {name} on {target}: budget | allocated | recomputed | best of jax's that fits | recomputed | kept |",
+        "|---|---|---|---|---|---|",
+    ]
     for plan in plans:
         best = best_built_in(plan)
         shares = [f"{row.recomputed_flops / plan.model_flops:.1%}" for row in (plan, best)]
         kept = plan.name or ", ".join(value.label for value in plan.kept)
-        lines.append(f"| {human(plan.budget_bytes)} | {human(plan.allocated_bytes)} | {shares[0]} | {best.name}, "
-                     f"{human(best.allocated_bytes)} | {shares[1]} | {kept} |")
+        lines.append(
+            f"| {human(plan.budget_bytes)} | {human(plan.allocated_bytes)} | {shares[0]} | {best.name}, "
+            f"{human(best.allocated_bytes)} | {shares[1]} | {kept} |"
+        )
     return "\n".join(lines)
 
 
@@ -274,8 +305,10 @@ def assert_equal(model: Model) -> float:
     wanted, got = (jax.jit(jax.value_and_grad(model.loss(each)))(*args) for each in (keep, policy))
     policy.check()
     assert abs(float(wanted[0]) / float(got[0]) - 1) < 1e-6, (wanted[0], got[0])
-    pairs = [(np.asarray(a, np.float32), np.asarray(b, np.float32))
-             for a, b in zip(jax.tree.leaves(wanted[1]), jax.tree.leaves(got[1]))]
+    pairs = [
+        (np.asarray(a, np.float32), np.asarray(b, np.float32))
+        for a, b in zip(jax.tree.leaves(wanted[1]), jax.tree.leaves(got[1]))
+    ]
     # Some are zero but for rounding, such as that of an attention's key bias.
     worst = max(float(np.abs(a - b).max()) for a, b in pairs) / max(float(np.abs(a).max()) for a, _ in pairs)
     assert worst < 1e-4, worst

@@ -66,8 +66,9 @@ def read(name: str, target: str, folder: Path) -> Row:
     began = time.perf_counter()
     try:
         step, args, *rest = load(name)()
-        compilation, found = compiled_for(step, args, target="cpu:1" if target == "cpu" else target,
-                                          options=rest[0] if rest else None)
+        compilation, found = compiled_for(
+            step, args, target="cpu:1" if target == "cpu" else target, options=rest[0] if rest else None
+        )
         report = report_of(compilation, target=found)
     except ModuleNotFoundError as error:
         row.failed = f"{error.name} is not installed"
@@ -126,8 +127,9 @@ def ask_xprof(rows: Iterable[Row], folder: Path) -> None:
     """Puts XProf's figures into the rows whose protos are in the folder."""
     from support.oracles import memory_viewer
 
-    found = {row: path for row in rows
-             if (path := folder / f"{row.program}@{row.target}.pb".replace("/", "_")).exists()}
+    found = {
+        row: path for row in rows if (path := folder / f"{row.program}@{row.target}.pb".replace("/", "_")).exists()
+    }
     for row, figures in zip(found, memory_viewer([path.read_bytes() for path in found.values()], folder / "xprof")):
         row.xprof = figures
 
@@ -147,8 +149,11 @@ def compiled(asked: argparse.Namespace) -> list[Row]:
             for row in collect(target, group, folder, asked.seconds):
                 rows.append(row)
                 save(rows, asked.json)
-                print(f"{row.program} {row.target}: {row.failed or size(row.peak)} ({row.seconds:.1f} s)",
-                      file=sys.stderr, flush=True)
+                print(
+                    f"{row.program} {row.target}: {row.failed or size(row.peak)} ({row.seconds:.1f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if not asked.no_xprof:
             ask_xprof(rows, folder)
     return rows
@@ -162,8 +167,9 @@ def main() -> int:
     flags.add_argument("--json", type=Path, help="writes the rows to this file")
     flags.add_argument("--no-xprof", action="store_true", help="leaves the comparison with XProf out")
     flags.add_argument("--seconds", type=float, default=300, help="limit per program")
-    flags.add_argument("--saved", nargs="+", type=Path, metavar="JSON", 
-                       help="shows what --json wrote; compiles nothing")
+    flags.add_argument(
+        "--saved", nargs="+", type=Path, metavar="JSON", help="shows what --json wrote; compiles nothing"
+    )
     flags.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     asked = flags.parse_args()
     if asked.child:

@@ -69,8 +69,11 @@ def fill(row: Row, report: Any) -> None:
         held[buffer.category] += buffer.bytes
     own = {name: size for name, size in rows.items() if name != "fragmentation"}
     row.peak, row.allocated, row.breakdown = report.peak_bytes, report.allocated_bytes, rows
-    row.adds_up = (sum(own.values()) == report.peak_bytes and sum(rows.values()) == report.allocated_bytes
-                   and own == {name: size for name, size in held.items() if size})
+    row.adds_up = (
+        sum(own.values()) == report.peak_bytes
+        and sum(rows.values()) == report.allocated_bytes
+        and own == {name: size for name, size in held.items() if size}
+    )
     made = [b for b in live if b.phase != "argument"]
     lost = [b for b in made if kind_of(b.source.rpartition(":")[0]) == OUTSIDE or not b.source]
     row.placed = 1 - sum(b.bytes for b in lost) / max(sum(b.bytes for b in made), 1)
@@ -91,21 +94,30 @@ def told(buffer: Any) -> dict[str, Any]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
-    lines = ["| program | target | peak | rows of at least 1 % | adds up | XProf | placed | findings | s |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| program | target | peak | rows of at least 1 % | adds up | XProf | placed | findings | s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         if row.failed:
             lines.append(f"| `{row.program}` | `{row.target}` | {row.failed.replace('|', ' ')} | | | | | | |")
             continue
-        parts = ", ".join(f"{name} {size / row.peak:.0%}" for name, size in
-                          sorted(row.breakdown.items(), key=lambda item: -item[1]) if size >= 0.01 * row.peak)
+        parts = ", ".join(
+            f"{name} {size / row.peak:.0%}"
+            for name, size in sorted(row.breakdown.items(), key=lambda item: -item[1])
+            if size >= 0.01 * row.peak
+        )
         equal = {True: "equal", False: "**differs**", None: "-"}[row.equal]
-        kinds = [f"{one['kind']} {size(one['bytes'])}{' **unread**' if one['kind'] in row.unread else ''}"
-                 for one in row.findings]
+        kinds = [
+            f"{one['kind']} {size(one['bytes'])}{' **unread**' if one['kind'] in row.unread else ''}"
+            for one in row.findings
+        ]
         kinds = ", ".join([*kinds, *(f"**missed** {kind}" for kind in row.missed)]) or "-"
-        lines.append(f"| `{row.program}` | `{row.target}` | {size(row.peak)} | {parts} | "
-                     f"{'yes' if row.adds_up else '**no**'} | {equal} | {row.placed:.1%} | {kinds} | "
-                     f"{row.seconds:.1f} |")
+        lines.append(
+            f"| `{row.program}` | `{row.target}` | {size(row.peak)} | {parts} | "
+            f"{'yes' if row.adds_up else '**no**'} | {equal} | {row.placed:.1%} | {kinds} | "
+            f"{row.seconds:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -118,11 +130,15 @@ def details(row: Row) -> str:
     lines = [f"\n{row.program} on {row.target}  peak {size(row.peak)}"]
     lines += [f"  {one['kind']}: {one['message']}. {one['remedy']}" for one in row.findings]
     lines += [f"  {role}: {', '.join(folded(names))}" for role, names in row.roles.items()]
-    lines += [f"  at peak {size(b['bytes']):>11} {b['dtype']}{b['shape']} {b['category']} {b['phase']} "
-              f"{b['module'] or b['component']} {b['name']} {'/'.join(b['source'].split('/')[-2:])}"
-              for b in row.largest[:6]]
-    lines += [f"  without a place {size(b['bytes'])} {b['dtype']}{b['shape']} {b['name']} {b['op_name']}"
-              for b in row.unplaced]
+    lines += [
+        f"  at peak {size(b['bytes']):>11} {b['dtype']}{b['shape']} {b['category']} {b['phase']} "
+        f"{b['module'] or b['component']} {b['name']} {'/'.join(b['source'].split('/')[-2:])}"
+        for b in row.largest[:6]
+    ]
+    lines += [
+        f"  without a place {size(b['bytes'])} {b['dtype']}{b['shape']} {b['name']} {b['op_name']}"
+        for b in row.unplaced
+    ]
     return "\n".join([*lines, *(f"  note: {note}" for note in row.notes)])
 
 

@@ -37,12 +37,18 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     longest = max(LENGTHS)
     ids, mask = np.zeros((8, longest), np.int64), np.zeros((8, longest), np.int64)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt):], mask[row, longest - len(prompt):] = prompt, 1
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
 
     def theirs() -> list[list[int]]:
         with torch.no_grad():
-            out = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=TOKENS,
-                                 min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+            out = model.generate(
+                torch.tensor(ids),
+                attention_mask=torch.tensor(mask),
+                max_new_tokens=TOKENS,
+                min_new_tokens=TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
         return out[:, longest:].tolist()
 
     engine = engine_of(folder, pages=200, sequences=8, chunk=64, length=2048)
@@ -64,8 +70,10 @@ def against_transformers(folder: Path, rounds: int) -> bool:
         speeds.append(both)
         print(f"  ours {both[0]:6.1f} tokens/s, transformers {both[1]:6.1f}, {both[0] / both[1]:.2f} times", flush=True)
     ratio = statistics.median(one / other for one, other in speeds)
-    print(f"{folder.name}: {TOKENS} greedy tokens of 8 prompts of {min(LENGTHS)} to {longest} equal: {equal}; "
-          f"{ratio:.2f} times the tokens a second, {len(jax.devices())} CPU device, {torch.get_num_threads()} threads")
+    print(
+        f"{folder.name}: {TOKENS} greedy tokens of 8 prompts of {min(LENGTHS)} to {longest} equal: {equal}; "
+        f"{ratio:.2f} times the tokens a second, {len(jax.devices())} CPU device, {torch.get_num_threads()} threads"
+    )
     return equal and ratio >= LEAST_SPEED
 
 
@@ -84,8 +92,10 @@ def against_whole_passes(rounds: int) -> bool:
     ratios = []
     for _ in range(rounds):
         times = []
-        for run in (lambda: sampler.answers(params, [prompt], 0.0),
-                    lambda: by_whole_passes(program, params, prompt, count, 0.0)):
+        for run in (
+            lambda: sampler.answers(params, [prompt], 0.0),
+            lambda: by_whole_passes(program, params, prompt, count, 0.0),
+        ):
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)

@@ -138,8 +138,13 @@ class Child:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._name = script
         self._process = subprocess.Popen(
-            [interpreter, str(Path(__file__).with_name(script)), *arguments], text=True, cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **env, "PYTHONPATH": path})
+            [interpreter, str(Path(__file__).with_name(script)), *arguments],
+            text=True,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **env, "PYTHONPATH": path},
+        )
         self.ready = self.last = self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -171,8 +176,10 @@ def serve(ready: Mapping[str, Any], turn: Callable[[int], Mapping[str, Any]]) ->
 
 def versions() -> dict[str, str]:
     """What this process runs on."""
-    found = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))
-             if hasattr(os, "sched_getaffinity") else str(os.cpu_count())}
+    found = {
+        "python": platform.python_version(),
+        "cores": str(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else str(os.cpu_count()),
+    }
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -226,8 +233,13 @@ class Check:
         return f"{self.name}: {self.value:.3g}, at most {self.limit:g} asked: {verdict}"
 
 
-def finish(title: str, rows: Sequence[Mapping[str, str]], checks: Sequence[Check], figures: Mapping[str, Any],
-           target: Path | None) -> int:
+def finish(
+    title: str,
+    rows: Sequence[Mapping[str, str]],
+    checks: Sequence[Check],
+    figures: Mapping[str, Any],
+    target: Path | None,
+) -> int:
     """Shows the table and the checks, writes the JSON; the exit code: 1 when a check was exceeded."""
     from rich.console import Console
     from rich.table import Table
@@ -244,8 +256,13 @@ def finish(title: str, rows: Sequence[Mapping[str, str]], checks: Sequence[Check
     if hasattr(os, "getloadavg"):
         console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", highlight=False)
     if target:
-        document = {"title": title, "rows": list(rows), "platform": platform.platform(),
-                    "checks": [dataclasses.asdict(check) for check in checks], **figures}
+        document = {
+            "title": title,
+            "rows": list(rows),
+            "platform": platform.platform(),
+            "checks": [dataclasses.asdict(check) for check in checks],
+            **figures,
+        }
         target.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(check.held for check in checks) else 1
 

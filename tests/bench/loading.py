@@ -24,13 +24,35 @@ import numpy as np
 MOST = 1.2
 # config.json of models by name; `2gib`: 16 layers of Llama's shape; `mixture`: half of the experts of two of Mixtral's.
 MODELS = {
-    "2gib": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "vocab_size": 16384, "max_position_embeddings": 2048},
-    "llama_8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192},
-    "mixture": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
-                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 8192,
-                "max_position_embeddings": 8192, "num_local_experts": 4},
+    "2gib": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 16384,
+        "max_position_embeddings": 2048,
+    },
+    "llama_8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "mixture": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 8192,
+        "max_position_embeddings": 8192,
+        "num_local_experts": 4,
+    },
 }
 
 
@@ -141,15 +163,21 @@ def main() -> int:
     config["num_hidden_layers"] = asked.layers or config["num_hidden_layers"]
     with tempfile.TemporaryDirectory(prefix="bytescope-loading-", dir=asked.folder) as folder:
         total, largest = write(Path(folder), config, asked.shard, asked.sparse)
-        env = {**os.environ, "JAX_PLATFORMS": "cpu",
-               "XLA_FLAGS": f"--xla_force_host_platform_device_count={asked.devices}"}
-        done = subprocess.run([sys.executable, *sys.argv, f"--measure={folder}"], env=env, check=True,
-                              stdout=subprocess.PIPE, text=True)
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={asked.devices}",
+        }
+        done = subprocess.run(
+            [sys.executable, *sys.argv, f"--measure={folder}"], env=env, check=True, stdout=subprocess.PIPE, text=True
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     ratio = found["beyond"] / largest
-    print(f"checkpoint {total / 2**30:.2f} GiB, largest tensor {largest / 2**20:.1f} MiB; {asked.devices} devices "
-          f"({asked.strategy}, {asked.param}) hold {found['devices'] / 2**30:.2f} GiB; beyond these "
-          f"{found['beyond'] / 2**20:.1f} MiB, {ratio:.2f}x the largest tensor; {found['seconds']:.1f} s")
+    print(
+        f"checkpoint {total / 2**30:.2f} GiB, largest tensor {largest / 2**20:.1f} MiB; {asked.devices} devices "
+        f"({asked.strategy}, {asked.param}) hold {found['devices'] / 2**30:.2f} GiB; beyond these "
+        f"{found['beyond'] / 2**20:.1f} MiB, {ratio:.2f}x the largest tensor; {found['seconds']:.1f} s"
+    )
     return int(asked.check and ratio > MOST)
 
 

@@ -30,8 +30,7 @@ from bytescope.train.parallel.layout import Layout
 MEMORY_LIMIT, TIME_LIMIT = 0.25, 1.13
 
 
-def compile_loss(kind: str, chunk: int, tokens: int, vocab: int,
-                 asked: argparse.Namespace) -> Callable[..., Any]:
+def compile_loss(kind: str, chunk: int, tokens: int, vocab: int, asked: argparse.Namespace) -> Callable[..., Any]:
     """The loss and its gradients for [rows, length] = `tokens` positions, compiled."""
     precision = PRECISIONS[asked.precision]
     layout = Layout(make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]))
@@ -40,9 +39,11 @@ def compile_loss(kind: str, chunk: int, tokens: int, vocab: int,
     def loss(x_BLD, w_DV, targets_BL):
         return LOSSES[kind](x_BLD, w_DV, targets_BL, settings)
 
-    shapes = (jax.ShapeDtypeStruct((asked.rows, tokens // asked.rows, asked.d_model), precision.compute),
-              jax.ShapeDtypeStruct((asked.d_model, vocab), precision.param),
-              jax.ShapeDtypeStruct((asked.rows, tokens // asked.rows), jnp.int32))
+    shapes = (
+        jax.ShapeDtypeStruct((asked.rows, tokens // asked.rows, asked.d_model), precision.compute),
+        jax.ShapeDtypeStruct((asked.d_model, vocab), precision.param),
+        jax.ShapeDtypeStruct((asked.rows, tokens // asked.rows), jnp.int32),
+    )
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
 
 
@@ -52,8 +53,11 @@ def arrays(asked: argparse.Namespace) -> tuple[jax.Array, ...]:
     shape = (asked.rows, asked.tokens // asked.rows)
     x = rng.normal(size=(*shape, asked.d_model))
     w = rng.normal(size=(asked.d_model, asked.vocab)) * 0.02
-    return (jnp.asarray(x, precision.compute), jnp.asarray(w, precision.param),
-            jnp.asarray(rng.integers(0, asked.vocab, shape), jnp.int32))
+    return (
+        jnp.asarray(x, precision.compute),
+        jnp.asarray(w, precision.param),
+        jnp.asarray(rng.integers(0, asked.vocab, shape), jnp.int32),
+    )
 
 
 def turn(compiled: Callable[..., Any], inputs: tuple[jax.Array, ...]) -> Turn:
@@ -72,8 +76,12 @@ def options() -> argparse.Namespace:
     flags.add_argument("--precision", choices=list(PRECISIONS), default="fp32")
     flags.add_argument("--chunks", type=int, nargs="+", default=(256, 512, 1024, 2048), metavar="TOKENS")
     flags.add_argument("--asserted", type=int, metavar="TOKENS", help="the chunk that the checks take")
-    flags.add_argument("--assert", dest="check", action="store_true",
-                       help=f"exit 1 above {MEMORY_LIMIT}x memory (compiled size) or {TIME_LIMIT}x time")
+    flags.add_argument(
+        "--assert",
+        dest="check",
+        action="store_true",
+        help=f"exit 1 above {MEMORY_LIMIT}x memory (compiled size) or {TIME_LIMIT}x time",
+    )
     asked = flags.parse_args()
     for tokens in (asked.tokens, asked.large_tokens):
         if tokens % asked.rows:
@@ -94,8 +102,7 @@ def main() -> int:
         compiled = compile_loss(kind, chunk, asked.tokens, asked.vocab, asked)
         jax.block_until_ready(compiled(*inputs))
         turns[name], made[name] = turn(compiled, inputs), compiled_bytes(compiled)
-        large[name] = compiled_bytes(
-            compile_loss(kind, chunk, asked.large_tokens, asked.large_vocab, asked))
+        large[name] = compiled_bytes(compile_loss(kind, chunk, asked.large_tokens, asked.large_vocab, asked))
     samples = take_turns(turns, asked.rounds, asked.steps)
 
     def share(sizes: dict[str, dict[str, int]], name: str) -> float:
@@ -103,24 +110,40 @@ def main() -> int:
         return total[name] / total["full"]
 
     def row(name: str) -> dict[str, Any]:
-        return {"loss": name, "s": f"{samples[name].median:.3f}",
-                "spread": f"{100 * samples[name].spread:.0f} %",
-                "to full": str(samples[name].over(samples["full"])), "temp MiB": mib(made[name]["temp"]),
-                "made to full": f"{share(made, name):.3f}", "large temp MiB": mib(large[name]["temp"]),
-                "large made to full": f"{share(large, name):.3f}"}
+        return {
+            "loss": name,
+            "s": f"{samples[name].median:.3f}",
+            "spread": f"{100 * samples[name].spread:.0f} %",
+            "to full": str(samples[name].over(samples["full"])),
+            "temp MiB": mib(made[name]["temp"]),
+            "made to full": f"{share(made, name):.3f}",
+            "large temp MiB": mib(large[name]["temp"]),
+            "large made to full": f"{share(large, name):.3f}",
+        }
 
     chosen = f"chunked {asked.asserted}"
-    checks = [Check(f"memory at the large size, {chosen} by full", share(large, chosen),
-                    MEMORY_LIMIT if asked.check else None),
-              Check(f"time, {chosen} by full", samples[chosen].over(samples["full"]).median,
-                    TIME_LIMIT if asked.check else None)]
+    checks = [
+        Check(
+            f"memory at the large size, {chosen} by full", share(large, chosen), MEMORY_LIMIT if asked.check else None
+        ),
+        Check(
+            f"time, {chosen} by full", samples[chosen].over(samples["full"]).median, TIME_LIMIT if asked.check else None
+        ),
+    ]
     return finish(
         f"cross-entropy with gradients, {asked.precision}, width {asked.d_model}: {asked.tokens:,} tokens x "
         f"{asked.vocab:,} timed, {asked.large_tokens:,} x {asked.large_vocab:,} compiled; "
         f"jax {jax.__version__}",
-        [row(name) for name in kinds], checks, {"versions": versions(), "sides": {
-            name: {**samples[name].to_json(), "bytes": made[name], "large_bytes": large[name]}
-            for name in kinds}}, asked.json)
+        [row(name) for name in kinds],
+        checks,
+        {
+            "versions": versions(),
+            "sides": {
+                name: {**samples[name].to_json(), "bytes": made[name], "large_bytes": large[name]} for name in kinds
+            },
+        },
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

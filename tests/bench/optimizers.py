@@ -38,8 +38,7 @@ def train(config: ConfigDict, name: str, steps: int) -> dict[str, Any]:
     data = open_data(reading)
     compiled = program.compile()
     state, began = program.init(), time.perf_counter()
-    batches = train_batches(data, rows=program.batch.global_rows, seed=config.seed, position=0,
-                            config=reading)
+    batches = train_batches(data, rows=program.batch.global_rows, seed=config.seed, position=0, config=reading)
     for _, host in zip(range(steps), batches):
         for batch in calls(program, host):
             state, _ = compiled(state, batch)
@@ -52,31 +51,58 @@ def train(config: ConfigDict, name: str, steps: int) -> dict[str, Any]:
     held = [leaf for tree in (program.state.params, program.batch_shapes) for leaf in jax.tree.leaves(tree)]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
     own = sum(leaf.dtype.itemsize * leaf.size for leaf in held)
-    return {"name": name, "rate": rate, "loss": loss / tokens, "seconds": seconds,
-            "bytes": (compiled.memory_analysis().argument_size_in_bytes - own) / parameters}
+    return {
+        "name": name,
+        "rate": rate,
+        "loss": loss / tokens,
+        "seconds": seconds,
+        "bytes": (compiled.memory_analysis().argument_size_in_bytes - own) / parameters,
+    }
 
 
 def main() -> int:
     flags = parser(__doc__, rounds=1, steps=300, config="tiny")
     flags.add_argument("--names", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), help="rows (default: all)")
-    flags.add_argument("--assert", dest="check", action="store_true",
-                       help=f"exit 1 where adamw_8bit exceeds {LOSS_LIMIT}x adamw's loss or {BYTES_LIMIT}x its bytes")
+    flags.add_argument(
+        "--assert",
+        dest="check",
+        action="store_true",
+        help=f"exit 1 where adamw_8bit exceeds {LOSS_LIMIT}x adamw's loss or {BYTES_LIMIT}x its bytes",
+    )
     asked, config, _ = parse_config(flags)
     if jax.device_count() > 1:
         flags.error("bytes are counted on one device: set JAX_NUM_CPU_DEVICES=1 or CUDA_VISIBLE_DEVICES=0")
     start()
     runs = {name: train(config, name, asked.steps) for name in asked.names}
     first = next(iter(runs.values()))
-    rows = [{"optimizer": name, "rate": f"{run['rate']:g}", "held-out loss": f"{run['loss']:.4f}",
-             f"to {first['name']}": f"{run['loss'] / first['loss']:.4f}", "bytes a parameter": f"{run['bytes']:.3f}",
-             "s": f"{run['seconds']:.0f}"} for name, run in runs.items()]
+    rows = [
+        {
+            "optimizer": name,
+            "rate": f"{run['rate']:g}",
+            "held-out loss": f"{run['loss']:.4f}",
+            f"to {first['name']}": f"{run['loss'] / first['loss']:.4f}",
+            "bytes a parameter": f"{run['bytes']:.3f}",
+            "s": f"{run['seconds']:.0f}",
+        }
+        for name, run in runs.items()
+    ]
     checks = []
     if {"adamw", "adamw_8bit"} <= set(runs):
-        checks = [Check(f"{title}, adamw_8bit by adamw", runs["adamw_8bit"][key] / runs["adamw"][key],
-                        limit if asked.check else None)
-                  for title, key, limit in (("held-out loss", "loss", LOSS_LIMIT), ("bytes", "bytes", BYTES_LIMIT))]
-    return finish(f"{asked.config}, {asked.steps} updates, jax {jax.__version__}", rows, checks,
-                  {"versions": versions(), "runs": runs}, asked.json)
+        checks = [
+            Check(
+                f"{title}, adamw_8bit by adamw",
+                runs["adamw_8bit"][key] / runs["adamw"][key],
+                limit if asked.check else None,
+            )
+            for title, key, limit in (("held-out loss", "loss", LOSS_LIMIT), ("bytes", "bytes", BYTES_LIMIT))
+        ]
+    return finish(
+        f"{asked.config}, {asked.steps} updates, jax {jax.__version__}",
+        rows,
+        checks,
+        {"versions": versions(), "runs": runs},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

@@ -52,8 +52,11 @@ def variant(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
 def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Arguments, temporaries and outputs that alias no argument, bytes of one device."""
     stats = compiled.memory_analysis()
-    return {"arguments": stats.argument_size_in_bytes, "temp": stats.temp_size_in_bytes,
-            "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes}
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "temp": stats.temp_size_in_bytes,
+        "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    }
 
 
 class Trainer:
@@ -110,8 +113,10 @@ def main() -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.program.state.params))
     if asked.save:
         flat = jax.tree_util.tree_leaves_with_path(trainer.state.params)
-        np.savez(asked.save, **{"/".join(str(key.key) for key in path): np.asarray(leaf).astype(np.float32)
-                             for path, leaf in flat})
+        np.savez(
+            asked.save,
+            **{"/".join(str(key.key) for key in path): np.asarray(leaf).astype(np.float32) for path, leaf in flat},
+        )
     trainer.warm_up()
     began = trainer.peak_bytes()
     forget_peak()
@@ -121,15 +126,28 @@ def main() -> None:
     def turn(steps: int) -> dict[str, Any]:
         began_cpu = time.process_time()
         seconds = trainer.turn(steps)
-        return {"seconds": seconds, "cpu_s": (time.process_time() - began_cpu) / steps,
-                "peak_bytes": max(began, trainer.peak_bytes()),
-                "step_peak_bytes": trainer.peak_bytes(), "loss": float(trainer.loss)}
+        return {
+            "seconds": seconds,
+            "cpu_s": (time.process_time() - began_cpu) / steps,
+            "peak_bytes": max(began, trainer.peak_bytes()),
+            "step_peak_bytes": trainer.peak_bytes(),
+            "loss": float(trainer.loss),
+        }
 
-    serve({"parameters": parameters, "compile_s": trainer.compile_seconds,
-           "tokens": batch.tokens, "flops": model_flops_per_token(model, batch.seq_len) * batch.tokens,
-           "peak_flops": peak_flops(trainer.program), "device": device.device_kind,
-           "kernel": trainer.program.kernel[0], "bytes": compiled_bytes(trainer.compiled),
-           "versions": versions()}, turn)
+    serve(
+        {
+            "parameters": parameters,
+            "compile_s": trainer.compile_seconds,
+            "tokens": batch.tokens,
+            "flops": model_flops_per_token(model, batch.seq_len) * batch.tokens,
+            "peak_flops": peak_flops(trainer.program),
+            "device": device.device_kind,
+            "kernel": trainer.program.kernel[0],
+            "bytes": compiled_bytes(trainer.compiled),
+            "versions": versions(),
+        },
+        turn,
+    )
 
 
 if __name__ == "__main__":

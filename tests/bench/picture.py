@@ -44,26 +44,63 @@ def browser() -> str:
 
 def report(config: str, target: str, page: Path) -> None:
     """Writes the HTML page of a config's report. Raises CalledProcessError when it cannot be compiled."""
-    subprocess.run([sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", f"--target={target}",
-                    f"--html={page}"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bytescope.memory",
+            "report",
+            f"--config={config}",
+            f"--target={target}",
+            f"--html={page}",
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def piece(config: str, target: str, page: Path) -> None:
     """Writes a page with what a notebook shows of a config's report. Raises CalledProcessError as `report` does."""
     saved = page.with_suffix(".json")
-    subprocess.run([sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", f"--target={target}",
-                    f"--json={saved}"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bytescope.memory",
+            "report",
+            f"--config={config}",
+            f"--target={target}",
+            f"--json={saved}",
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     text = memory.load(saved)._repr_html_()
     page.write_text(f'<!doctype html><meta charset="utf-8"><body data-jp-theme-light="true">{text}</body>')
 
 
 def screenshot(program: str, page: Path, size: str, out: Path, profile: Path) -> None:
     """Writes the top left `size` pixels of a page as PNG. Raises CalledProcessError or TimeoutExpired."""
-    subprocess.run([program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-                    "--no-first-run", "--hide-scrollbars", "--force-device-scale-factor=1",
-                    f"--user-data-dir={profile}", f"--window-size={size}",
-                    f"--virtual-time-budget={SETTLED_S * 1000}", f"--screenshot={out.resolve()}", page.as_uri()],
-                   check=True, timeout=HANGS_S, capture_output=True)
+    subprocess.run(
+        [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--no-first-run",
+            "--hide-scrollbars",
+            "--force-device-scale-factor=1",
+            f"--user-data-dir={profile}",
+            f"--window-size={size}",
+            f"--virtual-time-budget={SETTLED_S * 1000}",
+            f"--screenshot={out.resolve()}",
+            page.as_uri(),
+        ],
+        check=True,
+        timeout=HANGS_S,
+        capture_output=True,
+    )
 
 
 def reduce_colours(out: Path) -> None:

@@ -35,14 +35,28 @@ from bytescope.train.program import build
 
 SLOW = {"optimizer.learning_rate": 3e-4}
 ROWS = {
-    "fp32": {}, "bf16": {}, "bf16_params": {}, "bf16_params nearest": {"precision.rounding": "nearest"},
+    "fp32": {},
+    "bf16": {},
+    "bf16_params": {},
+    "bf16_params nearest": {"precision.rounding": "nearest"},
     "fp16 overflow": {"precision.loss_scale_init": 2.0**40, "precision.loss_scale_growth_every": 100},
-    "fp16": {}, "fp8": {}, "bf16_grads": {}, "fp32_grads": {},
-    "fp32 slow": SLOW, "bf16_params slow": SLOW, "bf16_params nearest slow": {"precision.rounding": "nearest", **SLOW},
+    "fp16": {},
+    "fp8": {},
+    "bf16_grads": {},
+    "fp32_grads": {},
+    "fp32 slow": SLOW,
+    "bf16_params slow": SLOW,
+    "bf16_params nearest slow": {"precision.rounding": "nearest", **SLOW},
 }
 # (row, row it is held to) -> greatest ratio of their losses, either way.
-LIMITS = {("bf16", "fp32"): 1.005, ("bf16_params", "fp32"): 1.01, ("fp16", "fp32"): 1.005,
-          ("fp16 overflow", "fp32"): 1.02, ("fp8", "bf16"): 1.01, ("bf16_params slow", "fp32 slow"): 1.01}
+LIMITS = {
+    ("bf16", "fp32"): 1.005,
+    ("bf16_params", "fp32"): 1.01,
+    ("fp16", "fp32"): 1.005,
+    ("fp16 overflow", "fp32"): 1.02,
+    ("fp8", "bf16"): 1.01,
+    ("bf16_params slow", "fp32 slow"): 1.01,
+}
 ROUNDINGS = ("bf16_params slow", "bf16_params nearest slow")
 VISIBLE = 0.99  # greatest ratio of the losses of these two
 # What recovery from an overflow is -> (figure of one run, its greatest value).
@@ -56,7 +70,7 @@ RECOVERY = {
 
 def _regrown(scales: list[float]) -> float:
     least = min(scales)
-    return least / max(scales[scales.index(least):])
+    return least / max(scales[scales.index(least) :])
 
 
 def _worst(figures: Iterable[float]) -> float:
@@ -64,7 +78,7 @@ def _worst(figures: Iterable[float]) -> float:
 
 
 def _fallen(losses: list[float]) -> float:
-    last = losses[-max(len(losses) // 10, 1):]
+    last = losses[-max(len(losses) // 10, 1) :]
     return sum(last) / len(last) / losses[0]
 
 
@@ -92,26 +106,44 @@ def train(config: ConfigDict, name: str, steps: int, seed: int) -> dict[str, Any
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
     batch = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(program.batch_shapes))
     skipped = int(state.loss_scale.skipped) if state.loss_scale else None
-    return {"name": name, "loss": loss / tokens, "seconds": seconds, "skipped": skipped, "scales": scales,
-            "scale_init": config.precision.loss_scale_init, "trained": [float(loss) for loss in trained],
-            "bytes": (compiled.memory_analysis().argument_size_in_bytes - batch) / parameters}
+    return {
+        "name": name,
+        "loss": loss / tokens,
+        "seconds": seconds,
+        "skipped": skipped,
+        "scales": scales,
+        "scale_init": config.precision.loss_scale_init,
+        "trained": [float(loss) for loss in trained],
+        "bytes": (compiled.memory_analysis().argument_size_in_bytes - batch) / parameters,
+    }
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The runs of one row as one: means, half the range of the loss."""
     losses = [run["loss"] for run in runs]
-    return {**runs[-1], "loss": sum(losses) / len(losses), "spread": (max(losses) - min(losses)) / 2, "losses": losses,
-            "each": runs, "seconds": sum(run["seconds"] for run in runs) / len(runs)}
+    return {
+        **runs[-1],
+        "loss": sum(losses) / len(losses),
+        "spread": (max(losses) - min(losses)) / 2,
+        "losses": losses,
+        "each": runs,
+        "seconds": sum(run["seconds"] for run in runs) / len(runs),
+    }
 
 
 def row(run: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str, str]:
     """One line of the table."""
     first = next(other for other in runs.values() if _slow(other) == _slow(run))
-    return {"precision": run["name"], "held-out loss": f"{run['loss']:.4f}", "+-": f"{run['spread']:.4f}",
-            "to first": f"{run['loss'] / first['loss']:.4f}",
-            "skipped": "-" if run["skipped"] is None else str(run["skipped"]),
-            "loss scale": f"{run['scales'][-1]:g}" if run["scales"] else "-",
-            "bytes a parameter": f"{run['bytes']:.2f}", "s": f"{run['seconds']:.0f}"}
+    return {
+        "precision": run["name"],
+        "held-out loss": f"{run['loss']:.4f}",
+        "+-": f"{run['spread']:.4f}",
+        "to first": f"{run['loss'] / first['loss']:.4f}",
+        "skipped": "-" if run["skipped"] is None else str(run["skipped"]),
+        "loss scale": f"{run['scales'][-1]:g}" if run["scales"] else "-",
+        "bytes a parameter": f"{run['bytes']:.2f}",
+        "s": f"{run['seconds']:.0f}",
+    }
 
 
 def _slow(run: dict[str, Any]) -> bool:
@@ -124,14 +156,23 @@ def checks_of(runs: dict[str, dict[str, Any]], asked: bool) -> list[Check]:
     for (name, other), limit in LIMITS.items():
         if {name, other} <= runs.keys():
             ratio = runs[name]["loss"] / runs[other]["loss"]
-            found.append(Check(f"held-out loss, {name} and {other}, the greater by the less", max(ratio, 1 / ratio),
-                               limit if asked else None))
+            found.append(
+                Check(
+                    f"held-out loss, {name} and {other}, the greater by the less",
+                    max(ratio, 1 / ratio),
+                    limit if asked else None,
+                )
+            )
     if runs.keys() >= set(ROUNDINGS):
         ratio = runs[ROUNDINGS[0]]["loss"] / runs[ROUNDINGS[1]]["loss"]
         found.append(Check("held-out loss, slow, stochastic rounding by nearest", ratio, VISIBLE if asked else None))
     if "fp16 overflow" in runs:
-        found += [Check(f"fp16 overflow, {name}", _worst(map(figure, runs["fp16 overflow"]["each"])),
-                        limit if asked else None) for name, (figure, limit) in RECOVERY.items()]
+        found += [
+            Check(
+                f"fp16 overflow, {name}", _worst(map(figure, runs["fp16 overflow"]["each"])), limit if asked else None
+            )
+            for name, (figure, limit) in RECOVERY.items()
+        ]
     return found
 
 
@@ -149,8 +190,13 @@ def main() -> int:
         runs[name] = over_seeds([train(config, name, asked.steps, seed) for seed in range(asked.seeds)])
         print(*row(runs[name], runs).values(), sep="  ", file=sys.stderr, flush=True)
     rows = [row(run, runs) for run in runs.values()]
-    return finish(f"{asked.config}, {asked.steps} updates, jax {jax.__version__}", rows, checks_of(runs, asked.check),
-                  {"versions": versions(), "runs": runs}, asked.json)
+    return finish(
+        f"{asked.config}, {asked.steps} updates, jax {jax.__version__}",
+        rows,
+        checks_of(runs, asked.check),
+        {"versions": versions(), "runs": runs},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

@@ -59,14 +59,17 @@ def main() -> int:
                 out.append(time.process_time() - began)
                 gc.enable()
             return out
+
         return seconds
 
     predicted(), without()  # what is imported, and tables that are made once
     samples = take_turns({"with": turn(predicted), "without": turn(without)}, asked.rounds, asked.steps)
     ratio = samples["with"].over(samples["without"])
-    rows = [{"report": "without a prediction", "CPU s": f"{samples['without'].median:.3f}", "ratio": ""},
-            {"report": "with it", "CPU s": f"{samples['with'].median:.3f}", "ratio": str(ratio)},
-            {"report": "compiling", "CPU s": f"{compiling:.1f}", "ratio": ""}]
+    rows = [
+        {"report": "without a prediction", "CPU s": f"{samples['without'].median:.3f}", "ratio": ""},
+        {"report": "with it", "CPU s": f"{samples['with'].median:.3f}", "ratio": str(ratio)},
+        {"report": "compiling", "CPU s": f"{compiling:.1f}", "ratio": ""},
+    ]
     checks = [Check("a report with its prediction by one without", ratio.median, MOST if asked.check else None)]
     figures = {"versions": versions(), "samples": {name: each.to_json() for name, each in samples.items()}}
     return finish(f"{asked.config} on {asked.target}", rows, checks, figures, asked.json)

@@ -34,8 +34,9 @@ def compare(folder: Path) -> bool:
 
     made, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True,
-                                          return_tensors="pt", return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
     with torch.no_grad():
         said = made.generate(asked, max_new_tokens=TOKENS, do_sample=False)
         theirs = made(said).logits.numpy()
@@ -48,7 +49,7 @@ def compare(folder: Path) -> bool:
     ours = np.asarray(logits(params, said.numpy().astype(np.int32)))
     furthest, largest = np.abs(ours - theirs).max(), np.abs(theirs).max()
     start = asked.shape[1]
-    same = bool((ours[0, start - 1:-1].argmax(-1) == said.numpy()[0, start:]).all())
+    same = bool((ours[0, start - 1 : -1].argmax(-1) == said.numpy()[0, start:]).all())
     print(f"keys not as asked for: {sum(map(len, filter(None, info.values())))}")
     print(f"logits {ours.shape}: furthest {furthest:.2e} of {largest:.1f}; greedy text equal: {same}")
     print(f"{QUESTION} {tokenizer.decode(said[0, start:], skip_special_tokens=True)!r}")

@@ -29,8 +29,9 @@ def what(buffer) -> str:
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL",
-                       help=f"of {', '.join(MODELS)}")
+    flags.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}"
+    )
     flags.add_argument("--names", action="store_true", help="what each row keeps")
     asked = flags.parse_args()
     print(f"{'model':6}{'policy':>10}  {'parallel':9}{'paper':>8}{'compiler':>10}")
@@ -40,8 +41,11 @@ def main() -> int:
             formula = ROWS.get((policy, sequence_parallel))
             buffers = kept(model, policy, sequence_parallel)
             paper = f"{formula(heads, width):8.2f}" if formula else f"{'-':>8}"
-            print(f"{model:6}{policy:>10}  {'TP + SP' if sequence_parallel else 'TP':9}{paper}"
-                  f"{units(model, buffers):10.2f}", flush=True)
+            print(
+                f"{model:6}{policy:>10}  {'TP + SP' if sequence_parallel else 'TP':9}{paper}"
+                f"{units(model, buffers):10.2f}",
+                flush=True,
+            )
             if asked.names:
                 sizes: Counter[str] = Counter()
                 for buffer in buffers:

@@ -35,7 +35,7 @@ def write_texts(folder: Path, out: Path) -> None:
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     ids = load_tokenizer(str(folder), "the tokenizer", "parse").encode(text)
     for name, (start, stop) in {"calibration": CALIBRATION, "held_out": HELD_OUT}.items():
-        rows = [{"tokens": [int(token) for token in ids[WINDOW * n:WINDOW * n + WINDOW]]} for n in range(start, stop)]
+        rows = [{"tokens": [int(token) for token in ids[WINDOW * n : WINDOW * n + WINDOW]]} for n in range(start, stop)]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -45,9 +45,21 @@ def quantized(folder: Path, out: Path) -> dict[str, dict]:
 
     found = {}
     for name, (method, layout) in MADE.items():
-        code = cli.main(["quantize", str(folder), str(out / name), f"--group={GROUP}", f"--length={WINDOW}",
-                         f"--calibrate={out / 'calibration.jsonl'}", f"--held-out={out / 'held_out.jsonl'}",
-                         f"--method={method}", f"--format={layout}", f"--json={out / name}.json", "--force"])
+        code = cli.main(
+            [
+                "quantize",
+                str(folder),
+                str(out / name),
+                f"--group={GROUP}",
+                f"--length={WINDOW}",
+                f"--calibrate={out / 'calibration.jsonl'}",
+                f"--held-out={out / 'held_out.jsonl'}",
+                f"--method={method}",
+                f"--format={layout}",
+                f"--json={out / name}.json",
+                "--force",
+            ]
+        )
         if code:
             raise SystemExit(code)
         found[name] = json.loads((out / f"{name}.json").read_text())

@@ -42,15 +42,18 @@ LIMITS = {
 }
 
 
-def promises(first: str, time: Mapping[str, float], temp: Mapping[str, float],
-             limits: Mapping[str, Any]) -> list[Check]:
+def promises(
+    first: str, time: Mapping[str, float], temp: Mapping[str, float], limits: Mapping[str, Any]
+) -> list[Check]:
     """What is held against `limits`: the leanest of the policies that are quick enough, the quickest if none is."""
     if not time:
         return []
     quick = [name for name in time if time[name] <= limits["best_time_below"]] or [min(time, key=time.__getitem__)]
     best = min(quick, key=temp.__getitem__)
-    checks = [Check(f"temp, {best} (best) by {first}", temp[best], limits["best_temp_below"]),
-              Check(f"time, {best} (best) by {first}", time[best], limits["best_time_below"])]
+    checks = [
+        Check(f"temp, {best} (best) by {first}", temp[best], limits["best_temp_below"]),
+        Check(f"time, {best} (best) by {first}", time[best], limits["best_time_below"]),
+    ]
     if "full" in time:
         checks.append(Check(f"time, full by {first}", time["full"], limits["full_time_below"]))
     return checks
@@ -58,8 +61,12 @@ def promises(first: str, time: Mapping[str, float], temp: Mapping[str, float],
 
 def main() -> int:
     flags = parser(__doc__, rounds=5, steps=2, config="char")
-    flags.add_argument("--policies", nargs="+", metavar="NAME",
-                       help=f"of {', '.join(POLICIES)}; the first is what the others are compared with")
+    flags.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(POLICIES)}; the first is what the others are compared with",
+    )
     for name, (default, text) in LIMITS.items():
         flags.add_argument(f"--{name}-below", type=float, default=default, metavar="X", help=text)
     asked, config, _ = parse_config(flags)
@@ -71,19 +78,27 @@ def main() -> int:
     first = policies[0]
 
     def row(name: str) -> dict[str, Any]:
-        return {"policy": name, "s": f"{samples[name].median:.3f}",
-                "spread": f"{100 * samples[name].spread:.0f} %",
-                f"to {first}": str(samples[name].over(samples[first])), "temp MiB": mib(sizes[name]["temp"]),
-                f"temp to {first}": f"{sizes[name]['temp'] / sizes[first]['temp']:.2f}",
-                "arguments MiB": mib(sizes[name]["arguments"]),
-                "compile s": f"{sides[name].compile_seconds:.1f}"}
+        return {
+            "policy": name,
+            "s": f"{samples[name].median:.3f}",
+            "spread": f"{100 * samples[name].spread:.0f} %",
+            f"to {first}": str(samples[name].over(samples[first])),
+            "temp MiB": mib(sizes[name]["temp"]),
+            f"temp to {first}": f"{sizes[name]['temp'] / sizes[first]['temp']:.2f}",
+            "arguments MiB": mib(sizes[name]["arguments"]),
+            "compile s": f"{sides[name].compile_seconds:.1f}",
+        }
 
     time = {name: samples[name].over(samples[first]).median for name in policies[1:]}
     temp = {name: sizes[name]["temp"] / sizes[first]["temp"] for name in policies[1:]}
     checks = promises(first, time, temp, vars(asked))
-    return finish(f"remat policies on {asked.config}, jax {jax.__version__}", [row(name) for name in sides],
-                  checks, {"versions": versions(), "sides": {
-                      name: {**samples[name].to_json(), "bytes": sizes[name]} for name in sides}}, asked.json)
+    return finish(
+        f"remat policies on {asked.config}, jax {jax.__version__}",
+        [row(name) for name in sides],
+        checks,
+        {"versions": versions(), "sides": {name: {**samples[name].to_json(), "bytes": sizes[name]} for name in sides}},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

@@ -56,27 +56,45 @@ def main() -> int:
     asked, config, _ = parse_config(flags)
     start()
     shallow, deep = (f"{layers} scanned" for layers in asked.layers)
-    sides = {f"{layers} {'scanned' if scan else 'unrolled'}": Compile(
-                 variant(config, {"model.n_layers": layers, "model.scan": scan, "model.unroll": 1}))
-             for scan in ((True,) if asked.no_unrolled else (True, False)) for layers in asked.layers}
+    sides = {
+        f"{layers} {'scanned' if scan else 'unrolled'}": Compile(
+            variant(config, {"model.n_layers": layers, "model.scan": scan, "model.unroll": 1})
+        )
+        for scan in ((True,) if asked.no_unrolled else (True, False))
+        for layers in asked.layers
+    }
     sides[shallow].once()  # the first compile of a process also starts the compiler
     sides[shallow].lower_seconds.clear()
     samples = take_turns({name: side.turn for name, side in sides.items()}, asked.rounds, asked.steps)
 
     def row(name: str) -> dict[str, Any]:
         lower = sorted(sides[name].lower_seconds)[len(sides[name].lower_seconds) // 2]
-        return {"layers": name, "trace and lower s": f"{lower:.2f}",
-                "XLA s": f"{samples[name].median - lower:.2f}", "sum s": f"{samples[name].median:.2f}",
-                "spread": f"{100 * samples[name].spread:.0f} %",
-                f"to {shallow}": str(samples[name].over(samples[shallow])),
-                "temp MiB": mib(sides[name].bytes["temp"])}
+        return {
+            "layers": name,
+            "trace and lower s": f"{lower:.2f}",
+            "XLA s": f"{samples[name].median - lower:.2f}",
+            "sum s": f"{samples[name].median:.2f}",
+            "spread": f"{100 * samples[name].spread:.0f} %",
+            f"to {shallow}": str(samples[name].over(samples[shallow])),
+            "temp MiB": mib(sides[name].bytes["temp"]),
+        }
 
-    check = Check(f"compile, {deep} by {shallow}", samples[deep].over(samples[shallow]).median,
-                  LIMIT if asked.check else None)
-    return finish(f"cold compile of the step of {asked.config}, jax {jax.__version__}",
-                  [row(name) for name in sides], [check], {"versions": versions(), "sides": {name: {
-                      **samples[name].to_json(), "lower_s": side.lower_seconds, "bytes": side.bytes}
-                      for name, side in sides.items()}}, asked.json)
+    check = Check(
+        f"compile, {deep} by {shallow}", samples[deep].over(samples[shallow]).median, LIMIT if asked.check else None
+    )
+    return finish(
+        f"cold compile of the step of {asked.config}, jax {jax.__version__}",
+        [row(name) for name in sides],
+        [check],
+        {
+            "versions": versions(),
+            "sides": {
+                name: {**samples[name].to_json(), "lower_s": side.lower_seconds, "bytes": side.bytes}
+                for name, side in sides.items()
+            },
+        },
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

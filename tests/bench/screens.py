@@ -24,11 +24,15 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PHONE, TABLET, DESKTOP, PAPER = 390, 800, 1440, 718
 # Name of a view -> (width in pixels, fragment of the address, what is changed of the page).
 VIEWS = {
-    **{f"{theme}-{width}": (width, f"#theme={theme}", "")
-       for theme in ("light", "dark") for width in (DESKTOP, TABLET, PHONE)},
+    **{
+        f"{theme}-{width}": (width, f"#theme={theme}", "")
+        for theme in ("light", "dark")
+        for width in (DESKTOP, TABLET, PHONE)
+    },
     **{f"deuteranopia-{width}": (width, "#theme=light", "deuteranopia") for width in (DESKTOP, TABLET, PHONE)},
     "deuteranopia-dark-1440": (DESKTOP, "#theme=dark", "deuteranopia"),
-    "print": (PAPER, "#theme=light", "print"), "print-from-dark": (PAPER, "#theme=dark", "print"),
+    "print": (PAPER, "#theme=light", "print"),
+    "print-from-dark": (PAPER, "#theme=dark", "print"),
 }
 # A page of each kind from the smallest config: arguments of bytescope, where {} is the folder.
 COMMANDS = (
@@ -88,11 +92,25 @@ class Browser:
 
     def run(self, *options: str, page: Path) -> str:
         """What it prints. Raises CalledProcessError or TimeoutExpired."""
-        done = subprocess.run([
-            self.program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-            "--no-first-run", "--hide-scrollbars", "--force-device-scale-factor=1", "--virtual-time-budget=5000",
-            f"--user-data-dir={self.folder / 'profile'}", *options, page.as_uri()],
-            check=True, timeout=HANGS_S, capture_output=True)
+        done = subprocess.run(
+            [
+                self.program,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--no-first-run",
+                "--hide-scrollbars",
+                "--force-device-scale-factor=1",
+                "--virtual-time-budget=5000",
+                f"--user-data-dir={self.folder / 'profile'}",
+                *options,
+                page.as_uri(),
+            ],
+            check=True,
+            timeout=HANGS_S,
+            capture_output=True,
+        )
         return done.stdout.decode("utf-8", "replace")
 
     def look(self, text: str, view: str, out: Path) -> dict:
@@ -101,8 +119,9 @@ class Browser:
         shown, around = self.folder / "shown.html", self.folder / "around.html"
         shown.write_text(changed(text, how), encoding="utf-8")
         around.write_text(AROUND.format(width=width, height=1000, source="shown.html" + fragment), encoding="utf-8")
-        seen = re.search(r"<title>(.*?)</title>", self.run("--dump-dom", f"--window-size={max(width, 500)},1000",
-                                                           page=around), re.S)
+        seen = re.search(
+            r"<title>(.*?)</title>", self.run("--dump-dom", f"--window-size={max(width, 500)},1000", page=around), re.S
+        )
         found = json.loads(html.unescape(seen[1])) if seen else {"failed": "the page says nothing", "height": 1000}
         height = min(found["height"], TALLEST)
         around.write_text(AROUND.format(width=width, height=height, source="shown.html" + fragment), encoding="utf-8")

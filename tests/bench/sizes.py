@@ -41,16 +41,25 @@ class Size:
 APART = ("--compile", "--apart")  # each side has the card to itself
 # bfloat16 parameters, gradients and first moment: with each layer updated in the backward pass one gradient exists at a
 # time, and that pays for a second moment in float32. The peer has both moments in bfloat16, and all gradients.
-BF16_STATE = {"precision.preset": "bf16_params", "optimizer.name": "adamw_bf16", "optimizer.fused_backward": True,
-              "optimizer.clip": "layer"}
+BF16_STATE = {
+    "precision.preset": "bf16_params",
+    "optimizer.name": "adamw_bf16",
+    "optimizer.fused_backward": True,
+    "optimizer.clip": "layer",
+}
 
 SIZES: Mapping[str, Size] = {
     "124M": Size("gpt2_small", mfu=0.50),
     "350M": Size("gpt2_medium"),
     "1.5B": Size("gpt2_xl", {"model.unroll": 48, "remat.policy": "selective"}, APART, mfu=0.55),
     "1B": Size("llama_1b", {"model.unroll": 16, "remat.policy": "minimal"}, APART),
-    "8B": Size("llama_8b", {"data.seq_len": 4096, "batch.micro": 4, "remat.policy": "full", **BF16_STATE},
-               peer=(*APART, "--peer-recompute"), mfu=0.58, gigabytes=81.0),
+    "8B": Size(
+        "llama_8b",
+        {"data.seq_len": 4096, "batch.micro": 4, "remat.policy": "full", **BF16_STATE},
+        peer=(*APART, "--peer-recompute"),
+        mfu=0.58,
+        gigabytes=81.0,
+    ),
 }
 
 
@@ -67,12 +76,21 @@ def measured(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[
         checks.append(Check(f"{name}: asked MFU by ours", size.mfu / mfu, 1.0))
     if size.gigabytes:
         checks.append(Check(f"{name}: GB at the peak", used, size.gigabytes))
-    return {"size": name, "ours tokens/s": f"{speed['ours']:,.0f}", "peer tokens/s": f"{speed['peer']:,.0f}",
-            "ratio": f"{ratio:.3f}", "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
-            "MFU bar": f"{100 * size.mfu:.0f} %" if size.mfu else "-", "GB": f"{used:.1f}",
-            "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
-            "held": "NO" if not all(check.held for check in checks) else
-                    "yes, MFU unknown" if size.mfu and not mfu else "yes"}, checks
+    return {
+        "size": name,
+        "ours tokens/s": f"{speed['ours']:,.0f}",
+        "peer tokens/s": f"{speed['peer']:,.0f}",
+        "ratio": f"{ratio:.3f}",
+        "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
+        "MFU bar": f"{100 * size.mfu:.0f} %" if size.mfu else "-",
+        "GB": f"{used:.1f}",
+        "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
+        "held": "NO"
+        if not all(check.held for check in checks)
+        else "yes, MFU unknown"
+        if size.mfu and not mfu
+        else "yes",
+    }, checks
 
 
 def described(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[Check]]:
@@ -81,10 +99,15 @@ def described(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list
     checks = [Check(f"{name}: GB allocated", used, size.gigabytes)] if size.gigabytes else []
     predicted = found.get("prediction") or {}
     seconds, mfu = predicted.get("seconds"), predicted.get("mfu")
-    return {"size": name, "GB": f"{used:.2f}", "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
-            "predicted s": f"{seconds:.4f}" if seconds else "-", "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
-            "target": found["target"]["name"],
-            "held": "yes" if all(check.held for check in checks) else "NO"}, checks
+    return {
+        "size": name,
+        "GB": f"{used:.2f}",
+        "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
+        "predicted s": f"{seconds:.4f}" if seconds else "-",
+        "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
+        "target": found["target"]["name"],
+        "held": "yes" if all(check.held for check in checks) else "NO",
+    }, checks
 
 
 def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], list[Check]]:
@@ -95,9 +118,16 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
         command = [sys.executable, "-m", "bytescope.memory", "report", *size.flags(), f"--target={asked.target}"]
     else:
         peer = [flag for flag in size.peer if not (asked.eager and flag == "--compile")]
-        command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *size.flags(), *peer,
-                   f"--rounds={asked.rounds}", f"--steps={asked.steps}", f"--ours-python={asked.ours_python}",
-                   f"--peer-python={asked.peer_python}"]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("throughput.py")),
+            *size.flags(),
+            *peer,
+            f"--rounds={asked.rounds}",
+            f"--steps={asked.steps}",
+            f"--ours-python={asked.ours_python}",
+            f"--peer-python={asked.peer_python}",
+        ]
     code = subprocess.run([*command, *rest, f"--json={file}"], cwd=ROOT).returncode
     try:
         return (described if asked.compile_only else measured)(name, json.loads(file.read_text()))
@@ -109,8 +139,9 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
 def main() -> int:
     flags = parser(__doc__, rounds=7, steps=3)
     flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="a JSON of each size goes there")
-    flags.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE",
-                       help=f"of {', '.join(SIZES)}")
+    flags.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE", help=f"of {', '.join(SIZES)}"
+    )
     flags.add_argument("--ours-python", default=sys.executable, help="interpreter of our side")
     flags.add_argument("--peer-python", default=sys.executable, help="interpreter of the peer")
     flags.add_argument("--eager", action="store_true", help="the peer without torch.compile")
@@ -129,8 +160,13 @@ def main() -> int:
         return 130
     columns = max((list(row) for row, _ in done), key=len)
     rows = [dict.fromkeys(columns, "-") | row for row, _ in done]
-    code = finish("throughput by size", rows, [check for _, checks in done for check in checks],
-                  {"versions": versions()}, asked.json)
+    code = finish(
+        "throughput by size",
+        rows,
+        [check for _, checks in done for check in checks],
+        {"versions": versions()},
+        asked.json,
+    )
     return code if len(done) == len(asked.sizes) else 130
 
 

@@ -55,8 +55,10 @@ LEVERS: Mapping[str, Mapping[str, Keys]] = {
     "layers": {**rows("model.unroll", 1, 2, 4, 12), "model.scan=false": {"model.unroll": 1, "model.scan": False}},
     "loss": {**rows("loss.chunk", 1024, 4096, 8192, 16384), "loss.kind=full": {"loss.kind": "full"}},
     "logits": rows("precision.logits", "bfloat16"),
-    "vocabulary": {f"{SIZE} padded to {multiple}": {"model.vocab_size": SIZE, "model.vocab_multiple": multiple}
-                   for multiple in (1, 64, 256)},
+    "vocabulary": {
+        f"{SIZE} padded to {multiple}": {"model.vocab_size": SIZE, "model.vocab_multiple": multiple}
+        for multiple in (1, 64, 256)
+    },
     "optimization": rows("xla.optimization_level", "O0", "O1", "O2", "O3"),
     "latency": rows("xla.latency_hiding", "on", "off"),
     "graphs": rows("xla.command_buffers", "off", "kernels", "loops"),
@@ -123,8 +125,7 @@ class Held:
         def run(steps: int) -> list[float]:
             self.take(side.program)
             jax.block_until_ready(self.update(side))
-            return timed(lambda: self.update(side), jax.block_until_ready, steps,
-                         each=jax.default_backend() == "cpu")
+            return timed(lambda: self.update(side), jax.block_until_ready, steps, each=jax.default_backend() == "cpu")
 
         return run
 
@@ -169,25 +170,40 @@ class Bench:
         for label, side in sides.items():
             if label in variants or not self.rows:
                 self.add(name if label in variants else "base", side, samples, base, variants.get(label, {}))
-        self.rows += [{**dict.fromkeys(self.columns, "-"), "lever": name, "variant": label, "pays": reason}
-                      for label, reason in missing.items()]
-        self.figures[name] = {label: {"bytes": side.allocated_bytes, "compile_s": side.compile_seconds,
-                                      "predicted_s": side.predicted, "fits": side.fits,
-                                      **(samples[label].to_json() if label in samples else {})}
-                              for label, side in sides.items()} | {"missing": missing}
+        self.rows += [
+            {**dict.fromkeys(self.columns, "-"), "lever": name, "variant": label, "pays": reason}
+            for label, reason in missing.items()
+        ]
+        self.figures[name] = {
+            label: {
+                "bytes": side.allocated_bytes,
+                "compile_s": side.compile_seconds,
+                "predicted_s": side.predicted,
+                "fits": side.fits,
+                **(samples[label].to_json() if label in samples else {}),
+            }
+            for label, side in sides.items()
+        } | {"missing": missing}
 
     def times(self, sides: Mapping[str, Side]) -> dict[str, Samples]:
         """Seconds of the sides in turn; nothing where nothing runs."""
         if self.asked.compile_only:
             return {}
-        return take_turns({label: self.held.turn(side) for label, side in sides.items()}, self.asked.rounds,
-                          self.asked.steps)
+        return take_turns(
+            {label: self.held.turn(side) for label, side in sides.items()}, self.asked.rounds, self.asked.steps
+        )
 
     @property
     def columns(self) -> Sequence[str]:
         measured = ("s", "ratio", "tokens/s", "MFU")
-        return ("lever", "variant", *(("predicted s", "ratio") if self.asked.compile_only else measured), "GiB",
-                "compile s", "pays")
+        return (
+            "lever",
+            "variant",
+            *(("predicted s", "ratio") if self.asked.compile_only else measured),
+            "GiB",
+            "compile s",
+            "pays",
+        )
 
     def add(self, name: str, side: Side, samples: Mapping[str, Samples], base: Side, keys: Keys) -> None:
         """The row of one program."""
@@ -196,20 +212,32 @@ class Bench:
             seconds, tokens = samples[side.label].median, side.program.batch.tokens
             ratio, peak = samples[side.label].over(samples[base.label]), peak_flops(side.program)
             flops = model_flops_per_token(side.program.model, side.program.batch.seq_len) * tokens
-            row |= {"s": f"{seconds:.4f}", "ratio": str(ratio), "tokens/s": f"{tokens / seconds:,.0f}",
-                    "MFU": f"{100 * flops / seconds / peak / side.program.mesh.size:.1f} %" if peak else "-"}
+            row |= {
+                "s": f"{seconds:.4f}",
+                "ratio": str(ratio),
+                "tokens/s": f"{tokens / seconds:,.0f}",
+                "MFU": f"{100 * flops / seconds / peak / side.program.mesh.size:.1f} %" if peak else "-",
+            }
             pays = keys and pays_off(ratio)
             if pays and ratio.median < self.best.get(name, (1.0,))[0]:
                 self.best[name] = (ratio.median, side.label, keys)
             verdict = "" if not keys else "keep" if pays else "no"
         else:
             known = side.predicted and base.predicted
-            row |= {"predicted s": f"{side.predicted:.4f}" if side.predicted else "-",
-                    "ratio": f"{side.predicted / base.predicted:.3f}" if known else "-"}
+            row |= {
+                "predicted s": f"{side.predicted:.4f}" if side.predicted else "-",
+                "ratio": f"{side.predicted / base.predicted:.3f}" if known else "-",
+            }
             verdict = "not measured"
         row = dict.fromkeys(self.columns, "-") | row
-        self.rows.append(row | {"GiB": f"{side.allocated_bytes / 2**30:.2f}",
-                                "compile s": f"{side.compile_seconds:.1f}", "pays": verdict})
+        self.rows.append(
+            row
+            | {
+                "GiB": f"{side.allocated_bytes / 2**30:.2f}",
+                "compile s": f"{side.compile_seconds:.1f}",
+                "pays": verdict,
+            }
+        )
 
     def keep(self, base: Side) -> Keys:
         """The levers that pay together: each, quickest first, beside all that is kept so far."""
@@ -245,8 +273,9 @@ def pays_off(ratio: Any) -> bool:
 
 def main() -> int:
     flags = parser(__doc__, rounds=7, steps=3, config="gpt2_small")
-    flags.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME",
-                       help=f"of {', '.join(LEVERS)}")
+    flags.add_argument(
+        "--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME", help=f"of {', '.join(LEVERS)}"
+    )
     flags.add_argument("--keep", action="store_true", help="what pays together, measured, as flags")
     flags.add_argument("--compile-only", action="store_true", help="no device: bytes and predicted seconds")
     flags.add_argument("--target", default="h200", help="with --compile-only: what for (default %(default)s)")

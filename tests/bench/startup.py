@@ -19,15 +19,28 @@ from pathlib import Path
 from interleave import ROOT, Check, Samples, Turn, finish, parse_config, parser, take_turns, versions
 
 WARM, SECONDS = 0.3, 6.0
-ONE_STEP = {"train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 8,
-            "train.sample_tokens": 0, "train.tensorboard": False}
+ONE_STEP = {
+    "train.steps": 1,
+    "train.log_every": 1,
+    "train.eval_every": 0,
+    "train.eval_sequences": 8,
+    "train.sample_tokens": 0,
+    "train.tensorboard": False,
+}
 
 
 def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> float:
     """Seconds from the start of a training process to its first row of metrics."""
     keys = {**ONE_STEP, "train.cache_dir": cache}
-    command = [sys.executable, "-m", "bytescope.train", f"--config={config}", *rest, f"--workdir={workdir}",
-               *(f"--config.{key}={value}" for key, value in keys.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "bytescope.train",
+        f"--config={config}",
+        *rest,
+        f"--workdir={workdir}",
+        *(f"--config.{key}={value}" for key, value in keys.items()),
+    ]
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         lines, seconds = [], None
@@ -60,8 +73,12 @@ def sides_of(config: str, rest: list[str], target: str, folder: Path) -> dict[st
     def warm() -> float:
         return first_step(config, rest, folder / f"run{next(runs)}", newest[0])
 
-    timed = {"train, cold": cold, "train, warm": warm, "report, local": lambda: report(config, rest, "local"),
-             f"report, {target}": lambda: report(config, rest, target)}
+    timed = {
+        "train, cold": cold,
+        "train, warm": warm,
+        "report, local": lambda: report(config, rest, "local"),
+        f"report, {target}": lambda: report(config, rest, target),
+    }
     return {name: lambda steps, once=once: [once() for _ in range(steps)] for name, once in timed.items()}
 
 
@@ -72,22 +89,36 @@ def least(samples: Samples) -> float:
 def main() -> int:
     flags = parser(__doc__, rounds=3, steps=1, config="tiny")
     flags.add_argument("--target", default="h200", help="of the second report (default %(default)s)")
-    flags.add_argument("--assert", dest="check", action="store_true",
-                       help=f"exit 1 above {WARM}x of cold or {SECONDS:g} s")
+    flags.add_argument(
+        "--assert", dest="check", action="store_true", help=f"exit 1 above {WARM}x of cold or {SECONDS:g} s"
+    )
     asked, _, rest = parse_config(flags)
     with tempfile.TemporaryDirectory(prefix="bytescope-startup-") as folder:
         samples = take_turns(sides_of(asked.config, rest, asked.target, Path(folder)), asked.rounds, asked.steps)
     limit = SECONDS if asked.check else None
     warm = samples["train, warm"]
-    checks = [Check("warm start by cold", least(warm) / least(samples["train, cold"]), WARM if asked.check else None),
-              Check("warm start to the first step, s", least(warm), limit),
-              *(Check(f"{name}, s", least(taken), limit) for name, taken in samples.items() if "report" in name)]
-    rows = [{"command": name, "median s": f"{taken.median:.2f}", "least s": f"{least(taken):.2f}",
-             "spread": f"{100 * taken.spread:.0f} %", "to cold": str(taken.over(samples["train, cold"]))}
-            for name, taken in samples.items()]
-    return finish(f"start of {asked.config}", rows, checks,
-                  {"versions": versions(), "sides": {name: taken.to_json() for name, taken in samples.items()}},
-                  asked.json)
+    checks = [
+        Check("warm start by cold", least(warm) / least(samples["train, cold"]), WARM if asked.check else None),
+        Check("warm start to the first step, s", least(warm), limit),
+        *(Check(f"{name}, s", least(taken), limit) for name, taken in samples.items() if "report" in name),
+    ]
+    rows = [
+        {
+            "command": name,
+            "median s": f"{taken.median:.2f}",
+            "least s": f"{least(taken):.2f}",
+            "spread": f"{100 * taken.spread:.0f} %",
+            "to cold": str(taken.over(samples["train, cold"])),
+        }
+        for name, taken in samples.items()
+    ]
+    return finish(
+        f"start of {asked.config}",
+        rows,
+        checks,
+        {"versions": versions(), "sides": {name: taken.to_json() for name, taken in samples.items()}},
+        asked.json,
+    )
 
 
 if __name__ == "__main__":

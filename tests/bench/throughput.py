@@ -33,12 +33,27 @@ from ml_collections import ConfigDict
 
 # Parts of our config that the peer takes under the same names.
 PEER_KEYS = {
-    "model": ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "max_seq_len",
-              "norm", "norm_eps", "mlp", "position", "rope_theta", "bias", "tie_embeddings", "init_std"),
+    "model": (
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "d_head",
+        "d_ff",
+        "vocab_size",
+        "max_seq_len",
+        "norm",
+        "norm_eps",
+        "mlp",
+        "position",
+        "rope_theta",
+        "bias",
+        "tie_embeddings",
+        "init_std",
+    ),
     "data": ("seq_len",),
     "batch": ("micro", "accumulation"),
-    "optimizer": ("learning_rate", "warmup_steps", "end_fraction", "b1", "b2", "eps", "weight_decay",
-                  "clip_norm"),
+    "optimizer": ("learning_rate", "warmup_steps", "end_fraction", "b1", "b2", "eps", "weight_decay", "clip_norm"),
 }
 LOSS_TOLERANCE = 1e-4  # relative, of the worst turn, with equal first parameters in float32
 
@@ -47,9 +62,14 @@ def peer_arguments(config: ConfigDict, asked: argparse.Namespace) -> list[str]:
     """The flags of torch_peer.py that make it the model of `config`."""
     flags = {key: config[group][key] for group, keys in PEER_KEYS.items() for key in keys}
     flags = {key: int(value) if isinstance(value, bool) else value for key, value in flags.items()}
-    flags |= {"train_steps": config.train.steps, "precision": config.precision.preset,
-              "recompute": int(asked.peer_recompute), "compile": int(asked.compile),
-              "fused": int(not asked.unfused), "attention": asked.attention}
+    flags |= {
+        "train_steps": config.train.steps,
+        "precision": config.precision.preset,
+        "recompute": int(asked.peer_recompute),
+        "compile": int(asked.compile),
+        "fused": int(not asked.unfused),
+        "attention": asked.attention,
+    }
     if asked.peer_accumulation:
         rows = flags["micro"] * flags["accumulation"]
         if rows % asked.peer_accumulation:
@@ -64,20 +84,27 @@ def row(name: str, child: Child, samples: Samples, facts: dict[str, Any]) -> dic
     mfu = f"{100 * facts['flops'] / seconds / peak:.1f} %" if peak else "-"
     found = child.ready["versions"]
     package = "jax" if name == "ours" else "torch"
-    return {"side": name, "step s": f"{seconds:.4f}", "spread": f"{100 * samples.spread:.0f} %",
-            "CPU s": f"{child.last['cpu_s']:.2f}",
-            "tokens/s": f"{facts['tokens'] / seconds:,.0f}", "MFU": mfu,
-            "compile s": f"{child.ready['compile_s']:.1f}", "peak MiB": mib(child.last["peak_bytes"]),
-            "device": child.ready["device"],
-            "version": f"{package} {found[package]}, Python {found['python']}"}
+    return {
+        "side": name,
+        "step s": f"{seconds:.4f}",
+        "spread": f"{100 * samples.spread:.0f} %",
+        "CPU s": f"{child.last['cpu_s']:.2f}",
+        "tokens/s": f"{facts['tokens'] / seconds:,.0f}",
+        "MFU": mfu,
+        "compile s": f"{child.ready['compile_s']:.1f}",
+        "peak MiB": mib(child.last["peak_bytes"]),
+        "device": child.ready["device"],
+        "version": f"{package} {found[package]}, Python {found['python']}",
+    }
 
 
 def check_same_model(sides: Mapping[str, Child]) -> None:
     """Ends the benchmark where two sides have not the same number of parameters."""
     sizes = {name: child.ready["parameters"] for name, child in sides.items()}
     if len(set(sizes.values())) > 1:
-        raise SystemExit(f"ours has {sizes['ours']:,} parameters and the peer {sizes['peer']:,}: they are not the same "
-                         "model")
+        raise SystemExit(
+            f"ours has {sizes['ours']:,} parameters and the peer {sizes['peer']:,}: they are not the same model"
+        )
 
 
 def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> int:
@@ -87,8 +114,10 @@ def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> i
         if asked.same_start:
             saved = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "params.npz")
             ours_flags, peer_flags = [*ours_flags, f"--save={saved}"], [*peer_flags, f"--load={saved}"]
-        commands = {"ours": (asked.ours_python, "ours.py", ours_flags, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-                    "peer": (asked.peer_python, "torch_peer.py", peer_flags)}
+        commands = {
+            "ours": (asked.ours_python, "ours.py", ours_flags, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+            "peer": (asked.peer_python, "torch_peer.py", peer_flags),
+        }
         sides, samples, seen = {}, {}, {name: [] for name in commands}
 
         def turn(name: str, steps: int) -> list[float]:
@@ -104,8 +133,10 @@ def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> i
         ours, peer, losses = sides["ours"], sides["peer"], list(zip(seen["ours"], seen["peer"]))
     ratio = samples["ours"].over(samples["peer"])
     memory = ours.last["peak_bytes"] / peer.last["peak_bytes"]
-    checks = [Check("step time, ours by peer", ratio.median, asked.assert_time),
-              Check("peak memory, ours by peer", memory, asked.assert_memory)]
+    checks = [
+        Check("step time, ours by peer", ratio.median, asked.assert_time),
+        Check("peak memory, ours by peer", memory, asked.assert_memory),
+    ]
     if asked.same_start:
         worst = max(abs(a - b) / b for a, b in losses)
         checks.append(Check("losses from equal parameters, worst relative difference", worst, LOSS_TOLERANCE))
@@ -113,9 +144,12 @@ def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> i
     return finish(
         f"{asked.config} {config.precision.preset}, {ours.ready['tokens']:,} tokens a step, "
         f"{ours.ready['parameters']:,} parameters, peer {mode}; ratio of time {ratio}",
-        [row(name, child, samples[name], ours.ready) for name, child in sides.items()], checks,
-        {name: {"ready": child.ready, "last": child.last, **samples[name].to_json()}
-         for name, child in sides.items()} | {"losses": losses}, asked.json)
+        [row(name, child, samples[name], ours.ready) for name, child in sides.items()],
+        checks,
+        {name: {"ready": child.ready, "last": child.last, **samples[name].to_json()} for name, child in sides.items()}
+        | {"losses": losses},
+        asked.json,
+    )
 
 
 def main() -> int:
@@ -125,12 +159,22 @@ def main() -> int:
     flags.add_argument("--compile", action="store_true", help="the peer under torch.compile")
     flags.add_argument("--unfused", action="store_true", help="the peer with PyTorch's default AdamW")
     flags.add_argument("--attention", default="cudnn,flash", help="the peer's GPU attention, by priority")
-    flags.add_argument("--peer-accumulation", type=int, metavar="N",
-                       help="cut the peer's batch into N micro-batches (default: as ours)")
-    flags.add_argument("--peer-recompute", action="store_true",
-                       help="activation checkpointing of every block of the peer, where it would not fit")
-    flags.add_argument("--apart", action="store_true",
-                       help="all turns of one side, then all of the other, where both do not fit the device")
+    flags.add_argument(
+        "--peer-accumulation",
+        type=int,
+        metavar="N",
+        help="cut the peer's batch into N micro-batches (default: as ours)",
+    )
+    flags.add_argument(
+        "--peer-recompute",
+        action="store_true",
+        help="activation checkpointing of every block of the peer, where it would not fit",
+    )
+    flags.add_argument(
+        "--apart",
+        action="store_true",
+        help="all turns of one side, then all of the other, where both do not fit the device",
+    )
     flags.add_argument("--same-start", action="store_true", help="equal first parameters, losses compared")
     flags.add_argument("--assert-time", type=float, metavar="X", help="exit 1 above this ratio of time")
     flags.add_argument("--assert-memory", type=float, metavar="X", help="exit 1 above this ratio of memory")

@@ -26,8 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 WARM_UP = 2  # updates before the first that is timed, as on our side
-ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
-             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +213,8 @@ class Trainer:
         # The decay mask of train/optimizer/rules.py: matrices and embeddings, never norms and biases.
         matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
         others = [weight for weight in self.model.parameters() if weight.ndim != 2]
-        groups = [{"params": matrices, "weight_decay": shape.weight_decay},
-                  {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(shape.b1, shape.b2), eps=shape.eps,
-                                           fused=bool(options.fused))
+        groups = [{"params": matrices, "weight_decay": shape.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(shape.b1, shape.b2), eps=shape.eps, fused=bool(options.fused))
         self.forward = torch.compile(self.model) if options.compile else self.model
         self.autocast = options.precision == "bf16"
         self.backends = [ATTENTION[name] for name in options.attention.split(",")]
@@ -287,13 +289,24 @@ def main() -> None:
     def turn(steps: int) -> dict[str, Any]:
         began_cpu = time.process_time()
         seconds = timed(trainer.update, float, steps, each=each)
-        return {"seconds": seconds, "cpu_s": (time.process_time() - began_cpu) / steps,
-                "peak_bytes": max(began_bytes, trainer.peak_bytes()),
-                "step_peak_bytes": trainer.live_bytes() or trainer.peak_bytes(), "loss": float(trainer.loss)}
+        return {
+            "seconds": seconds,
+            "cpu_s": (time.process_time() - began_cpu) / steps,
+            "peak_bytes": max(began_bytes, trainer.peak_bytes()),
+            "step_peak_bytes": trainer.live_bytes() or trainer.peak_bytes(),
+            "loss": float(trainer.loss),
+        }
 
-    serve({"parameters": trainer.parameters, "compile_s": max(warm[0] - warm[-1], 0.0),
-           "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
-           "threads": torch.get_num_threads(), "versions": versions()}, turn)
+    serve(
+        {
+            "parameters": trainer.parameters,
+            "compile_s": max(warm[0] - warm[-1], 0.0),
+            "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+        },
+        turn,
+    )
 
 
 if __name__ == "__main__":

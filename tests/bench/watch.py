@@ -51,8 +51,10 @@ def main() -> int:
                 taken.append(1e6 * seconds(own, state, jnp.float32(1), args.calls))
         jitted, under = (statistics.median(taken) for _, taken in sides)
         missed |= under - jitted > MOST_US
-        print(f"jax {jax.__version__}, {leaves:>3} arrays: jitted {jitted:.1f} us, watched {under:.1f} us, "
-              f"{under - jitted:+.1f} us a call")
+        print(
+            f"jax {jax.__version__}, {leaves:>3} arrays: jitted {jitted:.1f} us, watched {under:.1f} us, "
+            f"{under - jitted:+.1f} us a call"
+        )
     return int(missed and args.check)
 
 

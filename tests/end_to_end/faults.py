@@ -110,8 +110,16 @@ def stopped_for_a_while(life: Life) -> bool:
     return True
 
 
-WORDS = (b"", b"GET / HTTP/1.1\r\n\r\n", b'["hello", 1, 2, "guess"]\n', b'["hello", 9, 9]\n', b'["end", 2, "over"]\n',
-         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0" * 5000, b"[" * 5000 + b"\n")
+WORDS = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'["hello", 1, 2, "guess"]\n',
+    b'["hello", 9, 9]\n',
+    b'["end", 2, "over"]\n',
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\0" * 5000,
+    b"[" * 5000 + b"\n",
+)
 
 
 def strangers(life: Life) -> bool:
@@ -224,8 +232,14 @@ def damaged_rows(life: Life) -> bool:
     lines = path.read_bytes().splitlines(keepends=True)
     late = [line for line in lines if b'"step": ' in line and int(line.split(b'"step": ')[1].split(b",")[0]) > good]
     kept = lines[: len(lines) - len(late)] if life.rng.random() < 0.5 else lines
-    ends = (b'{"step": 9', b"\0" * 300, b"[]\nnull\n17\n", b'{"step": "x", "eval_loss": null}\n', b"\xff\xfe\xfd",
-            b'{"step": 100000, "loss": 0.1}\n')
+    ends = (
+        b'{"step": 9',
+        b"\0" * 300,
+        b"[]\nnull\n17\n",
+        b'{"step": "x", "eval_loss": null}\n',
+        b"\xff\xfe\xfd",
+        b'{"step": 100000, "loss": 0.1}\n',
+    )
     path.write_bytes(b"".join(kept) + life.rng.choice(ends))
     return True
 
@@ -237,8 +251,21 @@ def damaged_config(life: Life) -> bool:
         return False
     whole = path.read_bytes()
     while path.exists() and path.read_bytes() == whole:
-        path.write_bytes(life.rng.choice((b"", b"{", b"null", b"[]", b"{}", bytes(200), whole[:-200],
-                                          whole.replace(b'"config"', b'"confi"'), b'{"config": 1}')))
+        path.write_bytes(
+            life.rng.choice(
+                (
+                    b"",
+                    b"{",
+                    b"null",
+                    b"[]",
+                    b"{}",
+                    bytes(200),
+                    whole[:-200],
+                    whole.replace(b'"config"', b'"confi"'),
+                    b'{"config": 1}',
+                )
+            )
+        )
     start = life.begin()
     life.expect(start, 2)
     if "config.json is damaged" not in start.text():
@@ -271,16 +298,29 @@ def another_mesh(life: Life) -> None:
 
 
 KINDS: dict[str, Callable[[Life], bool | None]] = {
-    "killed while it starts": kill_starting, "killed in a step": kill_stepping,
-    "killed in an evaluation": kill_evaluating, "killed in a save": kill_saving,
-    "SIGTERM": _stop("SIGTERM"), "SIGINT": _stop("SIGINT"), "SIGHUP": _stop("SIGHUP"),
-    "two signals": _stop("SIGTERM", "SIGINT"), "two interrupts": _stop("SIGINT", "SIGINT"),
-    "two signals at the end": signals_at_the_end, "a second training": second_training,
-    "no file over a limit": file_limit, "full disk": full_disk,
-    "damaged checkpoint": damaged_checkpoint, "damaged metrics.jsonl": damaged_rows,
-    "damaged config.json": damaged_config, "damaged compile cache": damaged_cache, "leftovers": leftovers,
+    "killed while it starts": kill_starting,
+    "killed in a step": kill_stepping,
+    "killed in an evaluation": kill_evaluating,
+    "killed in a save": kill_saving,
+    "SIGTERM": _stop("SIGTERM"),
+    "SIGINT": _stop("SIGINT"),
+    "SIGHUP": _stop("SIGHUP"),
+    "two signals": _stop("SIGTERM", "SIGINT"),
+    "two interrupts": _stop("SIGINT", "SIGINT"),
+    "two signals at the end": signals_at_the_end,
+    "a second training": second_training,
+    "no file over a limit": file_limit,
+    "full disk": full_disk,
+    "damaged checkpoint": damaged_checkpoint,
+    "damaged metrics.jsonl": damaged_rows,
+    "damaged config.json": damaged_config,
+    "damaged compile cache": damaged_cache,
+    "leftovers": leftovers,
     "another mesh": another_mesh,
-    "one of two killed": kill_stepping, "one of two killed in a save": kill_saving,
-    "strangers at the port": strangers, "one of two stopped for a while": stopped_for_a_while,
-    "one of two told to stop": _stop("SIGTERM"), "two of two told to stop": _stop("SIGHUP", "SIGTERM"),
+    "one of two killed": kill_stepping,
+    "one of two killed in a save": kill_saving,
+    "strangers at the port": strangers,
+    "one of two stopped for a while": stopped_for_a_while,
+    "one of two told to stop": _stop("SIGTERM"),
+    "two of two told to stop": _stop("SIGHUP", "SIGTERM"),
 }

@@ -28,15 +28,29 @@ from end_to_end.faults import KINDS
 from end_to_end.lives import CLOSE, Fault, Ground, Life
 
 BETWEEN = ["damaged checkpoint", "damaged metrics.jsonl", "damaged compile cache", "leftovers"]
-STRIKES = ["killed while it starts", "killed in a step", "killed in an evaluation", "killed in a save", "SIGTERM",
-           "SIGINT", "SIGHUP", "two signals", "two interrupts"]
+STRIKES = [
+    "killed while it starts",
+    "killed in a step",
+    "killed in an evaluation",
+    "killed in a save",
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "two signals",
+    "two interrupts",
+]
 # Sort of life -> its strikes, each with a start of its own; what happens between starts comes on top.
 SORTS = {
     "one device": [*STRIKES, "damaged config.json", "a second training", "no file over a limit"],
     "full disks": ["full disk", "killed in a save", "full disk", "killed in a step", "full disk"],
-    "two processes": ["one of two killed", "one of two killed in a save", "one of two told to stop",
-                      "two of two told to stop", "one of two stopped for a while",
-                      "strangers at the port"],
+    "two processes": [
+        "one of two killed",
+        "one of two killed in a save",
+        "one of two told to stop",
+        "two of two told to stop",
+        "one of two stopped for a while",
+        "strangers at the port",
+    ],
     "other meshes": STRIKES,
     "adapters": STRIKES,
 }
@@ -49,7 +63,7 @@ def plan(sort: str, rng: random.Random) -> list[str]:
     """The faults of a life, in order."""
     faults = []
     pool = rng.sample(SORTS[sort], len(SORTS[sort])) * 3
-    for strike in pool[: STRIKES_A_LIFE]:
+    for strike in pool[:STRIKES_A_LIFE]:
         faults.append(strike)
         if rng.random() < 0.5:
             faults.append(rng.choice(BETWEEN))
@@ -64,8 +78,14 @@ def plan(sort: str, rng: random.Random) -> list[str]:
 def small_disk(folder: Path) -> Iterator[bool]:
     """A folder that is a disk of its own while the context lasts; False where no disk may be mounted."""
     folder.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "faults", str(folder)],
-                             capture_output=True, check=False).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "faults", str(folder)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
     try:
         yield mounted
     finally:
@@ -107,8 +127,11 @@ def table(faults: Sequence[Fault]) -> list[str]:
     identical = Counter(fault.kind for fault in faults if fault.identical)
     rows = [(kind, tried[kind], recovered[kind], identical[kind]) for kind in sorted(tried)]
     rows.append(("all", tried.total(), recovered.total(), identical.total()))
-    return ["| fault | tried | recovered | identical |", "|---|---|---|---|",
-            *("| " + " | ".join(map(str, row)) + " |" for row in rows)]
+    return [
+        "| fault | tried | recovered | identical |",
+        "|---|---|---|---|",
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
 
 
 def versions() -> str:
@@ -140,15 +163,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = 0
     numbers = iter([args.life] if args.life is not None else range(10**6))
     with ThreadPoolExecutor(args.workers) as pool:
-        pending = {pool.submit(live, grounds, number, args.seed): number
-                   for number in (next(numbers, None) for _ in range(args.workers)) if number is not None}
+        pending = {
+            pool.submit(live, grounds, number, args.seed): number
+            for number in (next(numbers, None) for _ in range(args.workers))
+            if number is not None
+        }
         while pending:
             done = next(as_completed(pending))
             number, (sort, life) = pending.pop(done), done.result()
             faults += life.faults
             wrong += bool(life.wrong)
-            print(f"{(time.monotonic() - began) / 60:5.1f} min  life {number:>3}, {sort}: {len(life.faults)} faults in "
-                  f"{life.starts} starts; {len(faults)} so far, {wrong} lives wrong", flush=True)
+            print(
+                f"{(time.monotonic() - began) / 60:5.1f} min  life {number:>3}, {sort}: {len(life.faults)} faults in "
+                f"{life.starts} starts; {len(faults)} so far, {wrong} lives wrong",
+                flush=True,
+            )
             print(f"           {', '.join(fault.kind for fault in life.faults)}", flush=True)
             for text in life.wrong:
                 print(f"  WRONG: {text}", flush=True)

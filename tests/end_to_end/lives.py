@@ -46,11 +46,30 @@ def get_config():
     return config
 """
 # Adapters over a quantized base, learned from packed chats: keys beside hf:FOLDER.
-ADAPTERS = {"lora.rank": 4, "lora.base": "nf4", "lora.dropout": 0.1, "data.format": "chat", "data.seq_len": 64,
-            "batch.accumulation": 1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 4, "train.log_every": 1,
-            "train.eval_every": 10, "train.eval_sequences": 16, "train.checkpoint_every": 4, "train.sample_tokens": 4}
-BASE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
-        "intermediate_size": 64, "vocab_size": 256}
+ADAPTERS = {
+    "lora.rank": 4,
+    "lora.base": "nf4",
+    "lora.dropout": 0.1,
+    "data.format": "chat",
+    "data.seq_len": 64,
+    "batch.accumulation": 1,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 4,
+    "train.log_every": 1,
+    "train.eval_every": 10,
+    "train.eval_sequences": 16,
+    "train.checkpoint_every": 4,
+    "train.sample_tokens": 4,
+}
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "vocab_size": 256,
+}
 WORDS = ("to", "be", "or", "not", "that", "is", "the", "question")
 STEPS = 160
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
@@ -85,12 +104,19 @@ class Ground:
 
     def _adapters(self) -> list[str]:
         rng, source = random.Random(3), self.folder / "chats.jsonl"
-        talks = [[{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))}
-                  for role in ("user", "assistant")] for _ in range(800)]
+        talks = [
+            [
+                {"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))}
+                for role in ("user", "assistant")
+            ]
+            for _ in range(800)
+        ]
         source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talks))
         keys = {**ADAPTERS, "data.source": source, "train.steps": self.steps}
-        return [f"--config=hf:{weights.llama(self.folder / 'base', **BASE)}",
-                *(f"--config.{key}={value}" for key, value in keys.items())]
+        return [
+            f"--config=hf:{weights.llama(self.folder / 'base', **BASE)}",
+            *(f"--config.{key}={value}" for key, value in keys.items()),
+        ]
 
     def undisturbed(self, devices: int) -> list[dict[str, Any]]:
         """The rows of a run on so many devices to which nothing happens."""
@@ -117,7 +143,8 @@ def same(found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], clos
         return list(found) == list(wanted)
     return len(found) == len(wanted) and all(
         one.keys() == other.keys() and all(abs(one[key] - other[key]) <= close * abs(other[key]) for key in one)
-        for one, other in zip(found, wanted, strict=True))
+        for one, other in zip(found, wanted, strict=True)
+    )
 
 
 class Start:
@@ -132,11 +159,25 @@ class Start:
             # Not beside the run: that disk may be full.
             self.logs.append(life.ground.folder / f"{life.workdir.parent.name}-{life.starts}-{index}.txt")
             with open(self.logs[-1], "w") as log:
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, "-c", BEFORE, str(file_limit), "-m", "bytescope.train", *life.flags(),
-                     *(many if life.processes > 1 else [])],
-                    stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=life.environment(),
-                    start_new_session=True))
+                self.processes.append(
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-c",
+                            BEFORE,
+                            str(file_limit),
+                            "-m",
+                            "bytescope.train",
+                            *life.flags(),
+                            *(many if life.processes > 1 else []),
+                        ],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        env=life.environment(),
+                        start_new_session=True,
+                    )
+                )
 
     def running(self) -> bool:
         """Whether all processes still run."""
@@ -232,15 +273,24 @@ class Life:
     def flags(self) -> list[str]:
         """The arguments of a start."""
         ranks = self.devices * self.processes
-        return [*self.ground.flags, f"--workdir={self.workdir}",
-                f"--config.train.cache_dir={self.ground.cache}", f"--config.batch.micro={8 // ranks}",
-                f"--config.train.stall_timeout={STALL_S}"]
+        return [
+            *self.ground.flags,
+            f"--workdir={self.workdir}",
+            f"--config.train.cache_dir={self.ground.cache}",
+            f"--config.batch.micro={8 // ranks}",
+            f"--config.train.stall_timeout={STALL_S}",
+        ]
 
     def environment(self) -> dict[str, str]:
         """The environment of a start; threads are its own choice."""
         mine = {key: value for key, value in os.environ.items() if key != THREADS_VARIABLE}
-        return {**mine, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices), "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": mine.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
+        return {
+            **mine,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(self.devices),
+            "PYTHONUNBUFFERED": "1",
+            "XLA_FLAGS": mine.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
+        }
 
     def saved(self) -> list[int]:
         """Steps with a finished checkpoint."""

@@ -48,8 +48,9 @@ def test_shipped_meshes_fit_where_they_should(name, target, gib):
     report = memory.analyze(program.lower(), target=target)
     assert report.fits and report.allocated_bytes < gib * 2**30
     assert sum(report.breakdown.values()) == report.allocated_bytes
-    elements = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in
-                   jax.tree.leaves(program.state.params))
+    elements = sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(program.state.params)
+    )
     assert report.breakdown["params"] == 4 * elements and report.breakdown["optimizer"] >= 8 * elements
 
 
@@ -79,7 +80,8 @@ report = memory.analyze(lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.fl
 print(report.target["name"], report.peak_bytes > 0, jax.devices()[0].platform)
 """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "CUDA_"))}
-    done = subprocess.run([sys.executable, "-c", script], env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**environment, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
     assert done.stdout == "h200 True cpu\n", done.stderr
     assert before or not done.stderr, "jax looked for a driver"

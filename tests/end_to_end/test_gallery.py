@@ -27,8 +27,14 @@ def gallery():
 def written(module):
     """Names of a file's programs: functions without arguments that say what they are."""
     tree = ast.parse((BENCH / "programs" / f"{module}.py").read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
-            and not node.args.args and not node.name.startswith("_")}
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and ast.get_docstring(node)
+        and not node.args.args
+        and not node.name.startswith("_")
+    }
 
 
 def test_the_list_is_what_is_written(gallery):
@@ -49,13 +55,22 @@ def test_programs_are_a_step_and_its_arguments(gallery, module, monkeypatch):
 
 
 def report(**changes):
-    buffers = (Buffer("w", 60, (15,), "float32", "params", "argument", at_peak=True),
-               Buffer("a", 30, (7,), "float32", "workspace", "forward", source="a.py:1", at_peak=True),
-               Buffer("b", 10, (2,), "float32", "workspace", "forward", at_peak=True),
-               Buffer("c", 99, (9,), "float32", "workspace", "forward"))
-    return Report(**{"peak_bytes": 100, "allocated_bytes": 104, "buffers": buffers,
-                     "breakdown": {"params": 60, "workspace": 40, "fragmentation": 4},
-                     "findings": (Finding("not_donated", 60, "60 B is not donated", "donate it"),), **changes})
+    buffers = (
+        Buffer("w", 60, (15,), "float32", "params", "argument", at_peak=True),
+        Buffer("a", 30, (7,), "float32", "workspace", "forward", source="a.py:1", at_peak=True),
+        Buffer("b", 10, (2,), "float32", "workspace", "forward", at_peak=True),
+        Buffer("c", 99, (9,), "float32", "workspace", "forward"),
+    )
+    return Report(
+        **{
+            "peak_bytes": 100,
+            "allocated_bytes": 104,
+            "buffers": buffers,
+            "breakdown": {"params": 60, "workspace": 40, "fragmentation": 4},
+            "findings": (Finding("not_donated", 60, "60 B is not donated", "donate it"),),
+            **changes,
+        }
+    )
 
 
 def test_what_a_row_says(gallery):
@@ -96,8 +111,10 @@ def test_what_was_read_is_of_programs_and_targets_there_are(gallery):
         assert all(set(found) <= kinds for found in targets.values())
 
 
-@pytest.mark.parametrize("changes", [
-    {"peak_bytes": 99}, {"allocated_bytes": 105}, {"breakdown": {"params": 61, "workspace": 39, "fragmentation": 4}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"peak_bytes": 99}, {"allocated_bytes": 105}, {"breakdown": {"params": 61, "workspace": 39, "fragmentation": 4}}],
+)
 def test_rows_add_up_to_the_byte(gallery, changes):
     row = gallery.Row("plain:one", "cpu")
     gallery.fill(row, report(**changes))
@@ -105,19 +122,29 @@ def test_rows_add_up_to_the_byte(gallery, changes):
 
 
 def test_one_program_that_fails_costs_its_row_alone(gallery, tmp_path):
-    (tmp_path / "mine.py").write_text("import os\n"
-                                      "def dies():\n    os._exit(3)\n"
-                                      "def raises():\n    raise ValueError('no such size')\n"
-                                      "def missing():\n    import not_a_library\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def dies():\n    os._exit(3)\n"
+        "def raises():\n    raise ValueError('no such size')\n"
+        "def missing():\n    import not_a_library\n"
+    )
     names = [f"{tmp_path / 'mine.py'}:{name}" for name in ("raises", "dies", "missing")]
     rows = {row.program: row for row in gallery.collect("cpu", names, tmp_path, 60)}
     assert [rows[name].failed for name in names] == [
-        "ValueError: no such size", rows[names[1]].failed, "not_a_library is not installed"]
+        "ValueError: no such size",
+        rows[names[1]].failed,
+        "not_a_library is not installed",
+    ]
     assert rows[names[1]].failed.startswith("exit code 3") and not any(row.held for row in rows.values())
 
 
 def test_sharded_programs_are_compiled_for_eight(gallery):
     names = ["plain_jax:dqn", "plain_jax:gan", "parallel:pmap"]
     assert list(gallery.batches(names, None)) == [
-        ("cpu", names[:2]), ("h200", names[:2]), ("cpu", names[2:]), ("h200", names[2:]), ("h100:8", names[2:])]
+        ("cpu", names[:2]),
+        ("h200", names[:2]),
+        ("cpu", names[2:]),
+        ("h200", names[2:]),
+        ("h100:8", names[2:]),
+    ]
     assert list(gallery.batches(names, ["l4"])) == [("l4", names[:2]), ("l4", names[2:])]

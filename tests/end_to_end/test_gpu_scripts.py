@@ -28,16 +28,35 @@ def scripts(monkeypatch):
 
 def answer(measured=10 * GIB, **fields):
     """A row as child.py answers it from a card, right to the byte."""
-    return {"allocated": 10 * GIB - 3 * MIB, "predicted": 10 * GIB, "measured": measured, "source": "allocator",
-            "before": GIB, "pool": 100 * GIB, "card": 100 * GIB + 512 * MIB, "device": "H200", "versions": {"jax": "1"},
-            "unseen": [{"name": "batches waiting", "bytes": 3 * MIB, "where": "pool"}], "program": "step", **fields}
+    return {
+        "allocated": 10 * GIB - 3 * MIB,
+        "predicted": 10 * GIB,
+        "measured": measured,
+        "source": "allocator",
+        "before": GIB,
+        "pool": 100 * GIB,
+        "card": 100 * GIB + 512 * MIB,
+        "device": "H200",
+        "versions": {"jax": "1"},
+        "unseen": [{"name": "batches waiting", "bytes": 3 * MIB, "where": "pool"}],
+        "program": "step",
+        **fields,
+    }
 
 
-@pytest.mark.parametrize(("fields", "verdict"), [
-    ({}, "right"), ({"measured": int(10 * GIB / 1.0199)}, "right"), ({"measured": int(10 * GIB / 1.0201)}, "WRONG"),
-    ({"measured": int(10 * GIB / 0.9801)}, "right"), ({"measured": int(10 * GIB / 0.9799)}, "WRONG"),
-    ({"measured": 11 * GIB, "before": 11 * GIB}, "tuning"), ({"source": "host", "measured": GIB}, ""),
-    ({"measured": None}, "")])
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({}, "right"),
+        ({"measured": int(10 * GIB / 1.0199)}, "right"),
+        ({"measured": int(10 * GIB / 1.0201)}, "WRONG"),
+        ({"measured": int(10 * GIB / 0.9801)}, "right"),
+        ({"measured": int(10 * GIB / 0.9799)}, "WRONG"),
+        ({"measured": 11 * GIB, "before": 11 * GIB}, "tuning"),
+        ({"source": "host", "measured": GIB}, ""),
+        ({"measured": None}, ""),
+    ],
+)
 def test_a_row_is_right_within_two_per_cent(scripts, fields, verdict):
     assert scripts.rows.verdict(answer(**fields)) == verdict
 
@@ -45,11 +64,14 @@ def test_a_row_is_right_within_two_per_cent(scripts, fields, verdict):
 def test_what_was_not_run_says_why(scripts):
     row = scripts.accuracy.row_of("tiny", "full", "bf16", "4:scan")
     assert row.keys["batch.accumulation"] == "4" and row.keys["batch.mode"] == "scan"
-    for found, told in (({"skipped": "does not fit: 3.00 GiB of 2.00"}, "does not fit: 3.00 GiB of 2.00"),
-                        ({"failed": "exit code 1: RESOURCE_EXHAUSTED"}, "FAILED: exit code 1: RESOURCE_EXHAUSTED"),
-                        ({"predicted": GIB}, "compiles"),
-                        ({"predicted": GIB, "fits": False}, "compiles, does not fit"), (answer(), "right"),
-                        (answer(source="host", card=None, pool=None), "not judged")):
+    for found, told in (
+        ({"skipped": "does not fit: 3.00 GiB of 2.00"}, "does not fit: 3.00 GiB of 2.00"),
+        ({"failed": "exit code 1: RESOURCE_EXHAUSTED"}, "FAILED: exit code 1: RESOURCE_EXHAUSTED"),
+        ({"predicted": GIB}, "compiles"),
+        ({"predicted": GIB, "fits": False}, "compiles, does not fit"),
+        (answer(), "right"),
+        (answer(source="host", card=None, pool=None), "not judged"),
+    ):
         assert scripts.accuracy.cells(row, found)[-1] == told
     assert scripts.accuracy.cells(row, answer())[1:6] == ["9.997", "10.000", "10.000", "+0.00", "512"]
     with pytest.raises(ValueError, match="4:sca"):
@@ -58,10 +80,16 @@ def test_what_was_not_run_says_why(scripts):
 
 def test_calibration_finds_what_the_rows_were_made_with(scripts):
     """An item taken twice as large as predicted, 5 MiB that no item has, and 600 MiB outside the pool."""
-    made = [answer(allocated=GIB, measured=GIB + 5 * MIB + 2 * waiting * MIB, predicted=GIB + waiting * MIB,
-                   card=100 * GIB + 600 * MIB,
-                   unseen=[{"name": "batches waiting", "bytes": waiting * MIB, "where": "pool"}])
-            for waiting in (1, 2, 4, 9)]
+    made = [
+        answer(
+            allocated=GIB,
+            measured=GIB + 5 * MIB + 2 * waiting * MIB,
+            predicted=GIB + waiting * MIB,
+            card=100 * GIB + 600 * MIB,
+            unseen=[{"name": "batches waiting", "bytes": waiting * MIB, "where": "pool"}],
+        )
+        for waiting in (1, 2, 4, 9)
+    ]
     lines = scripts.accuracy.calibrate(made)
     assert "context: median 600.00 MiB, 600.00 to 600.00, 4 rows" in lines
     assert "pool, beside the prediction: median 8.00 MiB, 6.00 to 14.00, 4 rows" in lines
@@ -89,13 +117,22 @@ def test_every_rung_can_be_built_tiny_with_its_levers(scripts):
         row = scripts.frontier.row_of(rung, dry=True)
         program = build(load(row.config, list(row.keys.items())), jax.devices()[:1])
         assert sum(leaf.size for leaf in jax.tree.leaves(program.state.params)) < 2e5
-        assert {key: row.keys[key] for key in rung.keys if key not in
-                ("model.n_layers", "data.seq_len", "model.mlp_chunk")}.items() <= rung.keys.items()
+        assert {
+            key: row.keys[key] for key in rung.keys if key not in ("model.n_layers", "data.seq_len", "model.mlp_chunk")
+        }.items() <= rung.keys.items()
 
 
-@pytest.mark.parametrize(("fields", "ends"), [
-    ({}, False), ({"failed": "x"}, True), ({"cannot": "x"}, True), ({"fits": False}, True),
-    ({"losses": [1.0, float("nan")]}, True), ({"skipped": "host memory: 300 GiB", "fits": True}, False)])
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({}, False),
+        ({"failed": "x"}, True),
+        ({"cannot": "x"}, True),
+        ({"fits": False}, True),
+        ({"losses": [1.0, float("nan")]}, True),
+        ({"skipped": "host memory: 300 GiB", "fits": True}, False),
+    ],
+)
 def test_a_ladder_ends_at_the_first_rung_that_fails(scripts, fields, ends):
     assert scripts.frontier.last({"fits": True, "losses": [2.0, 1.0], **fields}) is ends
 
@@ -126,8 +163,15 @@ def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_
 def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
     """The command itself: one row of a grid, its answer on disk, nothing judged; a second time it is only read."""
     out = tmp_path / "a.jsonl"
-    command = [sys.executable, str(FOLDER / "accuracy.py"), "--grid=cpu", "--policies=full", "--precisions=fp32",
-               "--accumulations=2", f"--out={out}"]
+    command = [
+        sys.executable,
+        str(FOLDER / "accuracy.py"),
+        "--grid=cpu",
+        "--policies=full",
+        "--precisions=fp32",
+        "--accumulations=2",
+        f"--out={out}",
+    ]
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=scripts.rows.environment())
         assert done.returncode == 0, done.stderr[-2000:]
@@ -139,13 +183,22 @@ def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
     assert found["measured"] > 918_656 * 4 * 3  # parameters and moments, at the least
 
 
-@pytest.mark.parametrize(("script", "flags", "told"), [
-    ("accuracy.py", ["--target=h200"], "--target=h200 is not here to run on: add --compile-only"),
-    ("accuracy.py", ["--target=h2000", "--compile-only"], "unknown target 'h2000'"),
-    ("frontier.py", ["--steps=0"], "--steps=0: give 1 or more")])
+@pytest.mark.parametrize(
+    ("script", "flags", "told"),
+    [
+        ("accuracy.py", ["--target=h200"], "--target=h200 is not here to run on: add --compile-only"),
+        ("accuracy.py", ["--target=h2000", "--compile-only"], "unknown target 'h2000'"),
+        ("frontier.py", ["--steps=0"], "--steps=0: give 1 or more"),
+    ],
+)
 def test_a_mistake_in_the_command_is_one_line(scripts, script, flags, told):
-    done = subprocess.run([sys.executable, str(FOLDER / script), *flags], capture_output=True, text=True, timeout=60,
-                          env=scripts.rows.environment())
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=scripts.rows.environment(),
+    )
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
 
 
@@ -163,15 +216,22 @@ def test_rows_of_the_one_command_name_scripts_and_flags_that_are_there(everythin
     for name, words in everything.ROWS.items():
         for script in [word for word in words if word.endswith(".py")]:
             text = (root / script).read_text() + shared
-            flags = [word.split("=")[0] for word in words[words.index(script) + 1:] if word.startswith("--")]
+            flags = [word.split("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")]
             assert all(f'"{flag}"' in text for flag in flags if not flag.startswith("--config.")), (name, flags)
 
 
 def test_the_rates_of_the_card_are_measured_first_and_taken_by_what_predicts(everything, tmp_path):
     first, *later = everything.ROWS
-    parsed = {name: cli.parse(words[words.index(module) + 1:] if module.endswith("memory") else
-                              ["train", *words[words.index(module) + 1:]])
-              for name, words in everything.ROWS.items() for module in words if module.startswith("bytescope.")}
+    parsed = {
+        name: cli.parse(
+            words[words.index(module) + 1 :]
+            if module.endswith("memory")
+            else ["train", *words[words.index(module) + 1 :]]
+        )
+        for name, words in everything.ROWS.items()
+        for module in words
+        if module.startswith("bytescope.")
+    }
     assert parsed.pop(first).command == "calibrate" and set(parsed) == {"profile", "trace", "seconds"} <= set(later)
     assert {str(args.rates) for args in parsed.values()} == {"OUT/rates.json"}
     assert not [word for word in everything.command_of("trace", tmp_path, "") if word.startswith("--rates")]
@@ -180,12 +240,22 @@ def test_the_rates_of_the_card_are_measured_first_and_taken_by_what_predicts(eve
 
 
 def test_the_one_command_resumes_and_tells_what_was_missed(everything, monkeypatch, tmp_path, capsys):
-    checks = {"checks": [{"name": "time", "value": 1.3, "limit": 1.0}, {"name": "bytes", "value": 1, "limit": 2},
-                         {"name": "seen", "value": 9, "limit": None}]}
+    checks = {
+        "checks": [
+            {"name": "time", "value": 1.3, "limit": 1.0},
+            {"name": "bytes", "value": 1, "limit": 2},
+            {"name": "seen", "value": 9, "limit": None},
+        ]
+    }
     write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); print('ran'); sys.exit(1)"
-    monkeypatch.setattr(everything, "ROWS", {
-        "bars": (everything.PYTHON, "-c", write, "OUT/bars.json", json.dumps(checks)),
-        "broken": (everything.PYTHON, "-c", "import sys; print('broke'); sys.exit(3)")})
+    monkeypatch.setattr(
+        everything,
+        "ROWS",
+        {
+            "bars": (everything.PYTHON, "-c", write, "OUT/bars.json", json.dumps(checks)),
+            "broken": (everything.PYTHON, "-c", "import sys; print('broke'); sys.exit(3)"),
+        },
+    )
     monkeypatch.setattr(sys, "argv", ["everything", f"--out={tmp_path}", "--only", "bars", "broken"])
     assert everything.main() == 1
     said = capsys.readouterr().out

@@ -14,10 +14,21 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints
 
-SETTINGS = {"data.format": "chat", "data.seq_len": 32, "precision.preset": "fp32", "batch.accumulation": 1,
-            "batch.micro": 4, "train.steps": 3, "train.eval_every": 3, "train.checkpoint_every": 2,
-            "train.sample_tokens": 0, "train.tensorboard": False, "train.cache_dir": "none",
-            "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1}
+SETTINGS = {
+    "data.format": "chat",
+    "data.seq_len": 32,
+    "precision.preset": "fp32",
+    "batch.accumulation": 1,
+    "batch.micro": 4,
+    "train.steps": 3,
+    "train.eval_every": 3,
+    "train.checkpoint_every": 2,
+    "train.sample_tokens": 0,
+    "train.tensorboard": False,
+    "train.cache_dir": "none",
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 1,
+}
 
 
 @pytest.mark.oracle("transformers")
@@ -27,9 +38,15 @@ def test_a_folder_in_and_a_folder_out(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     checkpoints.save(checkpoints.model("llama3"), tmp_path / "folder")
-    rows = [{"messages": [{"role": "user", "content": f"train the model {number}"},
-                          {"role": "assistant", "content": f"the model is trained in {number} of {number * 7}"}]}
-            for number in range(100)]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"train the model {number}"},
+                {"role": "assistant", "content": f"the model is trained in {number} of {number * 7}"},
+            ]
+        }
+        for number in range(100)
+    ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"--config.{key}={value}" for key, value in SETTINGS.items()]
     command = ["train", "hf:folder", "--config.data.source=chats.jsonl", "--workdir=run", *keys]

@@ -19,6 +19,11 @@ def test_activation_bytes_a_layer(model, policy, sequence_parallel):
 def test_the_formulas_for_22b():
     """10 + 24/t + 5as/(ht) and its fellows, worked out: what the rows above are held against."""
     for (policy, sequence_parallel), wanted in {
-            ("megatron", False): 26.33, ("megatron", True): 17.58, ("selective", False): 13.0,
-            ("selective", True): 4.25, ("full", False): 2.0, ("full", True): 0.25}.items():
+        ("megatron", False): 26.33,
+        ("megatron", True): 17.58,
+        ("selective", False): 13.0,
+        ("selective", True): 4.25,
+        ("full", False): 2.0,
+        ("full", True): 0.25,
+    }.items():
         assert ROWS[policy, sequence_parallel](64, 6144) == pytest.approx(wanted, abs=0.005)

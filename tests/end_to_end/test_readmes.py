@@ -113,8 +113,9 @@ def missing_files(page, text):
     known = {path.name for top in TOP for path in (ROOT / top).rglob("*.py")}
     code = " ".join([*re.findall(r"`([^`\n]+)`", unfenced(text)), *(block for _, block in blocks(text))])
     names = {name for name in re.findall(r"(?<![\w/.-])[\w/]+\.py\b", code) if not re.search(r"[A-Z]{3}", name)}
-    return sorted(name for name in names - known - READERS
-                  if not (ROOT / name).is_file() and not (page.parent / name).is_file())
+    return sorted(
+        name for name in names - known - READERS if not (ROOT / name).is_file() and not (page.parent / name).is_file()
+    )
 
 
 def rooms_on_disk():
@@ -189,8 +190,12 @@ def test_the_tree_of_the_front_page_is_the_disk():
 
 
 def test_files_named_in_the_tree_exist():
-    missing = [f"{room}{name}" for room, note in rooms_of(FRONT.read_text(encoding="utf-8")).items()
-               for name in re.findall(r"\w+\.(?:py|md)\b", note) if not (ROOT / room / name).is_file()]
+    missing = [
+        f"{room}{name}"
+        for room, note in rooms_of(FRONT.read_text(encoding="utf-8")).items()
+        for name in re.findall(r"\w+\.(?:py|md)\b", note)
+        if not (ROOT / room / name).is_file()
+    ]
     assert not missing
 
 
@@ -220,13 +225,25 @@ bytescope = None
 def test_commands_are_read_as_a_shell_reads_them():
     assert commands(SHELL) == [
         ["compare", "tiny", "cpu:8", "--grid=data.seq_len=64,128", "--remat=none,custom(v)+offload(block_in)"],
-        ["train"], ["train", "--config=tiny"], ["report", "--config=tiny"]]
+        ["train"],
+        ["train", "--config=tiny"],
+        ["report", "--config=tiny"],
+    ]
 
 
-@pytest.mark.parametrize("line", [
-    "bytescope reprot tiny", "bytescope report tiny --htlm=a.html", "bytescope report tiny h100:8 third",
-    "bytescope report tiny --config=char", "bytescope train --confg=tiny", "bytescope prepare --source=texts",
-    "bytescope diff one.json", "bytescope front tiny --points=many"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bytescope reprot tiny",
+        "bytescope report tiny --htlm=a.html",
+        "bytescope report tiny h100:8 third",
+        "bytescope report tiny --config=char",
+        "bytescope train --confg=tiny",
+        "bytescope prepare --source=texts",
+        "bytescope diff one.json",
+        "bytescope front tiny --points=many",
+    ],
+)
 def test_a_mistake_in_a_command_is_seen(line):
     (argv,) = commands(f"```\n{line}\n```\n")
     with pytest.raises(ValueError) as raised:
@@ -234,17 +251,26 @@ def test_a_mistake_in_a_command_is_seen(line):
     assert raised.value.exit_code == 2
 
 
-@pytest.mark.parametrize("line", ["bytescope report tiny --html=a.html", "bytescope train --config.train.steps=5",
-                                  "bytescope keys --grep=remat", "bytescope --version"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bytescope report tiny --html=a.html",
+        "bytescope train --config.train.steps=5",
+        "bytescope keys --grep=remat",
+        "bytescope --version",
+    ],
+)
 def test_a_right_command_is_not_a_mistake(line):
     (argv,) = commands(f"```\n{line}\n```\n")
     assert parsed(argv) is not None
 
 
 def test_broken_links_are_seen():
-    text = ("# A page\n## Two `words`, one\n[a](README.md) [b](nowhere.md) [c](#two-words-one) [d](#three)\n"
-            "![e](memory/none.png) [f](https://x.org/) `[g](gone.md)` [h](../outside.md) [i](README.md#absent)\n"
-            "```\n[j](code.md)\n```\n")
+    text = (
+        "# A page\n## Two `words`, one\n[a](README.md) [b](nowhere.md) [c](#two-words-one) [d](#three)\n"
+        "![e](memory/none.png) [f](https://x.org/) `[g](gone.md)` [h](../outside.md) [i](README.md#absent)\n"
+        "```\n[j](code.md)\n```\n"
+    )
     assert broken_links(FRONT, text) == ["nowhere.md", "#three", "memory/none.png", "../outside.md", "README.md#absent"]
 
 

@@ -52,8 +52,15 @@ def environment():
 
 
 def run(place, *flags, module="bytescope.train", cwd=None):
-    return subprocess.run(command(place, *flags, module=module), capture_output=True, text=True, env=environment(),
-                          cwd=cwd, timeout=300, check=False)
+    return subprocess.run(
+        command(place, *flags, module=module),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=cwd,
+        timeout=300,
+        check=False,
+    )
 
 
 def start(place, *flags):
@@ -81,8 +88,11 @@ def rows(workdir):
 
 def last_checksums(workdir):
     folder = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    return next(json.loads(path.read_text())["checksums"] for path in folder.rglob("*") if path.name == "metadata"
-                and "meta" in path.parts)
+    return next(
+        json.loads(path.read_text())["checksums"]
+        for path in folder.rglob("*")
+        if path.name == "metadata" and "meta" in path.parts
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +104,32 @@ def uninterrupted(place):
 
 def test_the_user_sees_everything_in_order(uninterrupted):
     done, workdir = uninterrupted
-    landmarks = ["model ", " parameters", "batch ", "16 micro-batch x 2 accumulation x 1 data-parallel", "devices ",
-                 "program ", "attention", "memory ", " GiB (", "report ", "memory.html", "step      1/30  loss",
-                 "held-out loss", "done ", "held-out loss", "updates 1 to 30 of 30", "memory ", "predicted",
-                 "the process grew by", "checkpoint ", "checkpoints/30", "for more steps", "--config.train.steps=60",
-                 "--extend"]
+    landmarks = [
+        "model ",
+        " parameters",
+        "batch ",
+        "16 micro-batch x 2 accumulation x 1 data-parallel",
+        "devices ",
+        "program ",
+        "attention",
+        "memory ",
+        " GiB (",
+        "report ",
+        "memory.html",
+        "step      1/30  loss",
+        "held-out loss",
+        "done ",
+        "held-out loss",
+        "updates 1 to 30 of 30",
+        "memory ",
+        "predicted",
+        "the process grew by",
+        "checkpoint ",
+        "checkpoints/30",
+        "for more steps",
+        "--config.train.steps=60",
+        "--extend",
+    ]
     place = 0
     for landmark in landmarks:
         place = done.stdout.find(landmark, place)
@@ -125,8 +156,9 @@ def test_metrics_rows_have_the_promised_keys(uninterrupted):
 def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
     workdir = place / "killed"
     for rows_seen in (9, 24):
-        process = subprocess.Popen(command(place, f"--workdir={workdir}"), env=environment(), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command(place, f"--workdir={workdir}"), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             path = workdir / "metrics.jsonl"
@@ -188,8 +220,15 @@ def test_a_resumed_run_may_change_its_layout(place, uninterrupted):
     changed = place / "layout-changed"
     rest = terminate_at(start(place, f"--workdir={changed}"), "step     18/30")
     saved = int(rest.split("saved step ")[1].split(";")[0])
-    done = run(place, f"--workdir={changed}", "--config.batch.micro=8", "--config.batch.accumulation=4",
-               "--config.batch.mode=scan", "--config.remat.policy=full", "--config.model.attention=chunked")
+    done = run(
+        place,
+        f"--workdir={changed}",
+        "--config.batch.micro=8",
+        "--config.batch.accumulation=4",
+        "--config.batch.mode=scan",
+        "--config.remat.policy=full",
+        "--config.model.attention=chunked",
+    )
     assert done.returncode == 0 and "changed since the last start: batch.micro 16 -> 8" in done.stdout, done.stderr
     assert f"resumed at step {saved}" in done.stdout and not (changed / "damaged").exists()
     for one, other in zip(rows(changed), rows(uninterrupted[1]), strict=True):
@@ -203,7 +242,10 @@ ERRORS = {
     "mesh": (["--config.mesh.data=3"], 2, "mesh.data=3 does not divide 1 device: use 1"),
     "does not fit": (["--config.batch.micro=4000000"], 3, "  fits  --config.batch.micro="),
     "not finite": (
-        ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=1"], 4, "no checkpoint yet"),
+        ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=1"],
+        4,
+        "no checkpoint yet",
+    ),
 }
 
 
@@ -224,9 +266,14 @@ def test_help_is_short_and_names_the_exit_codes(place):
 
 def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
     workdir = place / "diverged"
-    flags = (f"--workdir={workdir}", "--config.train.checkpoint_every=1", "--config.train.eval_every=0",
-             "--config.optimizer.learning_rate=1e18", "--config.optimizer.clip_norm=0.0",
-             "--config.optimizer.warmup_steps=0")
+    flags = (
+        f"--workdir={workdir}",
+        "--config.train.checkpoint_every=1",
+        "--config.train.eval_every=0",
+        "--config.optimizer.learning_rate=1e18",
+        "--config.optimizer.clip_norm=0.0",
+        "--config.optimizer.warmup_steps=0",
+    )
     done = run(place, *flags)
     assert done.returncode == 4 and "last good checkpoint is step" in done.stderr, done.stderr
     good = int(done.stderr.split("checkpoint is step ")[1].split()[0])
@@ -236,8 +283,12 @@ def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
 
 def test_out_of_memory_and_a_full_disk_are_explained():
     report = Report(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
-    told = explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), report, jax.devices()[0],
-                   lambda: ["left to try"])
+    told = explain(
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"),
+        report,
+        jax.devices()[0],
+        lambda: ["left to try"],
+    )
     assert isinstance(told, DoesNotFit) and told.exit_code == 3 and told.advice == ("left to try",)
     assert "predicted 1.00 GiB" in str(told) and "limit 2.00 GiB" in str(told)
     full = explain(OSError(errno.ENOSPC, "No space left on device"), report, jax.devices()[0])

@@ -39,14 +39,24 @@ def test_other_programs(name, tmp_path):
     check_viewer(compile_lowered(programs.OTHERS[name]()), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "target", "changes"), [
-    ("tiny", "cpu:1", {}), ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
-    ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
-    ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
-    ("gpt2_xl", "h100:8", {"batch.mode": "scan"}), ("llama_1b", "b200", {"model.attention": "chunked"}),
-    ("llama_8b", "h200:8", {"remat.policy": "none"}), ("llama_8b", "h200:8", {"loss.kind": "full"}),
-    ("llama_70b", "h100:8x8", {}), ("llama_405b", "h100:64x8", {}), ("gpt3_175b", "a100-80g:16x8", {}),
-    ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "target", "changes"),
+    [
+        ("tiny", "cpu:1", {}),
+        ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
+        ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
+        ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
+        ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
+        ("llama_1b", "b200", {"model.attention": "chunked"}),
+        ("llama_8b", "h200:8", {"remat.policy": "none"}),
+        ("llama_8b", "h200:8", {"loss.kind": "full"}),
+        ("llama_70b", "h100:8x8", {}),
+        ("llama_405b", "h100:64x8", {}),
+        ("gpt3_175b", "a100-80g:16x8", {}),
+        ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
+    ],
+    ids=str,
+)
 def test_shipped_configs(name, target, changes, tmp_path):
     if not target.startswith("cpu"):
         require("cuda")

@@ -28,9 +28,10 @@ MIB = 2**20
 # Blocks of a grid: configs, policies, precisions, accumulations ("4": MultiSteps, "4:scan": inside the step).
 Block = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 GRIDS: Mapping[str, tuple[Block, ...]] = {
-    "default": ((("gpt2_small", "llama_1b"), ("none", "selective", "full"), ("fp32", "bf16", "bf16_params"),
-                 ("1", "4:scan")),
-                (("llama_8b",), ("full",), ("bf16", "bf16_grads", "bf16_params"), ("1", "4"))),
+    "default": (
+        (("gpt2_small", "llama_1b"), ("none", "selective", "full"), ("fp32", "bf16", "bf16_params"), ("1", "4:scan")),
+        (("llama_8b",), ("full",), ("bf16", "bf16_grads", "bf16_params"), ("1", "4")),
+    ),
     "short": ((("gpt2_small", "llama_1b"), ("none", "full"), ("bf16",), ("1", "4:scan")),),
     "cpu": ((("tiny",), ("none", "full"), ("fp32", "bf16"), ("1", "2:scan")),),
 }
@@ -44,16 +45,24 @@ def row_of(config: str, policy: str, precision: str, accumulation: str) -> Row:
     count, _, mode = accumulation.partition(":")
     if not count.isdigit() or mode not in ("", "scan", "multisteps"):
         raise ValueError(f"accumulation {accumulation}: write a number of micro-steps, or 4:scan")
-    keys = {"remat.policy": policy, "precision.preset": precision, "batch.accumulation": count,
-            "batch.mode": mode or "multisteps", "train.sample_tokens": "0"}
+    keys = {
+        "remat.policy": policy,
+        "precision.preset": precision,
+        "batch.accumulation": count,
+        "batch.mode": mode or "multisteps",
+        "train.sample_tokens": "0",
+    }
     return Row(f"{config} {policy} {precision} x{accumulation}", config, keys)
 
 
 def rows_of(grid: str, chosen: Mapping[str, str | None]) -> list[Row]:
     """The rows of a grid of GRIDS, with the parts that `chosen` names in the place of the grid's own; none twice."""
     names = [text.split(",") if text else None for text in (chosen[part] for part in PARTS)]
-    made = [row_of(*values) for block in GRIDS[grid]
-            for values in itertools.product(*(given or own for given, own in zip(names, block)))]
+    made = [
+        row_of(*values)
+        for block in GRIDS[grid]
+        for values in itertools.product(*(given or own for given, own in zip(names, block)))
+    ]
     return list({row.name: row for row in made}.values())
 
 
@@ -68,9 +77,15 @@ def cells(row: Row, answer: Mapping[str, Any]) -> list[str]:
     """A line of the table."""
     error, apart = error_of(answer), outside(answer)
     unmeasured = "compiles" if answer.get("fits", True) else "compiles, does not fit"
-    return [row.name, gib(answer.get("allocated"), 3), gib(answer.get("predicted"), 3), gib(answer.get("measured"), 3),
-            "" if error is None else f"{100 * error:+.2f}", "" if apart is None else f"{apart / MIB:.0f}",
-            reason(answer) or verdict(answer) or ("not judged" if "measured" in answer else unmeasured)]
+    return [
+        row.name,
+        gib(answer.get("allocated"), 3),
+        gib(answer.get("predicted"), 3),
+        gib(answer.get("measured"), 3),
+        "" if error is None else f"{100 * error:+.2f}",
+        "" if apart is None else f"{apart / MIB:.0f}",
+        reason(answer) or verdict(answer) or ("not judged" if "measured" in answer else unmeasured),
+    ]
 
 
 def summary(answers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -80,8 +95,10 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> list[str]:
         predicted = sum("predicted" in answer for answer in answers)
         return [f"{predicted} of {len(answers)} rows compiled and predicted, none judged"]
     right, close = (sum(abs(error) <= most for error in errors) for most in (TOLERANCE, TOLERANCE / 2))
-    return [f"{len(errors)} rows measured: {right} within 2 %, {close} within 1 %; median error "
-            f"{100 * statistics.median(errors):+.2f} %, worst {100 * max(errors, key=abs):+.2f} %"]
+    return [
+        f"{len(errors)} rows measured: {right} within 2 %, {close} within 1 %; median error "
+        f"{100 * statistics.median(errors):+.2f} %, worst {100 * max(errors, key=abs):+.2f} %"
+    ]
 
 
 # What a row says of an item, in bytes, where it can: item of attribution/runtime_overheads.py -> answer -> measured.
@@ -111,8 +128,10 @@ def calibrate(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     if apart:
         last = [answer for answer in answers if outside(answer) is not None][-1]
         kind, jax = last["device"], last["versions"]["jax"]
-        lines.append(f"for memory/devices/chips.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
-                     f"  # {kind}, jax {jax}, {len(apart)} rows")
+        lines.append(
+            f"for memory/devices/chips.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
+            f"  # {kind}, jax {jax}, {len(apart)} rows"
+        )
     return lines or ["nothing measured yet that calibrates anything"]
 
 
@@ -122,8 +141,9 @@ def _slopes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
 
     known = [(answer, _residual(answer, "allocated")) for answer in answers]
     known = [(answer, size) for answer, size in known if size is not None]
-    table = [{item["name"]: item["bytes"] for item in answer["unseen"] if item["where"] == "pool"}
-             for answer, _ in known]
+    table = [
+        {item["name"]: item["bytes"] for item in answer["unseen"] if item["where"] == "pool"} for answer, _ in known
+    ]
     names = sorted({name for items in table for name in items})
     columns = {name: [items.get(name, 0) for items in table] for name in names}
     moving = [name for name in names if len(set(columns[name])) > 1]
@@ -166,8 +186,9 @@ def main() -> int:
         print("\n".join(calibrate(list(store.done.values()))))
         return 0
     print(f"{len(rows)} rows, GiB; outside the pool in MiB; kept in {asked.out}\n{line_of(HEADINGS, WIDTHS)}")
-    found = [answer for _, answer in shared.work(rows, asked, store,
-                                                 lambda row, answer: line_of(cells(row, answer), WIDTHS))]
+    found = [
+        answer for _, answer in shared.work(rows, asked, store, lambda row, answer: line_of(cells(row, answer), WIDTHS))
+    ]
     print("\n".join([*summary(found), *calibrate(found)] if found else []))
     return int(any("failed" in answer or verdict(answer) == "WRONG" for answer in found))
 

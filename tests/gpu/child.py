@@ -45,11 +45,20 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     answer |= {
-        "allocated": report.allocated_bytes, "predicted": sizes[most], "program": most, "programs": sizes,
+        "allocated": report.allocated_bytes,
+        "predicted": sizes[most],
+        "program": most,
+        "programs": sizes,
         "unseen": [{"name": row.name, "bytes": row.bytes, "where": row.where} for row in report.unseen],
-        "host": report.host_bytes, "limit": report.limit_bytes, "fits": sizes[most] <= report.limit_bytes,
-        "parameters": _parameters(program), "tokens": program.batch.tokens, "device": target.kind,
-        "platform": target.platform, "versions": dict(report.versions)}
+        "host": report.host_bytes,
+        "limit": report.limit_bytes,
+        "fits": sizes[most] <= report.limit_bytes,
+        "parameters": _parameters(program),
+        "tokens": program.batch.tokens,
+        "device": target.kind,
+        "platform": target.platform,
+        "versions": dict(report.versions),
+    }
     return answer, program, compilation.compiled
 
 
@@ -108,10 +117,16 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
     seen = live.sample(device)
     host = seen.source == "host"
     stats = device.memory_stats() or {}
-    return {"losses": losses, "seconds": seconds, "source": seen.source,
-            "measured": peak_resident() - before.host_rss_bytes if host else seen.peak_bytes,
-            "before": None if host else before.peak_bytes, "pool": stats.get("pool_bytes"),
-            "card": seen.card_used_bytes, "host_peak": seen.host_peak_rss_bytes}
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "source": seen.source,
+        "measured": peak_resident() - before.host_rss_bytes if host else seen.peak_bytes,
+        "before": None if host else before.peak_bytes,
+        "pool": stats.get("pool_bytes"),
+        "card": seen.card_used_bytes,
+        "host_peak": seen.host_peak_rss_bytes,
+    }
 
 
 def _done(metrics: Mapping[str, Any], losses: list[float], seconds: list[float], began: float) -> float:

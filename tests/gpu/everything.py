@@ -32,25 +32,84 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_experts.py", "tests/gpu/test_peak.py"),
     "sizes": (PYTHON, "tests/bench/sizes.py", "--out=OUT/sizes", "--peer-python=PEER", "--json=OUT/sizes.json"),
     "speed": (PYTHON, "tests/bench/speed.py", "--config=gpt2_small", "--keep", "--json=OUT/speed.json"),
-    "attention": (PYTHON, "tests/bench/attention.py", *LLAMA_ATTENTION, "--lengths", "1024", "4096", "16384", "65536",
-                  "--json=OUT/attention.json", "--assert"),
+    "attention": (
+        PYTHON,
+        "tests/bench/attention.py",
+        *LLAMA_ATTENTION,
+        "--lengths",
+        "1024",
+        "4096",
+        "16384",
+        "65536",
+        "--json=OUT/attention.json",
+        "--assert",
+    ),
     "experts": (PYTHON, "tests/bench/experts.py", "--layer=mixtral", "--json=OUT/experts.json", "--assert"),
-    "loss": (PYTHON, "tests/bench/loss.py", "--tokens=32768", "--vocab=131072", "--d-model=4096", "--precision=bf16",
-             "--chunks", "2048", "4096", "8192", "--json=OUT/loss.json", "--assert"),
-    "remat": (PYTHON, "tests/bench/remat.py", "--config=gpt2_small", "--config.batch.micro=16",
-              "--config.batch.accumulation=1", "--json=OUT/remat.json"),
-    "accumulation": (PYTHON, "tests/bench/accumulation.py", "--config=gpt2_small", "--json=OUT/accumulation.json",
-                     "--assert"),
+    "loss": (
+        PYTHON,
+        "tests/bench/loss.py",
+        "--tokens=32768",
+        "--vocab=131072",
+        "--d-model=4096",
+        "--precision=bf16",
+        "--chunks",
+        "2048",
+        "4096",
+        "8192",
+        "--json=OUT/loss.json",
+        "--assert",
+    ),
+    "remat": (
+        PYTHON,
+        "tests/bench/remat.py",
+        "--config=gpt2_small",
+        "--config.batch.micro=16",
+        "--config.batch.accumulation=1",
+        "--json=OUT/remat.json",
+    ),
+    "accumulation": (
+        PYTHON,
+        "tests/bench/accumulation.py",
+        "--config=gpt2_small",
+        "--json=OUT/accumulation.json",
+        "--assert",
+    ),
     "auto": (*PYTEST, "tests/gpu/test_auto.py"),
     "scan": (PYTHON, "tests/bench/scan.py", "--config=gpt2_small", "--json=OUT/scan.json"),
-    "profile": (PYTHON, "-m", "bytescope.train", "--config=tiny", "--profile=3", "--config.train.steps=20",
-                "--config.train.sample_tokens=0", "--config.train.eval_every=0", "--workdir=OUT/profile",
-                RATES),
-    "trace": (PYTHON, "-m", "bytescope.memory", "trace", "OUT/profile/profile", "--report=OUT/profile/memory.json",
-              "--json=OUT/trace.json", RATES),
-    "seconds": (PYTHON, "-m", "bytescope.memory", "compare", "--grid=config=gpt2_small,llama_1b",
-                "--remat=none,selective,full", "--config.precision.preset=bf16", "--measure", "--json=OUT/seconds.json",
-                RATES),
+    "profile": (
+        PYTHON,
+        "-m",
+        "bytescope.train",
+        "--config=tiny",
+        "--profile=3",
+        "--config.train.steps=20",
+        "--config.train.sample_tokens=0",
+        "--config.train.eval_every=0",
+        "--workdir=OUT/profile",
+        RATES,
+    ),
+    "trace": (
+        PYTHON,
+        "-m",
+        "bytescope.memory",
+        "trace",
+        "OUT/profile/profile",
+        "--report=OUT/profile/memory.json",
+        "--json=OUT/trace.json",
+        RATES,
+    ),
+    "seconds": (
+        PYTHON,
+        "-m",
+        "bytescope.memory",
+        "compare",
+        "--grid=config=gpt2_small,llama_1b",
+        "--remat=none,selective,full",
+        "--config.precision.preset=bf16",
+        "--measure",
+        "--json=OUT/seconds.json",
+        RATES,
+    ),
     "startup": (PYTHON, "tests/bench/startup.py", "--config=tiny", "--target=h200", "--json=OUT/startup.json"),
     "frontier": (PYTHON, "tests/gpu/frontier.py", "--out=OUT/frontier.jsonl"),
     "accuracy": (PYTHON, "tests/gpu/accuracy.py", "--out=OUT/accuracy.jsonl"),
@@ -70,16 +129,22 @@ class Done:
 def command_of(name: str, out: Path, peer: str) -> list[str]:
     """The row's command, its places filled in."""
     known = (out / "rates.json").exists() or not out.exists()  # a dry run shows the flag
-    return [word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer) for word in ROWS[name]
-            if known or word != RATES]
+    return [
+        word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer)
+        for word in ROWS[name]
+        if known or word != RATES
+    ]
 
 
 def run(name: str, out: Path, peer: str) -> Done:
     """Runs a row, its output on the screen and in DIR/NAME.txt."""
     began = time.monotonic()
-    with (out / f"{name}.txt").open("w") as file, subprocess.Popen(
-            command_of(name, out, peer), cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT) as process:
+    with (
+        (out / f"{name}.txt").open("w") as file,
+        subprocess.Popen(
+            command_of(name, out, peer), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         for line in process.stdout:
             print(line, end="", flush=True)
             file.write(line)
@@ -93,15 +158,19 @@ def missed(out: Path, name: str) -> list[str]:
         checks = json.loads((out / f"{name}.json").read_text())["checks"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [f"{check['name']}: {check['value']:.3g}, at most {check['limit']:g}" for check in checks
-            if check["limit"] is not None and not check["value"] <= check["limit"]]
+    return [
+        f"{check['name']}: {check['value']:.3g}, at most {check['limit']:g}"
+        for check in checks
+        if check["limit"] is not None and not check["value"] <= check["limit"]
+    ]
 
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="results go there")
-    flags.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW",
-                       help=f"of {', '.join(ROWS)}")
+    flags.add_argument(
+        "--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}"
+    )
     flags.add_argument("--peer-python", default=sys.executable, help="interpreter that has PyTorch")
     flags.add_argument("--again", action="store_true", help="run what is done already, too")
     flags.add_argument("--dry-run", action="store_true", help="print the commands")
@@ -112,8 +181,11 @@ def main() -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     ledger = out / "done.json"
-    done = {} if asked.again or not ledger.exists() else {
-        name: Done(**row) for name, row in json.loads(ledger.read_text()).items()}
+    done = (
+        {}
+        if asked.again or not ledger.exists()
+        else {name: Done(**row) for name, row in json.loads(ledger.read_text()).items()}
+    )
     try:
         for name in asked.only:
             if name in done and done[name].code in ENDED:

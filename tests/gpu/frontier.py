@@ -50,12 +50,18 @@ LADDERS: Mapping[str, tuple[Row, ...]] = {
     "parameters": (
         Rung("12.4B bf16_params adafactor", "llama_70b", _layers(12) | LEAN),
         Rung("30.3B bf16_params adafactor", "llama_70b", _layers(33) | LEAN),
-        Rung("30.3B AdamW, optimizer on the host", "llama_70b",
-             _layers(33) | FUSED | {"precision.preset": "bf16_params", "offload.optimizer": "true"}),
+        Rung(
+            "30.3B AdamW, optimizer on the host",
+            "llama_70b",
+            _layers(33) | FUSED | {"precision.preset": "bf16_params", "offload.optimizer": "true"},
+        ),
         Rung("32.9B bf16_params adafactor", "llama_70b", _layers(36) | LEAN),
         Rung("56.9B bf16_params adafactor", "llama_70b", _layers(64) | LEAN),
-        Rung("70.6B bf16_params adafactor, params on the host", "llama_70b",
-             _layers(80) | LEAN | {"offload.params": "true"}),
+        Rung(
+            "70.6B bf16_params adafactor, params on the host",
+            "llama_70b",
+            _layers(80) | LEAN | {"offload.params": "true"},
+        ),
     ),
     "context": (
         Rung("32,768 tokens", "llama_8b", _tokens(32_768) | FUSED),
@@ -66,8 +72,16 @@ LADDERS: Mapping[str, tuple[Row, ...]] = {
     ),
 }
 # What a dry run cuts every rung to; layers by LAYERS, tokens and tiles by TOKENS.
-TOY = {"model.d_model": "32", "model.n_heads": "4", "model.n_kv_heads": "2", "model.d_head": "8", "model.d_ff": "64",
-       "model.vocab_size": "128", "model.vocab_multiple": "1", "loss.chunk": "64"}
+TOY = {
+    "model.d_model": "32",
+    "model.n_heads": "4",
+    "model.n_kv_heads": "2",
+    "model.d_head": "8",
+    "model.d_ff": "64",
+    "model.vocab_size": "128",
+    "model.vocab_multiple": "1",
+    "loss.chunk": "64",
+}
 LAYERS, TOKENS, LENGTH = 12, 32_000, 32
 WIDTHS = (48, 8, 9, 8, 7, 8, 9, 15)
 HEADINGS = ("rung", "1e9", "predicted", "measured", "host", "s", "tokens/s", "loss", "")
@@ -107,10 +121,17 @@ def cells(row: Row, answer: Mapping[str, Any]) -> list[str]:
     told = reason(answer) or ("" if finite(answer) else "LOSS NOT FINITE")
     fits = answer.get("fits")
     told = told or (f"{answer['program']} peaks" if answer.get("program", "step") != "step" else "")
-    return [row.name, size, gib(answer.get("predicted")), gib(answer.get("measured")), gib(answer.get("host"), 1),
-            f"{taken:.2f}" if taken else "", f"{answer['tokens'] / taken:,.0f}" if taken else "",
-            f"{losses[0]:.3f} {losses[-1]:.3f}" if losses else "",
-            told or (f"{len(losses)} updates" if losses else "fits" if fits else "does not fit")]
+    return [
+        row.name,
+        size,
+        gib(answer.get("predicted")),
+        gib(answer.get("measured")),
+        gib(answer.get("host"), 1),
+        f"{taken:.2f}" if taken else "",
+        f"{answer['tokens'] / taken:,.0f}" if taken else "",
+        f"{losses[0]:.3f} {losses[-1]:.3f}" if losses else "",
+        told or (f"{len(losses)} updates" if losses else "fits" if fits else "does not fit"),
+    ]
 
 
 def last(answer: Mapping[str, Any]) -> bool:
@@ -125,8 +146,10 @@ def reached(answers: list[tuple[Row, dict[str, Any]]]) -> str:
         fitting = [row.name for row, answer in answers if answer.get("fits")]
         return f"fits by compile: {fitting[-1]}" if fitting else "no rung fits"
     row, answer = done[-1]
-    return (f"reached: {row.name}, {answer['parameters'] / 1e9:.1f}e9 parameters, {answer['tokens']:,} tokens, "
-            f"{len(answer['losses'])} updates on {answer['device']}")
+    return (
+        f"reached: {row.name}, {answer['parameters'] / 1e9:.1f}e9 parameters, {answer['tokens']:,} tokens, "
+        f"{len(answer['losses'])} updates on {answer['device']}"
+    )
 
 
 def options() -> argparse.Namespace:
@@ -153,8 +176,13 @@ def main() -> int:
     for name, rungs in LADDERS.items():
         if asked.ladder in (None, name):
             print(f"{name}: GiB, kept in {asked.out}\n{line_of(HEADINGS, WIDTHS)}")
-            found = shared.work((row_of(rung, asked.steps, dry=asked.toy) for rung in rungs), asked, store,
-                                lambda row, answer: line_of(cells(row, answer), WIDTHS), last)
+            found = shared.work(
+                (row_of(rung, asked.steps, dry=asked.toy) for rung in rungs),
+                asked,
+                store,
+                lambda row, answer: line_of(cells(row, answer), WIDTHS),
+                last,
+            )
             print(reached(found))
             bad |= any("failed" in answer or not finite(answer) for _, answer in found)
     return int(bad)

@@ -31,8 +31,13 @@ class Row:
 
     def asked(self, target: str, compile_only: bool) -> dict[str, Any]:
         """The request to child.py."""
-        return {"config": self.config, "keys": dict(self.keys), "target": target, "others": self.others,
-                "steps": 0 if compile_only else self.steps}
+        return {
+            "config": self.config,
+            "keys": dict(self.keys),
+            "target": target,
+            "others": self.others,
+            "steps": 0 if compile_only else self.steps,
+        }
 
 
 def environment() -> dict[str, str]:
@@ -44,16 +49,28 @@ def environment() -> dict[str, str]:
 
 def run_code(code: str, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess:
     """Runs code in a fresh process that takes the card."""
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment(), text=True,
-                          capture_output=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+    )
 
 
 def answer_of(asked: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     """What child.py answers; {"failed": one line} for one that ends otherwise, or not in time."""
     script = str(Path(__file__).with_name("child.py"))
     try:
-        done = subprocess.run([sys.executable, script, json.dumps(asked)], cwd=ROOT, env=environment(), text=True,
-                              capture_output=True, timeout=timeout)
+        done = subprocess.run(
+            [sys.executable, script, json.dumps(asked)],
+            cwd=ROOT,
+            env=environment(),
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired as error:
         said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
         return {"failed": f"no end after {timeout:.0f} s; {said[-1] if said else 'no update done'}"}
@@ -66,8 +83,12 @@ def answer_of(asked: Mapping[str, Any], timeout: float) -> dict[str, Any]:
 def _failure(stderr: str, code: int) -> str:
     """The error of a traceback in one line; the last one printed may be a library's footnote."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    told = [line for line in lines if "RESOURCE_EXHAUSTED" in line] or [
-        line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))] or lines[-1:] or ["no message"]
+    told = (
+        [line for line in lines if "RESOURCE_EXHAUSTED" in line]
+        or [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+        or lines[-1:]
+        or ["no message"]
+    )
     return f"exit code {code}: {told[-1][:_LONGEST]}"
 
 
@@ -82,8 +103,11 @@ class Store:
         if path and path.exists():
             try:
                 found = [json.loads(line) for line in path.read_text().splitlines()]
-                self.done = {self._key(line["asked"], line["stamp"]): line["answer"] for line in found
-                             if "failed" not in line["answer"]}
+                self.done = {
+                    self._key(line["asked"], line["stamp"]): line["answer"]
+                    for line in found
+                    if "failed" not in line["answer"]
+                }
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} holds no rows of this script: give another --out") from error
 
@@ -105,8 +129,13 @@ class Store:
                 file.write(json.dumps(line) + "\n")
 
 
-def work(rows: Iterable[Row], options: argparse.Namespace, store: Store, show: Callable[[Row, dict], str],
-         stop: Callable[[dict], bool] = lambda answer: False) -> list[tuple[Row, dict[str, Any]]]:
+def work(
+    rows: Iterable[Row],
+    options: argparse.Namespace,
+    store: Store,
+    show: Callable[[Row, dict], str],
+    stop: Callable[[dict], bool] = lambda answer: False,
+) -> list[tuple[Row, dict[str, Any]]]:
     """Rows with their answers, each shown as it comes; ends early when `stop` says so of one, or by Ctrl-C."""
     out = []
     try:
@@ -154,11 +183,20 @@ def verdict(answer: Mapping[str, Any]) -> str:
 def options_of(doc: str, out: str) -> argparse.ArgumentParser:
     """The options that both scripts have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--target", default="local", metavar="T",
-                      help="local, or with --compile-only a described card such as h200 (default %(default)s)")
+    made.add_argument(
+        "--target",
+        default="local",
+        metavar="T",
+        help="local, or with --compile-only a described card such as h200 (default %(default)s)",
+    )
     made.add_argument("--compile-only", action="store_true", help="predict every row, run none")
-    made.add_argument("--out", type=Path, default=Path(out), metavar="FILE",
-                      help="JSON lines, a row each; what is there is not run again (default %(default)s)")
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path(out),
+        metavar="FILE",
+        help="JSON lines, a row each; what is there is not run again (default %(default)s)",
+    )
     made.add_argument("--timeout", type=float, default=900, metavar="S", help="for one row (default %(default)s)")
     return made
 

@@ -1,6 +1,6 @@
 """On a card: the grouped kernels of experts equal the reference that multiplies every token by every expert.
 
-    python -m pytest tests/gpu/test_experts.py
+python -m pytest tests/gpu/test_experts.py
 """
 
 import jax
@@ -20,15 +20,19 @@ pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVI
 
 @pytest.mark.parametrize(("experts", "per_token", "width"), [(8, 2, 512), (64, 8, 256)])
 def test_grouped_equals_dense_in_values_and_gradients(experts, per_token, width):
-    x_BLD, d_BLD = (jax.random.normal(key, (2, 1024, 512), jnp.bfloat16)
-                    for key in jax.random.split(jax.random.key(0)))
+    x_BLD, d_BLD = (jax.random.normal(key, (2, 1024, 512), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
 
     def run(kernel):
         config = base.get_config()
-        config.model.update(d_model=512, d_expert=width, experts=experts, experts_per_token=per_token,
-                            moe_kernel=kernel)
-        layer = Experts(ModelConfig.from_dict(config.model), Precision.of(config.precision), HERE,
-                        rngs=nnx.Rngs(params=jax.random.key(1)))
+        config.model.update(
+            d_model=512, d_expert=width, experts=experts, experts_per_token=per_token, moe_kernel=kernel
+        )
+        layer = Experts(
+            ModelConfig.from_dict(config.model),
+            Precision.of(config.precision),
+            HERE,
+            rngs=nnx.Rngs(params=jax.random.key(1)),
+        )
         graph, state = nnx.split(layer)
 
         def forward(state, x_BLD):

@@ -1,6 +1,6 @@
 """On a card: cuDNN attention equals the plain kernel, packed rows too, and a deterministic run repeats bit for bit.
 
-    python -m pytest tests/gpu/test_kernels.py
+python -m pytest tests/gpu/test_kernels.py
 """
 
 import json
@@ -45,23 +45,28 @@ def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
 def test_cudnn_computes_packed_examples_as_if_each_were_alone(heads, groups, width):
     lengths, length = (200, 1, 215), 512  # 96 of padding
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, length, heads, width), (2, length, groups, width), (2, length, groups, width),
-              (2, length, heads, width)]
+    shapes = [
+        (2, length, heads, width),
+        (2, length, groups, width),
+        (2, length, groups, width),
+        (2, length, heads, width),
+    ]
     ends = np.cumsum(lengths)
     q, k, v, weight = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
-    weight = weight.at[:, ends[-1]:].set(0)
-    segments = np.repeat(np.r_[1:len(lengths) + 1, 0], [*lengths, length - ends[-1]]).astype(np.int32)
+    weight = weight.at[:, ends[-1] :].set(0)
+    segments = np.repeat(np.r_[1 : len(lengths) + 1, 0], [*lengths, length - ends[-1]]).astype(np.int32)
     config = ModelConfig.from_dict({**base.get_config().model.to_dict(), "d_head": width})
 
     def run(kernel, segments_BL, q, k, v, weight):
-        value, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=config, key_B=None,
-                                                                  place=HERE), q, k, v)
+        value, pull = jax.vjp(
+            lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=config, key_B=None, place=HERE), q, k, v
+        )
         return value, *pull(weight)
 
     packed = jax.jit(run, static_argnums=0)("cudnn", jnp.tile(segments, (2, 1)), q, k, v, weight)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in packed)
     for gradient in packed[1:]:
-        assert not np.any(np.asarray(gradient[:, ends[-1]:], np.float32))
+        assert not np.any(np.asarray(gradient[:, ends[-1] :], np.float32))
     for start, end in zip((0, *ends[:-1]), ends):
         alone = run("naive", None, *(x[:, start:end].astype(jnp.float32) for x in (q, k, v, weight)))
         for one, other in zip(packed, alone):
@@ -72,10 +77,24 @@ def test_cudnn_computes_packed_examples_as_if_each_were_alone(heads, groups, wid
 def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):
     curves = []
     for name in ("first", "second"):
-        subprocess.run([sys.executable, "-m", "bytescope.train", "--config=tiny", f"--workdir={tmp_path / name}",
-                        "--config.precision.preset=bf16", "--config.train.steps=30", "--config.train.log_every=1",
-                        "--config.train.eval_sequences=64", "--config.train.sample_tokens=0",
-                        "--config.train.deterministic=True"], check=True, cwd=ROOT, timeout=600)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "bytescope.train",
+                "--config=tiny",
+                f"--workdir={tmp_path / name}",
+                "--config.precision.preset=bf16",
+                "--config.train.steps=30",
+                "--config.train.log_every=1",
+                "--config.train.eval_sequences=64",
+                "--config.train.sample_tokens=0",
+                "--config.train.deterministic=True",
+            ],
+            check=True,
+            cwd=ROOT,
+            timeout=600,
+        )
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         curves.append([(row["step"], row.get("loss"), row.get("eval_loss")) for row in rows])
     assert curves[0] == curves[1]

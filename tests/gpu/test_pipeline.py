@@ -30,6 +30,15 @@ def test_losses_are_those_of_one_card(schedule, virtual, fsdp, plain):
     stages = next((size for size in (4, 2) if size * fsdp <= COUNT), 0)
     if not stages:
         pytest.skip(f"{COUNT} cards are fewer than 2 stages x {fsdp}")
-    program = small_program({**DEEP, "mesh.stage": stages, "mesh.fsdp": fsdp, "batch.micro": 4 // fsdp,
-                             "pipeline.schedule": schedule, "pipeline.virtual": virtual}, stages * fsdp)
+    program = small_program(
+        {
+            **DEEP,
+            "mesh.stage": stages,
+            "mesh.fsdp": fsdp,
+            "batch.micro": 4 // fsdp,
+            "pipeline.schedule": schedule,
+            "pipeline.virtual": virtual,
+        },
+        stages * fsdp,
+    )
     np.testing.assert_allclose(run_losses(program, steps=5), plain, rtol=1e-3)

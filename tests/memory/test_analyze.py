@@ -77,8 +77,9 @@ def test_training_step_adds_up(subject):
     stats = compilation.compiled.memory_analysis()
     assert report.xla.temp_bytes == stats.temp_size_in_bytes
     constants = sum(a.size for a in hlo_buffers.read(compilation.proto).allocations if a.constant)
-    assert report.allocated_bytes == constants + (stats.argument_size_in_bytes + stats.output_size_in_bytes
-                                                  - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
+    assert report.allocated_bytes == constants + (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    )
 
 
 def test_arguments_are_split_by_path(subject):
@@ -93,7 +94,7 @@ def test_phases_come_in_order(subject):
     phases = [point.phase for point in subject[2].timeline]
     assert phases[0] == "argument"
     assert phases.index("forward") < phases.index("recompute") < len(phases) - 1
-    assert "optimizer" in phases[phases.index("backward"):]
+    assert "optimizer" in phases[phases.index("backward") :]
 
 
 def test_source_lines_are_the_users(subject):
@@ -177,8 +178,12 @@ def test_compiled_gpu_has_xlas_peak(traced_for_gpu):
 
 # What the code of programs without scopes is called by: functions, classes of modules, lines of lambdas.
 COMPONENTS = {
-    "linen": {"mlp", "step()"}, "scan": {"scan()"}, "convolution": {"loss()"}, "two_scans": {"outer()", "two_scans()"},
-    "identity": set()}
+    "linen": {"mlp", "step()"},
+    "scan": {"scan()"},
+    "convolution": {"loss()"},
+    "two_scans": {"outer()", "two_scans()"},
+    "identity": set(),
+}
 
 
 @pytest.mark.parametrize("name", programs.OTHERS)
@@ -217,14 +222,17 @@ def test_roles_of_ones_own(devices):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("roles", "told"), [
-    ([("one", "weights")], "role 'weights' for 'one': choose one of accumulator, "),
-    ([("one", "param")], "role 'param' for 'one': did you mean params"),
-    ([("(", "params")], "roles: '(' is not a regular expression: "),
-    ({"one": "params"}, "roles={'one': 'params'}: give (regular expression, role) pairs"),
-    ("params", "roles='params': give (regular expression, role) pairs"),
-    ([1], "roles=[1]: give (regular expression, role) pairs"),
-])
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ([("one", "weights")], "role 'weights' for 'one': choose one of accumulator, "),
+        ([("one", "param")], "role 'param' for 'one': did you mean params"),
+        ([("(", "params")], "roles: '(' is not a regular expression: "),
+        ({"one": "params"}, "roles={'one': 'params'}: give (regular expression, role) pairs"),
+        ("params", "roles='params': give (regular expression, role) pairs"),
+        ([1], "roles=[1]: give (regular expression, role) pairs"),
+    ],
+)
 def test_roles_that_are_none_are_told_before_anything_is_compiled(roles, told):
     with pytest.raises(memory.ReportError) as caught:
         memory.analyze(lambda one: pytest.fail("traced"), np.ones(3), roles=roles)

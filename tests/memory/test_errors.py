@@ -26,13 +26,25 @@ pytestmark = pytest.mark.quick
 CONFIGS = ("char", "gpt2_small", "gpt2_medium", "llama_1b", "llama_405b", "llama_70b", "llama_8b", "tiny")
 
 
-@pytest.mark.parametrize(("word", "names", "found"), [
-    ("llama8b", CONFIGS, ["llama_8b"]), ("LLAMA-8B", CONFIGS, ["llama_8b"]), ("lama_8b", CONFIGS, ["llama_8b"]),
-    ("llama_9b", CONFIGS, ["llama_1b", "llama_8b", "llama_70b"]), ("tyni", CONFIGS, ["tiny"]),
-    ("gpt2", CONFIGS, ["gpt2_small", "gpt2_medium"]), ("ful", ("none", "full", "full_sqrt"), ["full", "full_sqrt"]),
-    ("adam", ("sgd", "adamw", "adamw_8bit", "adafactor"), ["adamw", "adamw_8bit"]),
-    ("bf61", ("fp32", "bf16", "fp16"), ["bf16"]),
-    ("xyzzy", CONFIGS, []), ("", CONFIGS, []), ("_-", CONFIGS, []), ("t", CONFIGS, []), ("x" * 10**6, CONFIGS, [])])
+@pytest.mark.parametrize(
+    ("word", "names", "found"),
+    [
+        ("llama8b", CONFIGS, ["llama_8b"]),
+        ("LLAMA-8B", CONFIGS, ["llama_8b"]),
+        ("lama_8b", CONFIGS, ["llama_8b"]),
+        ("llama_9b", CONFIGS, ["llama_1b", "llama_8b", "llama_70b"]),
+        ("tyni", CONFIGS, ["tiny"]),
+        ("gpt2", CONFIGS, ["gpt2_small", "gpt2_medium"]),
+        ("ful", ("none", "full", "full_sqrt"), ["full", "full_sqrt"]),
+        ("adam", ("sgd", "adamw", "adamw_8bit", "adafactor"), ["adamw", "adamw_8bit"]),
+        ("bf61", ("fp32", "bf16", "fp16"), ["bf16"]),
+        ("xyzzy", CONFIGS, []),
+        ("", CONFIGS, []),
+        ("_-", CONFIGS, []),
+        ("t", CONFIGS, []),
+        ("x" * 10**6, CONFIGS, []),
+    ],
+)
 def test_nearest_names(word, names, found):
     assert nearest(word, names) == found
 
@@ -48,9 +60,18 @@ def test_the_remedy_has_the_nearest_and_all():
     assert remedy_for("zzz", ["none", "full"]) == "choose one of none, full"
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("a\nb\r\nc", "a b c"), ("[/b] [red]x", "[/b] [red]x"), ("a\x1b[31mb\x00", "a\\x1b[31mb\\x00"),
-    ("\udcff", "\\udcff"), ("\u202e", "\\u202e"), ("größe", "größe"), ("/" + "x" * 5000 + " is long", None)])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nb\r\nc", "a b c"),
+        ("[/b] [red]x", "[/b] [red]x"),
+        ("a\x1b[31mb\x00", "a\\x1b[31mb\\x00"),
+        ("\udcff", "\\udcff"),
+        ("\u202e", "\\u202e"),
+        ("größe", "größe"),
+        ("/" + "x" * 5000 + " is long", None),
+    ],
+)
 def test_errors_are_one_line_as_they_are(text, shown):
     found = in_one_line(text)
     assert found == shown or (shown is None and len(found) < 200 and found.endswith("xx is long"))
@@ -70,11 +91,17 @@ class Unprintable(ReportError):
         raise RuntimeError
 
 
-@pytest.mark.parametrize(("error", "code", "text"), [
-    (Unprintable(), 2, "error: <exception str() failed>\n"), (ReportError("a\nb"), 2, "error: a b\n"),
-    (OSError(36, "File name too long", "x"), 2, "error: x: File name too long\n"),
-    (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
-    (ValueError("ours"), None, ""), (OSError("of a library"), None, "")])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (Unprintable(), 2, "error: <exception str() failed>\n"),
+        (ReportError("a\nb"), 2, "error: a b\n"),
+        (OSError(36, "File name too long", "x"), 2, "error: x: File name too long\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (ValueError("ours"), None, ""),
+        (OSError("of a library"), None, ""),
+    ],
+)
 def test_what_users_can_mend_is_told(error, code, text, capsys):
     assert exit_code_of(error) == code
     assert capsys.readouterr() == ("", text)
@@ -84,8 +111,13 @@ def test_a_notebook_shows_the_message_and_the_line_that_led_to_it():
     with pytest.raises(ReportError) as caught:
         memory.load("no/such/report.json")
     shown = caught.value._render_traceback_()
-    assert shown[0].endswith(": cannot read no/such/report.json: No such file or directory; give a report "
-                             "that bytescope report --json=FILE wrote") and len(shown) == 2
+    assert (
+        shown[0].endswith(
+            ": cannot read no/such/report.json: No such file or directory; give a report "
+            "that bytescope report --json=FILE wrote"
+        )
+        and len(shown) == 2
+    )
     assert shown[1].startswith("  test_errors.py:") and shown[1].endswith(': memory.load("no/such/report.json")')
     assert len(ReportError("made by hand")._render_traceback_()) == 1
 
@@ -103,9 +135,16 @@ def test_what_may_have_no_end_is_not_read(tmp_path):
     check_readable(__file__)
 
 
-@pytest.mark.parametrize(("number", "remedy"), [
-    (errno.ENOSPC, "make room, or "), (errno.EDQUOT, "make room, or "), (errno.EROFS, "make that writable, or "),
-    (errno.EACCES, "make that writable, or "), (errno.ENAMETOOLONG, "")])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room, or "),
+        (errno.EDQUOT, "make room, or "),
+        (errno.EROFS, "make that writable, or "),
+        (errno.EACCES, "make that writable, or "),
+        (errno.ENAMETOOLONG, ""),
+    ],
+)
 def test_the_remedy_of_a_file_that_cannot_be_written(tmp_path, monkeypatch, number, remedy):
     def refuse(*_):
         raise OSError(number, os.strerror(number))

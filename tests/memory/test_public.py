@@ -26,8 +26,10 @@ def in_python(code):
 
 
 def test_importing_the_package_imports_nothing_else():
-    before, after = in_python("before = list(sys.modules); import importlib, typing; between = list(sys.modules); "
-                              "import bytescope.memory; print(json.dumps([between, list(sys.modules)]))")
+    before, after = in_python(
+        "before = list(sys.modules); import importlib, typing; between = list(sys.modules); "
+        "import bytescope.memory; print(json.dumps([between, list(sys.modules)]))"
+    )
     assert {name for name in set(after) - set(before) if not name.startswith("__")} == OURS
 
 
@@ -45,7 +47,7 @@ def test_importing_the_package_takes_little_longer_than_python_itself():
 
 def test_every_public_name_is_what_type_checkers_are_told():
     tree = ast.parse(Path(memory.__file__).read_text())
-    told, = (node for node in tree.body if isinstance(node, ast.If))
+    (told,) = (node for node in tree.body if isinstance(node, ast.If))
     found = {alias.name: node.module.removeprefix("bytescope.memory.") for node in told.body for alias in node.names}
     assert found == memory._HOMES
     assert [node.name for node in told.orelse] == ["__getattr__"]  # hidden from them, so that a misspelt name is found
@@ -62,13 +64,24 @@ def test_an_unknown_name_is_an_attribute_error_that_knows_the_names():
     assert caught.value.name == "analyse" and "analyze" in dir(caught.value.obj)
 
 
-@pytest.mark.parametrize("first", ["import bytescope.memory.analyze", "from bytescope.memory.analyze import report_of",
-                                   "from bytescope.memory import guard"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import bytescope.memory.analyze",
+        "from bytescope.memory.analyze import report_of",
+        "from bytescope.memory import guard",
+    ],
+)
 def test_a_function_is_not_replaced_by_the_module_of_its_name(first):
-    assert in_python(f"{first}; from bytescope import memory; before = callable(memory.analyze); "
-                     "import bytescope.memory.analyze; from bytescope.memory import analyze; "
-                     "print(json.dumps([before, callable(memory.analyze), callable(analyze), "
-                     "'analyze' in memory.__all__]))") == [True] * 4
+    assert (
+        in_python(
+            f"{first}; from bytescope import memory; before = callable(memory.analyze); "
+            "import bytescope.memory.analyze; from bytescope.memory import analyze; "
+            "print(json.dumps([before, callable(memory.analyze), callable(analyze), "
+            "'analyze' in memory.__all__]))"
+        )
+        == [True] * 4
+    )
 
 
 def test_the_public_functions_say_what_they_take():
@@ -80,8 +93,10 @@ def test_what_pickled_a_report_finds_it_again():
     """A pickle names the class by its module; the lazy package has to lead there in a fresh process."""
     report = memory.Report(90, 100, {"params": 90, "fragmentation": 10})
     text = pickle.dumps(report).hex()
-    assert in_python(f"import pickle; found = pickle.loads(bytes.fromhex('{text}')); "
-                     "print(json.dumps([found.peak_bytes, type(found).__name__]))") == [90, "Report"]
+    assert in_python(
+        f"import pickle; found = pickle.loads(bytes.fromhex('{text}')); "
+        "print(json.dumps([found.peak_bytes, type(found).__name__]))"
+    ) == [90, "Report"]
 
 
 def test_records_are_the_ones_of_the_record():

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 PLUGIN = "bytescope.memory.pytest_guard"
 ROOT = Path(__file__).parents[2]
-TESTS = '''
+TESTS = """
 from bytescope import memory
 from bytescope.memory import Report
 
@@ -32,7 +32,7 @@ def test_wrong(memory_report, monkeypatch):
 
 def test_mistake(assert_fits):
     assert_fits(len, target="h900")
-'''
+"""
 
 
 def run(folder, *words, conftest=""):
@@ -50,7 +50,7 @@ def test_a_failed_test_shows_the_report(tmp_path):
     code, out = run(tmp_path, conftest=f'pytest_plugins = ["{PLUGIN}"]')
     assert code == 1 and "3 failed, 1 passed" in out, out
     for name in ("test_too_much", "test_wrong"):
-        failure = out[out.index(f"_ {name} _"):].partition("short test summary")[0]
+        failure = out[out.index(f"_ {name} _") :].partition("short test summary")[0]
         assert "Captured memory call" in failure and "jit_step on h200" in failure and "at the peak" in failure, out
     assert "GuardError" in out and "more than 1023 B" in out
     assert "memory/guard.py" not in out.partition("short test summary")[0], "the traceback ends in the user's test"
@@ -66,8 +66,10 @@ def test_the_plugin_is_found_by_pytest_and_has_its_modules_name():
 
 def test_loading_it_brings_nothing_along():
     """It is loaded in every run of pytest of whoever has installed the package."""
-    code = (f"import sys, pytest; before = set(sys.modules); import {PLUGIN}; "
-            "print(sorted(name for name in set(sys.modules) - before if not name.startswith('_')))")
+    code = (
+        f"import sys, pytest; before = set(sys.modules); import {PLUGIN}; "
+        "print(sorted(name for name in set(sys.modules) - before if not name.startswith('_')))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     brought = {name.split("'")[1] for name in found.split(",")}
     assert {"bytescope.memory", PLUGIN} <= brought

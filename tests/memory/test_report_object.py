@@ -35,15 +35,26 @@ def report(record):
 
 def with_names(record, name):
     """The record with a name in every place where a program may put one."""
-    buffers = tuple(dataclasses.replace(b, name=name, module=name, source=name, op_name=name, dtype=name,
-                                        checkpoint_name=name) for b in record.buffers)
-    return memory.Report.of(dataclasses.replace(
-        record, buffers=buffers, program=name, target={"name": name, "kind": f"{name}2"}, versions={"jax": name},
-        subject=records.Subject(name, (name,), name, name), notes=(name,) * 50,
-        findings=tuple(records.Finding(name, 1, name, name) for _ in range(50))))
+    buffers = tuple(
+        dataclasses.replace(b, name=name, module=name, source=name, op_name=name, dtype=name, checkpoint_name=name)
+        for b in record.buffers
+    )
+    return memory.Report.of(
+        dataclasses.replace(
+            record,
+            buffers=buffers,
+            program=name,
+            target={"name": name, "kind": f"{name}2"},
+            versions={"jax": name},
+            subject=records.Subject(name, (name,), name, name),
+            notes=(name,) * 50,
+            findings=tuple(records.Finding(name, 1, name, name) for _ in range(50)),
+        )
+    )
 
 
 # ---- a record --------------------------------------------------------------------------------------------
+
 
 def test_it_is_its_record(record, report):
     assert report == record and record == report
@@ -55,8 +66,12 @@ def test_it_is_its_record(record, report):
 
 
 def test_it_stays_a_report(report):
-    for same in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report), dataclasses.replace(report),
-                 memory.Report.from_json(json.loads(json.dumps(report.to_json())))):
+    for same in (
+        pickle.loads(pickle.dumps(report)),
+        copy.deepcopy(report),
+        dataclasses.replace(report),
+        memory.Report.from_json(json.loads(json.dumps(report.to_json()))),
+    ):
         assert type(same) is memory.Report
         assert same.peak_bytes == report.peak_bytes and same.timeline == report.timeline
     assert pickle.loads(pickle.dumps(report)) == report
@@ -104,6 +119,7 @@ def test_to_html_is_the_page_of_the_command(record, report, tmp_path):
 
 # ---- at a prompt -----------------------------------------------------------------------------------------
 
+
 def test_repr_says_what_it_is_of_and_what_it_holds(report):
     text = repr(report)
     assert "Report of jit_train_step on h200:8 (NVIDIA H200)" in text and "FITS" in text
@@ -122,8 +138,9 @@ def test_printed_text_has_the_remedies_of_the_findings(report):
     assert max(map(cell_len, str(report).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "long/name " * 900, "\u0301" * 4000, "漢" * 3000, HOSTILE,
-                                  "\x1b[2J\n\n" * 99])
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "long/name " * 900, "\u0301" * 4000, "漢" * 3000, HOSTILE, "\x1b[2J\n\n" * 99]
+)
 def test_repr_is_one_short_screen_whatever_the_program(record, name):
     text = repr(with_names(record, name))
     lines = text.splitlines()
@@ -164,13 +181,18 @@ def test_show_displays_in_a_notebook(report, monkeypatch, capsys):
 
 # ---- in a notebook ---------------------------------------------------------------------------------------
 
+
 def test_the_piece_for_a_notebook_says_the_same(report):
     piece = Page(report._repr_html_())
     text = " ".join(piece.words)
     assert "jit_train_step" in text and "✓ fits" in text and "the logits are alive" in text
     assert report.findings[0].flags and report.findings[0].flags in text
-    for size in (report.peak_bytes, report.allocated_bytes, report.limit_bytes,
-                 *filter(None, report.breakdown.values())):
+    for size in (
+        report.peak_bytes,
+        report.allocated_bytes,
+        report.limit_bytes,
+        *filter(None, report.breakdown.values()),
+    ):
         assert human(size) in text
     assert piece.tags["svg"] == 1 and piece.tags["path"] >= 5 and piece.tags["rect"] == 4
     assert f"{human(report.alive_at(report.peak_index)[0].bytes)}" in text

@@ -10,7 +10,7 @@ from bytescope.memory.errors import ReportError
 
 pytestmark = pytest.mark.quick
 
-TRAIN = '''
+TRAIN = """
 def step(state, batch):
     return state, batch
 
@@ -71,18 +71,27 @@ def interrupt(): raise Interrupt
 def unprintable(): raise Unprintable
 def odd(): return Odd()
 def says_two_lines(): raise ValueError("one\\ntwo")
-'''
+"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with somebody's modules, which is where the command runs; nothing of it stays imported."""
-    files = {"their_train.py": TRAIN, "their_syntax.py": "def f(:\n", "their_imports.py": "import no_such_wandb\n",
-             "their_own.py": "class Own(BaseException): pass\nraise Own\n",
-             "their_exit.py": "import sys\nsys.exit(3)\n", "their_data.txt": "", "their_empty.py": "",
-             "their_package/__init__.py": "", "their_package/inner/__init__.py": "", "only/their_alone.py": TRAIN,
-             "their_package/inner/make.py": "from ..other import step\ndef program(): return step, (1,)\n",
-             "their_package/other.py": "def step(x): return x\n", "only/json.py": TRAIN}
+    files = {
+        "their_train.py": TRAIN,
+        "their_syntax.py": "def f(:\n",
+        "their_imports.py": "import no_such_wandb\n",
+        "their_own.py": "class Own(BaseException): pass\nraise Own\n",
+        "their_exit.py": "import sys\nsys.exit(3)\n",
+        "their_data.txt": "",
+        "their_empty.py": "",
+        "their_package/__init__.py": "",
+        "their_package/inner/__init__.py": "",
+        "only/their_alone.py": TRAIN,
+        "their_package/inner/make.py": "from ..other import step\ndef program(): return step, (1,)\n",
+        "their_package/other.py": "def step(x): return x\n",
+        "only/json.py": TRAIN,
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -95,13 +104,25 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize(("name", "args"), [
-    ("their_train:program", (1, 2)), ("their_train.py:program", (1, 2)), ("./their_train.py:program", (1, 2)),
-    ("their_train:listed", (1,)), ("their_train:none_given", ()), ("their_train:config", (1, 2)),
-    ("their_train:nested", (1, 2)), ("their_train:arguments", (8,)),
-    ("their_train:defaulted", (8,)), ("their_train:Space.make", (1, 2)),
-    ("their_package.inner.make:program", (1,)), ("their_package/inner/make.py:program", (1,)),
-    ("only/their_alone.py:program", (1, 2)), ("only/json.py:program", (1, 2))])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("their_train:program", (1, 2)),
+        ("their_train.py:program", (1, 2)),
+        ("./their_train.py:program", (1, 2)),
+        ("their_train:listed", (1,)),
+        ("their_train:none_given", ()),
+        ("their_train:config", (1, 2)),
+        ("their_train:nested", (1, 2)),
+        ("their_train:arguments", (8,)),
+        ("their_train:defaulted", (8,)),
+        ("their_train:Space.make", (1, 2)),
+        ("their_package.inner.make:program", (1,)),
+        ("their_package/inner/make.py:program", (1,)),
+        ("only/their_alone.py:program", (1, 2)),
+        ("only/json.py:program", (1, 2)),
+    ],
+)
 def test_a_step_with_its_arguments(folder, name, args, monkeypatch):
     monkeypatch.setattr(sys, "argv", given := ["bytescope", "report", f"--program={name}"])
     found = user_program.load(name)
@@ -118,36 +139,55 @@ def test_options_and_stages(folder):
     assert sys.modules["json"].__file__ != str(folder / "only" / "json.py"), "the real one stays"
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("their_train", "write it as module:function"), (":program", "write it as"), ("their_train:", "write it as"),
-    ("their_train:a b", "write it as"), ("their train:program", "neither a module nor a file"),
-    ("their_trian:program", "did you mean their_train?"), ("their_package.inner.mak:program", "did you mean make?"),
-    ("quite_other:program", "no module quite_other"), ("their_trian.py:program", "did you mean their_train.py?"),
-    ("no/such.py:program", "no file no/such.py"), ("their_data.txt:program", "is not a Python file"),
-    ("their_train:progam", "their_train has no progam: did you mean program?"),
-    ("their_empty:program", "it has no function"), ("their_train:zzz", "it has step, Traced, Config, Space, program"),
-    ("their_train:Space.mak", "did you mean make?"),
-    ("their_syntax:f", "SyntaxError: invalid syntax (their_syntax.py:1)"),
-    ("their_imports:f", "No module named 'no_such_wandb' (their_imports.py:1): install it"),
-    ("their_exit.py:f", "SystemExit: 3 (their_exit.py:2)"), ("their_train:step", "takes state, batch: name a function"),
-    ("their_train:stepped", "returns the step without its arguments"), ("their_train:nothing", "returns None: return"),
-    ("their_train:number", "returns int: return (step"), ("their_train:flat", "(step, int, int): the second is"),
-    ("their_train:no_step", "(int, tuple), whose first is not a step"),
-    ("their_train:too_many", "(step, tuple, dict, int): return"),
-    ("their_train:odd_options", "(step, tuple, list): return"),
-    ("their_train:misspelt", "did you mean donate_argnums? Keyword arguments"),
-    ("their_train:unknown", "the option 3: there is none of that name"), ("their_train:odd_kwargs", "kwargs as int"),
-    ("their_train:deep", "their_train:deep().program returns Config"),
-    ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
-    ("their_train:mesh", "name a target with as many, such as h100:8 or cpu:8"),
-    ("their_train:array", "name a target with as many"),
-    ("their_train:exits", "SystemExit: 4"), ("their_train:own", "their_train:own() fails: Own: gone (their_train.py:"),
-    ("their_train:interrupt", "their_train:interrupt() fails: Interrupt (their_train.py:"),
-    ("their_train:unprintable", "their_train:unprintable() fails: Unprintable: <exception str() failed> (their_train"),
-    ("their_train:odd", "their_train:odd: Own: "),
-    ("their_own.py:f", "their_own.py cannot be imported: Own (their_own"),
-    ("their_own:f", "their_own cannot be imported: Own (their_own.py:2)"),
-    ("their_train:says_two_lines", "ValueError: one (their_train.py")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("their_train", "write it as module:function"),
+        (":program", "write it as"),
+        ("their_train:", "write it as"),
+        ("their_train:a b", "write it as"),
+        ("their train:program", "neither a module nor a file"),
+        ("their_trian:program", "did you mean their_train?"),
+        ("their_package.inner.mak:program", "did you mean make?"),
+        ("quite_other:program", "no module quite_other"),
+        ("their_trian.py:program", "did you mean their_train.py?"),
+        ("no/such.py:program", "no file no/such.py"),
+        ("their_data.txt:program", "is not a Python file"),
+        ("their_train:progam", "their_train has no progam: did you mean program?"),
+        ("their_empty:program", "it has no function"),
+        ("their_train:zzz", "it has step, Traced, Config, Space, program"),
+        ("their_train:Space.mak", "did you mean make?"),
+        ("their_syntax:f", "SyntaxError: invalid syntax (their_syntax.py:1)"),
+        ("their_imports:f", "No module named 'no_such_wandb' (their_imports.py:1): install it"),
+        ("their_exit.py:f", "SystemExit: 3 (their_exit.py:2)"),
+        ("their_train:step", "takes state, batch: name a function"),
+        ("their_train:stepped", "returns the step without its arguments"),
+        ("their_train:nothing", "returns None: return"),
+        ("their_train:number", "returns int: return (step"),
+        ("their_train:flat", "(step, int, int): the second is"),
+        ("their_train:no_step", "(int, tuple), whose first is not a step"),
+        ("their_train:too_many", "(step, tuple, dict, int): return"),
+        ("their_train:odd_options", "(step, tuple, list): return"),
+        ("their_train:misspelt", "did you mean donate_argnums? Keyword arguments"),
+        ("their_train:unknown", "the option 3: there is none of that name"),
+        ("their_train:odd_kwargs", "kwargs as int"),
+        ("their_train:deep", "their_train:deep().program returns Config"),
+        ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
+        ("their_train:mesh", "name a target with as many, such as h100:8 or cpu:8"),
+        ("their_train:array", "name a target with as many"),
+        ("their_train:exits", "SystemExit: 4"),
+        ("their_train:own", "their_train:own() fails: Own: gone (their_train.py:"),
+        ("their_train:interrupt", "their_train:interrupt() fails: Interrupt (their_train.py:"),
+        (
+            "their_train:unprintable",
+            "their_train:unprintable() fails: Unprintable: <exception str() failed> (their_train",
+        ),
+        ("their_train:odd", "their_train:odd: Own: "),
+        ("their_own.py:f", "their_own.py cannot be imported: Own (their_own"),
+        ("their_own:f", "their_own cannot be imported: Own (their_own.py:2)"),
+        ("their_train:says_two_lines", "ValueError: one (their_train.py"),
+    ],
+)
 def test_mistakes_are_one_line(folder, name, words):
     with pytest.raises(ReportError) as caught:
         user_program.load(name)

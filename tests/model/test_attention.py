@@ -21,8 +21,12 @@ def config(**changes) -> ModelConfig:
 
 def inputs(length, heads=4, groups=2, width=8, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, length, heads, width), (2, length, groups, width), (2, length, groups, width),
-              (2, length, heads, width)]
+    shapes = [
+        (2, length, heads, width),
+        (2, length, groups, width),
+        (2, length, groups, width),
+        (2, length, heads, width),
+    ]
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
 
 
@@ -56,8 +60,10 @@ def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
 
 def test_bf16_kernels_agree_to_rounding():
     q, k, v, _ = inputs(64, dtype=jnp.bfloat16)
-    naive, chunked = (KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None, place=HERE)
-                      for name in ("naive", "chunked"))
+    naive, chunked = (
+        KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None, place=HERE)
+        for name in ("naive", "chunked")
+    )
     assert naive.dtype == chunked.dtype == jnp.bfloat16
     np.testing.assert_allclose(naive.astype(np.float32), chunked.astype(np.float32), atol=0.02)
 
@@ -85,13 +91,21 @@ def test_masked_blocks_cost_nothing():
     assert "length=10" in jaxpr and "length=16" not in jaxpr
 
 
-@pytest.mark.parametrize(("platform", "preset", "length", "changes", "kernel"), [
-    ("cpu", "fp32", 256, {}, "naive"), ("cpu", "bf16", 4096, {}, "chunked"),
-    ("cpu", "fp32", 4096, {"dropout": 0.1}, "naive"), ("gpu", "bf16", 256, {}, "cudnn"),
-    ("cuda", "bf16", 4096, {}, "cudnn"), ("gpu", "fp32", 4096, {}, "chunked"),
-    ("gpu", "bf16", 4096, {"d_head": 256}, "chunked"), ("tpu", "bf16", 8192, {}, "chunked"),
-    ("gpu", "bf16", 4096, {"attention_softcap": 50.0}, "chunked"),
-    ("gpu", "bf16", 256, {"attention_softcap": 50.0}, "naive")])
+@pytest.mark.parametrize(
+    ("platform", "preset", "length", "changes", "kernel"),
+    [
+        ("cpu", "fp32", 256, {}, "naive"),
+        ("cpu", "bf16", 4096, {}, "chunked"),
+        ("cpu", "fp32", 4096, {"dropout": 0.1}, "naive"),
+        ("gpu", "bf16", 256, {}, "cudnn"),
+        ("cuda", "bf16", 4096, {}, "cudnn"),
+        ("gpu", "fp32", 4096, {}, "chunked"),
+        ("gpu", "bf16", 4096, {"d_head": 256}, "chunked"),
+        ("tpu", "bf16", 8192, {}, "chunked"),
+        ("gpu", "bf16", 4096, {"attention_softcap": 50.0}, "chunked"),
+        ("gpu", "bf16", 256, {"attention_softcap": 50.0}, "naive"),
+    ],
+)
 def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length, changes, kernel):
     chosen, why = choose_kernel(config(**changes), PRECISIONS[preset], platform, length)
     assert chosen == kernel and why.startswith("auto: ")
@@ -100,10 +114,22 @@ def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length,
 LLAMA_8B = {"n_heads": 32, "n_kv_heads": 8, "d_head": 128, "attention_chunk": 512}
 
 
-@pytest.mark.parametrize(("length", "changes", "parts", "kernel", "sizes"), [
-    (8192, LLAMA_8B, 1, "cudnn", "256 MiB.*352 MiB"), (8192, LLAMA_8B, 2, "chunked", "256 MiB.*176 MiB"),
-    (16384, LLAMA_8B, 1, "chunked", "1,024 MiB.*608 MiB"), (33, LLAMA_8B, 1, "chunked", "0 MiB"),
-    (8192, {"n_heads": 12, "n_kv_heads": 12, "d_head": 64, "attention_chunk": 512}, 1, "chunked", "256 MiB.*120 MiB")])
+@pytest.mark.parametrize(
+    ("length", "changes", "parts", "kernel", "sizes"),
+    [
+        (8192, LLAMA_8B, 1, "cudnn", "256 MiB.*352 MiB"),
+        (8192, LLAMA_8B, 2, "chunked", "256 MiB.*176 MiB"),
+        (16384, LLAMA_8B, 1, "chunked", "1,024 MiB.*608 MiB"),
+        (33, LLAMA_8B, 1, "chunked", "0 MiB"),
+        (
+            8192,
+            {"n_heads": 12, "n_kv_heads": 12, "d_head": 64, "attention_chunk": 512},
+            1,
+            "chunked",
+            "256 MiB.*120 MiB",
+        ),
+    ],
+)
 def test_auto_weighs_the_mask_of_packed_rows_against_blocks(length, changes, parts, kernel, sizes):
     chosen, why = choose_kernel(config(**changes), PRECISIONS["bf16"], "gpu", length, packed=True, head_parts=parts)
     assert chosen == kernel and re.search(f"packed rows.*{sizes}", why)
@@ -125,14 +151,18 @@ def test_cudnn_is_told_the_scale(monkeypatch):
     assert seen == [None, 0.25]
 
 
-@pytest.mark.parametrize(("platform", "preset", "changes", "message"), [
-    ("cpu", "bf16", {"attention": "cudnn"}, "NVIDIA GPUs from Ampere on, not on cpu; use chunked"),
-    ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"),
-    ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
-    ("gpu", "bf16", {"attention": "cudnn", "dropout": 0.1}, "dropout"),
-    ("gpu", "bf16", {"attention": "cudnn", "attention_softcap": 50.0}, "attention_softcap=50.0.; use chunked"),
-    ("cpu", "fp32", {"attention": "chunked", "dropout": 0.1}, "dropout=0.1"),
-    ("cpu", "fp32", {"attention": "flash"}, "choose one of auto, naive, chunked, cudnn")])
+@pytest.mark.parametrize(
+    ("platform", "preset", "changes", "message"),
+    [
+        ("cpu", "bf16", {"attention": "cudnn"}, "NVIDIA GPUs from Ampere on, not on cpu; use chunked"),
+        ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"),
+        ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
+        ("gpu", "bf16", {"attention": "cudnn", "dropout": 0.1}, "dropout"),
+        ("gpu", "bf16", {"attention": "cudnn", "attention_softcap": 50.0}, "attention_softcap=50.0.; use chunked"),
+        ("cpu", "fp32", {"attention": "chunked", "dropout": 0.1}, "dropout=0.1"),
+        ("cpu", "fp32", {"attention": "flash"}, "choose one of auto, naive, chunked, cudnn"),
+    ],
+)
 def test_a_kernel_that_cannot_run_is_refused_with_a_remedy(platform, preset, changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(config(**changes), PRECISIONS[preset], platform, 128)
@@ -147,14 +177,24 @@ def stacked(jaxpr):
                 if not hasattr(body, "eqns"):
                     continue
                 if equation.primitive.name == "scan":
-                    yield from ((out.aval.shape, out.aval.dtype.name) for out, each in
-                                zip(equation.outvars, body.outvars) if len(out.aval.shape) > len(each.aval.shape))
+                    yield from (
+                        (out.aval.shape, out.aval.dtype.name)
+                        for out, each in zip(equation.outvars, body.outvars)
+                        if len(out.aval.shape) > len(each.aval.shape)
+                    )
                 yield from stacked(body)
 
 
-@pytest.mark.parametrize(("platform", "capability", "kernel"), [
-    ("gpu", "7.5", "chunked"), ("cuda", "7.0", "chunked"), ("gpu", "8.0", "cudnn"), ("gpu", "12.0", "cudnn"),
-    ("cpu", "", "chunked")])
+@pytest.mark.parametrize(
+    ("platform", "capability", "kernel"),
+    [
+        ("gpu", "7.5", "chunked"),
+        ("cuda", "7.0", "chunked"),
+        ("gpu", "8.0", "cudnn"),
+        ("gpu", "12.0", "cudnn"),
+        ("cpu", "", "chunked"),
+    ],
+)
 def test_cards_before_ampere_have_no_cudnn_attention(platform, capability, kernel):
     """It compiles for them, and would fail when it runs."""
     device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="Tesla T4")
@@ -168,8 +208,10 @@ def test_cards_before_ampere_have_no_cudnn_attention(platform, capability, kerne
 @pytest.mark.parametrize("context", [1, 4])
 def test_no_block_of_scores_is_stacked_in_checkpointed_layers(context):
     """Splitting a checkpointed loop by what depends on its input must not work masks out for all pairs of blocks."""
-    program = small_program({"model.attention": "chunked", "model.attention_chunk": 4, "mesh.context": context,
-                             "remat.policy": "full"}, context)
+    program = small_program(
+        {"model.attention": "chunked", "model.attention_chunk": 4, "mesh.context": context, "remat.policy": "full"},
+        context,
+    )
     found = set(stacked(jax.make_jaxpr(program.step)(program.state, program.batch_shapes).jaxpr))
     assert found  # the residual stream of the layers, for one
     # A stack of score blocks [pairs, B, G, R, c, c] or of query blocks [pairs, B, G, R, c, K] has six dimensions.

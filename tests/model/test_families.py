@@ -16,11 +16,23 @@ from support.toy import fixed_batches, small_program
 # Those of Qwen2 and of Qwen3 at once.
 FAMILIES = {
     "qwen": {"model.qkv_bias": True, "model.qk_norm": True},
-    "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5, "model.norm": "rmsnorm_offset",
-               "model.post_norms": True, "model.mlp": "geglu", "model.embed_scale": 32 ** 0.5,
-               "model.tie_embeddings": True, "model.logits_softcap": 3.0},
-    "gemma3": {"model.qk_norm": True, "model.norm": "rmsnorm_offset", "model.rope_local_theta": 100.0,
-               "model.global_every": 2, "model.rope_scaling": "(8.0,)"},
+    "gemma2": {
+        "model.attention_scale": 0.25,
+        "model.attention_softcap": 1.5,
+        "model.norm": "rmsnorm_offset",
+        "model.post_norms": True,
+        "model.mlp": "geglu",
+        "model.embed_scale": 32**0.5,
+        "model.tie_embeddings": True,
+        "model.logits_softcap": 3.0,
+    },
+    "gemma3": {
+        "model.qk_norm": True,
+        "model.norm": "rmsnorm_offset",
+        "model.rope_local_theta": 100.0,
+        "model.global_every": 2,
+        "model.rope_scaling": "(8.0,)",
+    },
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 
@@ -51,15 +63,17 @@ def turned(x_BLHK, m, layer):
     local = m.global_every and (layer + 1) % m.global_every
     base, slower = (m.rope_local_theta, 1) if local else (m.rope_theta, m.rope_scaling[0] if m.rope_scaling else 1)
     angle_LK = np.arange(L)[:, None] / slower * base ** (-np.arange(0, K, 2) / K)
-    z = (x_BLHK[..., : K // 2] + 1j * x_BLHK[..., K // 2:]) * np.exp(1j * angle_LK)[None, :, None]
+    z = (x_BLHK[..., : K // 2] + 1j * x_BLHK[..., K // 2 :]) * np.exp(1j * angle_LK)[None, :, None]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
 def plain_attention(p, x, m, layer):
     q, k, v = (jnp.einsum("bld,dhk->blhk", x, p[f"w_{name}"]) + p.get(f"b_{name}", 0.0) for name in "qkv")
     if m.qk_norm:
-        q, k = (rms(y, p[name]["scale"] + (m.norm == "rmsnorm_offset"), m.norm_eps)
-                for y, name in ((q, "norm_q"), (k, "norm_k")))
+        q, k = (
+            rms(y, p[name]["scale"] + (m.norm == "rmsnorm_offset"), m.norm_eps)
+            for y, name in ((q, "norm_q"), (k, "norm_k"))
+        )
     q, k = turned(q, m, layer), turned(k, m, layer)
     k, v = (jnp.repeat(y, m.n_heads // m.n_kv_heads, 2) for y in (k, v))
     scores = jnp.einsum("blhk,bshk->bhls", q, k) * (m.attention_scale or 1 / np.sqrt(m.d_head))
@@ -70,6 +84,7 @@ def plain_attention(p, x, m, layer):
 
 def plain_logits(params, tokens, m):
     """The whole model, a layer after the other, by the formulas of its papers."""
+
     def norm(tree, x):
         return rms(x, tree["scale"] + (m.norm == "rmsnorm_offset"), m.norm_eps)
 
@@ -97,13 +112,19 @@ def values(family):
     rng = np.random.default_rng(5)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: np.float32(0.3 * rng.standard_normal(leaf.shape) + (path[-1].key == "scale")),
-        small_program({**SHAPE, **FAMILIES[family]}).state.params)
+        small_program({**SHAPE, **FAMILIES[family]}).state.params,
+    )
 
 
 def by_layer(tree):
     """The blocks of a tree, stacked, as a tree for each layer."""
-    return {**tree, "blocks": {layer: jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree["blocks"])
-                               for layer in range(SHAPE["model.n_layers"])}}
+    return {
+        **tree,
+        "blocks": {
+            layer: jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree["blocks"])
+            for layer in range(SHAPE["model.n_layers"])
+        },
+    }
 
 
 def batch_of(program):
@@ -122,6 +143,7 @@ def found(family, overrides, devices=1):
 @pytest.fixture(scope="module")
 def plain():
     """(loss, gradients) by the plain formulas, of a family."""
+
     @functools.cache
     def of(family):
         program = small_program({**SHAPE, **FAMILIES[family]})
@@ -135,8 +157,9 @@ def plain():
 def assert_same(one, other, rtol=2e-5):
     np.testing.assert_allclose(one[0], other[0], rtol=rtol)
     for (path, a), b in zip(jax.tree.leaves_with_path(one[1]), jax.tree.leaves(other[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=10 * rtol, atol=rtol * np.abs(b).max(),
-                                   err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            a, b, rtol=10 * rtol, atol=rtol * np.abs(b).max(), err_msg=jax.tree_util.keystr(path)
+        )
 
 
 WAYS = {
@@ -145,16 +168,35 @@ WAYS = {
     "chunked": {"model.attention": "chunked", "model.attention_chunk": 8, "remat.policy": "full"},
     "unrolled": {"model.scan": False, "remat.policy": "selective"},
     # The scale of a head's norm is summed over tokens and heads, wherever these are.
-    "sharded": {"mesh.tensor": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.sequence_parallel": True, "batch.micro": 2,
-                "remat.policy": "selective"},
+    "sharded": {
+        "mesh.tensor": 2,
+        "mesh.fsdp": 2,
+        "mesh.context": 2,
+        "mesh.sequence_parallel": True,
+        "batch.micro": 2,
+        "remat.policy": "selective",
+    },
 }
 
 
-@pytest.mark.parametrize(("family", "way"), [
-    ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded"),
-    ("gemma2", "naive"), ("gemma2", "chunked"), ("gemma2", "sharded"),
-    ("gemma2", "unrolled"), ("gemma2", "tiles"),
-    ("gemma3", "naive"), ("gemma3", "chunked"), ("gemma3", "unrolled"), ("gemma3", "sharded")])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("qwen", "naive"),
+        ("qwen", "chunked"),
+        ("qwen", "unrolled"),
+        ("qwen", "sharded"),
+        ("gemma2", "naive"),
+        ("gemma2", "chunked"),
+        ("gemma2", "sharded"),
+        ("gemma2", "unrolled"),
+        ("gemma2", "tiles"),
+        ("gemma3", "naive"),
+        ("gemma3", "chunked"),
+        ("gemma3", "unrolled"),
+        ("gemma3", "sharded"),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_plain_formulas(family, way, plain):
     (loss, grads), (wanted, wanted_grads) = found(family, WAYS[way], 8 if way == "sharded" else 1), plain(family)
     assert_same((loss, grads), (wanted, by_layer(wanted_grads) if way == "unrolled" else wanted_grads))
@@ -171,7 +213,7 @@ def test_gradients_of_head_norms_are_summed_in_the_dtype_that_devices_send(plain
 
 def test_the_scale_of_an_embedding_is_rounded_to_the_dtype_that_is_computed_in():
     """As transformers has it: the root of 3072 is 55.4256, in bfloat16 55.5."""
-    program = small_program({"precision.preset": "bf16", "model.embed_scale": 3072 ** 0.5})
+    program = small_program({"precision.preset": "bf16", "model.embed_scale": 3072**0.5})
     model = program.transformer(nnx.Rngs(params=0))
     tokens_BL = jnp.arange(6)[None]
     one = model.w_token[...][tokens_BL].astype(jnp.bfloat16)
@@ -205,7 +247,9 @@ def test_gelus(kind, formula):
 
 
 def test_new_parameters_are_counted_where_they_belong():
-    counts = [parameters_by_component(small_program(fields).state.params)
-              for fields in ({}, {**FAMILIES["qwen"], "model.post_norms": True})]
+    counts = [
+        parameters_by_component(small_program(fields).state.params)
+        for fields in ({}, {**FAMILIES["qwen"], "model.post_norms": True})
+    ]
     more = {name: counts[1][name] - counts[0][name] for name in counts[1] if counts[1][name] != counts[0][name]}
     assert more == {"norms": 3 * (2 * 8 + 2 * 32), "attention": 3 * (4 + 2 + 2) * 8}

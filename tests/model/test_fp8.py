@@ -34,21 +34,28 @@ def test_scales_by_hand():
     x = jnp.array([[1.0, -2.0, 448.0, 0.5], [0.0, 0.0, 0.0, 0.0], [3.0, 7.0, -14.0, 1e-3]])
     q = quantize(x, (1, 2))
     np.testing.assert_array_max_ulp(np.asarray(q.scale), np.float32([[2, 448], [448, 448], [7, 14]]) / 448, 1)
-    np.testing.assert_array_equal(q.values.astype(jnp.float32), [[224, -448, 448, 0.5], [0, 0, 0, 0],
-                                                                 [192, 448, -448, 0.03125]])
+    np.testing.assert_array_equal(
+        q.values.astype(jnp.float32), [[224, -448, 448, 0.5], [0, 0, 0, 0], [192, 448, -448, 0.03125]]
+    )
     assert q.values.dtype == FP8 and q.scale.dtype == jnp.float32
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(shape=st.sampled_from([(1, 1), (3, 128), (130, 257), (256, 300)]), tile=st.sampled_from([(1, 128), (128, 128)]),
-       decades=st.integers(0, 30), seed=st.integers(0, 99))
+@given(
+    shape=st.sampled_from([(1, 1), (3, 128), (130, 257), (256, 300)]),
+    tile=st.sampled_from([(1, 128), (128, 128)]),
+    decades=st.integers(0, 30),
+    seed=st.integers(0, 99),
+)
 def test_an_element_is_off_by_a_sixteenth_at_most(shape, tile, decades, seed):
     """And by 2^-10 of the scale where that is more; a last short tile has a scale of its own, its largest over 448."""
     x = np.asarray(normal(seed, *shape)) * np.float32(10.0 ** (np.random.default_rng(seed).random(shape) * -decades))
     q = jax.jit(quantize, static_argnums=1)(jnp.asarray(x), tile)
     assert q.scale.shape == tuple(-(-size // width) for size, width in zip(shape, tile))
-    largest = [[np.abs(x[i: i + tile[0], j: j + tile[1]]).max() for j in range(0, shape[1], tile[1])]
-               for i in range(0, shape[0], tile[0])]
+    largest = [
+        [np.abs(x[i : i + tile[0], j : j + tile[1]]).max() for j in range(0, shape[1], tile[1])]
+        for i in range(0, shape[0], tile[0])
+    ]
     # A compiler multiplies by 1/448, which may be off in the last place.
     np.testing.assert_array_max_ulp(np.asarray(q.scale), np.float32(largest) / np.float32(MAX), 1)
     each = np.repeat(np.repeat(q.scale, tile[0], 0), tile[1], 1)[: shape[0], : shape[1]]
@@ -129,7 +136,8 @@ def test_every_product_multiplies_quantized_rows():
     blocked = dequantize(quantize(w_CN, (128, 128)), (128, 128))
     by_token = dequantize(quantize(features, (128, 1)), (128, 1))
     close = lambda ours, want: np.testing.assert_allclose(  # noqa: E731
-        ours.reshape(want.shape), want, rtol=1e-4, atol=2e-4)
+        ours.reshape(want.shape), want, rtol=1e-4, atol=2e-4
+    )
     close(y, features @ blocked)
     close(dx, dequantize(quantize(dy_TN, (1, 128)), (1, 128)) @ blocked.T)
     close(dw, by_token.T @ dequantize(quantize(dy_TN, (128, 1)), (128, 1)))
@@ -138,8 +146,7 @@ def test_every_product_multiplies_quantized_rows():
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}])
 def test_shards_of_whole_tiles_give_the_same(sizes):
     """Products and gradients divided over devices, tiles within each: equal up to the order of float32 sums."""
-    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **sizes},
-                              jax.devices()[: math.prod(sizes.values())]))
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **sizes}, jax.devices()[: math.prod(sizes.values())]))
     spec, axes = "blf,fd->bld", [("d_ff", "d_model")]
     x, w, dy = normal(0, 4, 256, 256), normal(1, 256, 128), normal(2, 4, 256, 128)
 
@@ -154,8 +161,14 @@ def test_shards_of_whole_tiles_give_the_same(sizes):
 
 # ---- training -----------------------------------------------------------------------------------------------
 
-WIDE = {"model.d_model": 128, "model.d_head": 32, "model.n_layers": 2, "model.d_ff": 256, "data.seq_len": 64,
-        "optimizer.learning_rate": 3e-3}
+WIDE = {
+    "model.d_model": 128,
+    "model.d_head": 32,
+    "model.n_layers": 2,
+    "model.d_ff": 256,
+    "data.seq_len": 64,
+    "optimizer.learning_rate": 3e-3,
+}
 
 
 def losses(overrides, devices=1, **keywords):
@@ -186,10 +199,23 @@ def alone():
     return losses(REMAT, steps=3)
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [
-    ({"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 4}, 8),
-    ({"mesh.strategy": "zero1", "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2, "batch.accumulation": 2,
-      "batch.mode": "scan"}, 4)])
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [
+        ({"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 4}, 8),
+        (
+            {
+                "mesh.strategy": "zero1",
+                "mesh.fsdp": 2,
+                "mesh.tensor": 2,
+                "batch.micro": 2,
+                "batch.accumulation": 2,
+                "batch.mode": "scan",
+            },
+            4,
+        ),
+    ],
+)
 def test_losses_of_layouts(mesh, devices):
     """Ring, tensor and sequence parallel with recomputation; ranks on their own with tensor parallelism within."""
     np.testing.assert_allclose(losses({**REMAT, **mesh}, devices, steps=3), alone(), rtol=2e-3)
@@ -207,8 +233,9 @@ def test_model_flops_are_those_of_bf16():
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
 def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
     keys = {**WIDE, "remat.policy": policy, "model.attention": attention}
-    kept = {preset: crossing(gradient(small_program({**keys, "precision.preset": preset})))
-            for preset in ("fp8", "bf16")}
+    kept = {
+        preset: crossing(gradient(small_program({**keys, "precision.preset": preset}))) for preset in ("fp8", "bf16")
+    }
     for name, (values, scales) in fp8_expected(keys, 8 * 64).items():
         if name == "context" and attention != "naive":  # which its own gradient reads
             assert kept["fp8"][name] == kept["bf16"][name] == 2 * 2 * values and not kept["fp8"]["context_fp8"]
@@ -217,21 +244,29 @@ def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
         assert [kept["fp8"][f"{name}_{part}"] for part in ("fp8", "scale")] == ours
         assert kept["bf16"][name] == 2 * 2 * values and name not in kept["fp8"]
         assert sum(ours) <= 0.53 * kept["bf16"][name]
-    rest = lambda found: {name: size for name, size in found.items()  # noqa: E731
-                          if name.removesuffix("_fp8").removesuffix("_scale") not in FP8_INPUTS}
+    rest = lambda found: {
+        name: size
+        for name, size in found.items()  # noqa: E731
+        if name.removesuffix("_fp8").removesuffix("_scale") not in FP8_INPUTS
+    }
     assert rest(kept["fp8"]) == rest(kept["bf16"])
 
 
 @pytest.mark.parametrize("policy", ["full", "minimal", "dots", "dots_no_batch"])
 def test_policies_of_results_keep_what_they_keep_in_bf16(policy):
-    kept = [sum(crossing(gradient(small_program({"remat.policy": policy, "precision.preset": preset}))).values())
-            for preset in ("fp8", "bf16")]
+    kept = [
+        sum(crossing(gradient(small_program({"remat.policy": policy, "precision.preset": preset}))).values())
+        for preset in ("fp8", "bf16")
+    ]
     assert kept[0] == kept[1]
 
 
 def test_custom_policies_know_the_names():
-    found = crossing(gradient(small_program({"precision.preset": "fp8", "remat.policy": "custom",
-                                             "remat.save": "act_fp8,act_scale"})))
+    found = crossing(
+        gradient(
+            small_program({"precision.preset": "fp8", "remat.policy": "custom", "remat.save": "act_fp8,act_scale"})
+        )
+    )
     assert set(found) == {INPUT, "act_fp8", "act_scale"}
     with pytest.raises(ValueError, match="'act_fp8' does not occur in this program"):
         small_program({"precision.preset": "bf16", "remat.policy": "custom", "remat.save": "act_fp8"})

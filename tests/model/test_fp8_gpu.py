@@ -14,11 +14,23 @@ from bytescope.train.program import build
 from support.described import described
 from support.toy import fp8_expected, small_config
 
-GPU = {"model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64, "model.d_ff": 512,
-       "model.n_layers": 4, "model.vocab_size": 640, "model.max_seq_len": 1024, "data.seq_len": 1024, "batch.micro": 2}
+GPU = {
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 64,
+    "model.d_ff": 512,
+    "model.n_layers": 4,
+    "model.vocab_size": 640,
+    "model.max_seq_len": 1024,
+    "data.seq_len": 1024,
+    "batch.micro": 2,
+}
 # jax announces from 0.11 on that Pallas will drop the backend of model/fp8/kernel.py; it works still.
-pytestmark = [pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-              pytest.mark.usefixtures("assembler")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("assembler"),
+]
 
 
 @functools.cache
@@ -33,8 +45,11 @@ def test_native_products_on_a_described_h100():
     program, compilation = compiled("fp8")
     assert program.matmul == ("fp8_native", "NVIDIA H100 80GB HBM3 has fp8 units")
     text = compilation.compiled.as_text()
-    kernels = re.findall(r"(bf16\[\S+?\])\S* custom-call\(.*?__gpu\$xla\.gpu\.triton.*?operand_layout_constraints="
-                         r"\{(f8e4m3fn\[\S+?\])\S*?, (f8e4m3fn\[\S+?\])", text)
+    kernels = re.findall(
+        r"(bf16\[\S+?\])\S* custom-call\(.*?__gpu\$xla\.gpu\.triton.*?operand_layout_constraints="
+        r"\{(f8e4m3fn\[\S+?\])\S*?, (f8e4m3fn\[\S+?\])",
+        text,
+    )
     assert len(kernels) == 3 * 7  # forward, and both gradients
     assert ("bf16[2048,512]", "f8e4m3fn[2048,256]", "f8e4m3fn[512,256]") in kernels  # gate and up
     assert ("bf16[256,512]", "f8e4m3fn[256,2048]", "f8e4m3fn[512,2048]") in kernels  # the gradient of their weights
@@ -66,6 +81,8 @@ def test_the_choice_and_its_reason():
     assert choose_matmul(fp8, Card("9.0"))[0] == choose_matmul(fp8, Card("8.9"))[0] == "fp8_native"
     for older in ("8.0", "gfx942"):
         assert choose_matmul(fp8, Card(older)) == (
-            "fp8_emulated", "same quantization, multiplied in float32: card is not known to have fp8 units")
+            "fp8_emulated",
+            "same quantization, multiplied in float32: card is not known to have fp8 units",
+        )
     assert choose_matmul(fp8, jax.devices()[0])[0] == "fp8_emulated"
     assert choose_matmul(PRECISIONS["bf16"], Card("9.0")) == ("wide", "in bfloat16")

@@ -35,6 +35,7 @@ def halves(rows: np.ndarray) -> np.ndarray:
 
 def ours(theirs: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
     """Weights of transformers' module, or gradients of them, as ours."""
+
     def heads(name: str) -> np.ndarray:
         rows = theirs[f"{name}.weight"]
         return np.moveaxis(rows.reshape(H, -1, rows.shape[-1]), -1, 0)
@@ -43,13 +44,21 @@ def ours(theirs: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
         return np.concatenate([x[..., :start], halves(x[..., start:])], axis=-1)
 
     kv = heads("kv_b_proj")
-    found = {"w_kv_down": rotated(theirs["kv_a_proj_with_mqa.weight"].T, RANK), "w_k_up": kv[..., :K],
-             "w_v_up": kv[..., K:], "norm_kv_latent": theirs["kv_a_layernorm.weight"],
-             "w_o": theirs["o_proj.weight"].T.reshape(H, VALUE, D)}
+    found = {
+        "w_kv_down": rotated(theirs["kv_a_proj_with_mqa.weight"].T, RANK),
+        "w_k_up": kv[..., :K],
+        "w_v_up": kv[..., K:],
+        "norm_kv_latent": theirs["kv_a_layernorm.weight"],
+        "w_o": theirs["o_proj.weight"].T.reshape(H, VALUE, D),
+    }
     if not rank:
         return {**found, "w_q": rotated(heads("q_proj"), K)}
-    return {**found, "w_q_down": theirs["q_a_proj.weight"].T, "w_q_up": rotated(heads("q_b_proj"), K),
-            "norm_q_latent": theirs["q_a_layernorm.weight"]}
+    return {
+        **found,
+        "w_q_down": theirs["q_a_proj.weight"].T,
+        "w_q_up": rotated(heads("q_b_proj"), K),
+        "norm_q_latent": theirs["q_a_layernorm.weight"],
+    }
 
 
 def reference(rank: int, x_BLD: np.ndarray, weight_BLD: np.ndarray):
@@ -60,10 +69,21 @@ def reference(rank: int, x_BLD: np.ndarray, weight_BLD: np.ndarray):
 
     torch.manual_seed(0)
     shape = DeepseekV3Config(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=rank or None, kv_lora_rank=RANK,
-        qk_rope_head_dim=ROPE, qk_nope_head_dim=K, v_head_dim=VALUE, rope_interleave=True, attention_bias=False,
-        max_position_embeddings=64, attn_implementation="eager", num_hidden_layers=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+        hidden_size=D,
+        num_attention_heads=H,
+        num_key_value_heads=H,
+        q_lora_rank=rank or None,
+        kv_lora_rank=RANK,
+        qk_rope_head_dim=ROPE,
+        qk_nope_head_dim=K,
+        v_head_dim=VALUE,
+        rope_interleave=True,
+        attention_bias=False,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+        num_hidden_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
     module = theirs.DeepseekV3Attention(shape, 0)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
@@ -86,8 +106,9 @@ def test_output_and_gradients_are_those_of_transformers(rank):
     params = nnx.to_pure_dict(state)
     assert set(params) == set(weights)
     # `ours` names the scale of a norm by the norm.
-    params = {name: {"scale": jnp.asarray(w)} if name.startswith("norm") else jnp.asarray(w)
-              for name, w in weights.items()}
+    params = {
+        name: {"scale": jnp.asarray(w)} if name.startswith("norm") else jnp.asarray(w) for name, w in weights.items()
+    }
 
     def weighed(params, x_BLD):
         y_BLD = attend(nnx.merge(graph, params), x_BLD)
@@ -101,7 +122,9 @@ def test_output_and_gradients_are_those_of_transformers(rank):
 
 
 KEYS = {f"model.{name}": value for name, value in {**MLA, "mla_q_rank": 12, "mla_d_value": 6}.items()} | {
-    "model.mla_kv_rank": 16, "model.n_layers": 2}
+    "model.mla_kv_rank": 16,
+    "model.n_layers": 2,
+}
 
 
 def gradients(**changes):
@@ -116,10 +139,21 @@ def plain():
     return gradients(**{"model.attention": "naive"})
 
 
-@pytest.mark.parametrize("changes", [
-    {"model.attention": "chunked", "model.attention_chunk": 8}, {"remat.policy": "full"}, {"remat.policy": "minimal"},
-    {"model.attention": "chunked", "model.attention_chunk": 8, "remat.policy": "custom",
-     "remat.save": "kv_latent,k_rope,q,lse"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.attention": "chunked", "model.attention_chunk": 8},
+        {"remat.policy": "full"},
+        {"remat.policy": "minimal"},
+        {
+            "model.attention": "chunked",
+            "model.attention_chunk": 8,
+            "remat.policy": "custom",
+            "remat.save": "kv_latent,k_rope,q,lse",
+        },
+    ],
+    ids=str,
+)
 def test_kernels_and_policies_give_the_same_gradients(changes, plain):
     found = gradients(**{"model.attention": "naive", **changes})
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
@@ -146,28 +180,53 @@ def test_shards_give_the_losses_of_one_device():
 
 def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
     """One dense layer, two of experts in groups with a shared one; none dropped."""
-    keys = {**KEYS, "model.n_layers": 3, "model.experts": 8, "model.experts_per_token": 3, "model.d_expert": 16,
-            "model.shared_experts": 1, "model.dense_layers": 1, "model.router": "sigmoid", "model.router_bias": True,
-            "model.router_groups": 4, "model.router_top_groups": 2, "model.router_scale": 2.5,
-            "model.moe_kernel": "capacity", "model.capacity_factor": 8.0, "remat.policy": "full"}
+    keys = {
+        **KEYS,
+        "model.n_layers": 3,
+        "model.experts": 8,
+        "model.experts_per_token": 3,
+        "model.d_expert": 16,
+        "model.shared_experts": 1,
+        "model.dense_layers": 1,
+        "model.router": "sigmoid",
+        "model.router_bias": True,
+        "model.router_groups": 4,
+        "model.router_top_groups": 2,
+        "model.router_scale": 2.5,
+        "model.moe_kernel": "capacity",
+        "model.capacity_factor": 8.0,
+        "remat.policy": "full",
+    }
     mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.expert": 2, "batch.micro": 1}
     one, shared = small_program(keys), small_program({**keys, **mesh}, 8)
     assert shared.state.params["blocks"]["experts"]["w_up"].sharding.shard_shape((2, 8, 32, 16)) == (2, 4, 16, 16)
     np.testing.assert_allclose(run_losses(shared, 3), run_losses(one, 3), rtol=2e-5)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"qk_norm": True}, "model.qk_norm=true with model.attention_kind=mla"), ({"mla_d_rope": 5}, "is odd"),
-    ({"n_kv_heads": 2}, "set model.n_kv_heads=4"), ({"position": "learned"}, "set model.position=rope")], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_norm": True}, "model.qk_norm=true with model.attention_kind=mla"),
+        ({"mla_d_rope": 5}, "is odd"),
+        ({"n_kv_heads": 2}, "set model.n_kv_heads=4"),
+        ({"position": "learned"}, "set model.position=rope"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_built(changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(**changes)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"mesh.context": 2}, "mesh.context=2: ring attention"),
-    ({"lora.rank": 4}, "lora.rank=4 with model.attention_kind"),
-    ({"model.attention_kind": "mha"}, "model.attention_kind='mha'")], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.context": 2}, "mesh.context=2: ring attention"),
+        ({"lora.rank": 4}, "lora.rank=4 with model.attention_kind"),
+        ({"model.attention_kind": "mha"}, "model.attention_kind='mha'"),
+    ],
+    ids=str,
+)
 def test_what_latent_attention_does_not_go_with(changes, message):
     with pytest.raises(ValueError, match=message):
         small_program({**KEYS, **changes}, 2)
@@ -176,8 +235,10 @@ def test_what_latent_attention_does_not_go_with(changes, message):
 def test_heads_too_wide_for_cudnn_take_the_chunked_kernel():
     kernel, why = choose_kernel(config_of(attention="auto", d_head=128, mla_d_rope=64), PRECISIONS["bf16"], "gpu", 4096)
     assert kernel == "chunked" and "not 192, model.d_head=128 and model.mla_d_rope=64" in why
-    assert choose_kernel(config_of(attention="auto", mla_d_rope=8, mla_d_value=8), PRECISIONS["bf16"], "gpu",
-                         4096)[0] == "cudnn"
+    assert (
+        choose_kernel(config_of(attention="auto", mla_d_rope=8, mla_d_value=8), PRECISIONS["bf16"], "gpu", 4096)[0]
+        == "cudnn"
+    )
 
 
 def test_deepseek_v3_has_its_published_size():

@@ -16,8 +16,11 @@ from bytescope.train.parallel.layout import Layout
 
 QUANTIZED = [base for base, row in BASES.items() if row]
 # As stored: one dimension in and two out, two in and one out, one and one.
-MATRICES = [Matrix((128, 2, 32), ("d_model", "heads", "d_head"), 1),
-            Matrix((4, 32, 128), ("heads", "d_head", "d_model"), 2), Matrix((128, 192), ("d_model", "d_ff"), 1)]
+MATRICES = [
+    Matrix((128, 2, 32), ("d_model", "heads", "d_head"), 1),
+    Matrix((4, 32, 128), ("heads", "d_head", "d_model"), 2),
+    Matrix((128, 192), ("d_model", "d_ff"), 1),
+]
 
 
 def weights(outputs, inputs, seed=0):
@@ -118,7 +121,8 @@ def test_round_trip(base, error, matrix):
     w_OI = weights(outputs, inputs, seed=3)
     arrays = table.quantize(base, matrix, [w_OI.T[:, :50], w_OI.T[:, 50:]])
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
-        name: (part.shape, part.dtype) for name, part in parts_of(base, matrix).items()}
+        name: (part.shape, part.dtype) for name, part in parts_of(base, matrix).items()
+    }
     found = table.dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE)
     assert found.shape == matrix.shape
     codes, scale = BASES[base].encode(w_OI)
@@ -147,8 +151,9 @@ def test_devices_quantize_as_the_host_does(base):
         found = jax.jit(lambda w: table.quantize_on_device(base, matrix, w))(array)
         for name, one in expected.items():
             np.testing.assert_array_equal(np.asarray(found[name]), one, err_msg=name)
-    arrays = {name: jax.device_put(expected[name], layout.stored(part.axes))
-              for name, part in parts_of(base, matrix).items()}
+    arrays = {
+        name: jax.device_put(expected[name], layout.stored(part.axes)) for name, part in parts_of(base, matrix).items()
+    }
     assert not arrays["codes"].is_fully_replicated
     read = jax.jit(lambda arrays, place: table.dequantize(base, matrix, arrays, jnp.bfloat16, place), static_argnums=1)
     np.testing.assert_array_equal(np.asarray(read(arrays, layout)), np.asarray(read(expected, HERE)))

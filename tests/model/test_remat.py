@@ -57,27 +57,42 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * largest)
 
 
-@pytest.mark.parametrize("arithmetic", [
-    {}, {"model.scan": False}, {"model.attention": "chunked", "model.attention_chunk": 8}, {"model.dropout": 0.1}],
-    ids=["scan", "unrolled", "chunked", "dropout"])
+@pytest.mark.parametrize(
+    "arithmetic",
+    [{}, {"model.scan": False}, {"model.attention": "chunked", "model.attention_chunk": 8}, {"model.dropout": 0.1}],
+    ids=["scan", "unrolled", "chunked", "dropout"],
+)
 @pytest.mark.parametrize("policy", sorted(set(NAMED) - {"none"}))
 def test_gradients_equal_none(policy, arithmetic, kept):
     assert_same(gradients({**arithmetic, "remat.policy": policy}), kept(**arithmetic))
 
 
-@pytest.mark.parametrize("overrides", [
-    {"remat.policy": "full", "remat.granularity": "parts"}, {"remat.policy": "custom", "remat.save": "up,context"},
-    {"remat.policy": "full", "remat.layers": "0-1:none,2-4:dots"}, {"remat.policy": "sqrt", "remat.layers": "3-4:none"},
-    {"remat.layers": "0-2:sqrt", "model.scan": False}, {"remat.policy": "custom", "remat.offload": "block_in,mid"}],
-    ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"remat.policy": "full", "remat.granularity": "parts"},
+        {"remat.policy": "custom", "remat.save": "up,context"},
+        {"remat.policy": "full", "remat.layers": "0-1:none,2-4:dots"},
+        {"remat.policy": "sqrt", "remat.layers": "3-4:none"},
+        {"remat.layers": "0-2:sqrt", "model.scan": False},
+        {"remat.policy": "custom", "remat.offload": "block_in,mid"},
+    ],
+    ids=str,
+)
 def test_ranges_granularity_and_custom_equal_none(overrides, kept):
     arithmetic = {key: value for key, value in overrides.items() if not key.startswith("remat.")}
     assert_same(gradients(overrides), kept(**arithmetic))
 
 
-NAME_SETS = st.sets(st.sampled_from(sorted(
-    {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS})),
-    min_size=1, max_size=6)
+NAME_SETS = st.sets(
+    st.sampled_from(
+        sorted(
+            {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS}
+        )
+    ),
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -86,18 +101,25 @@ def test_any_set_of_names_gives_the_same_gradients(kept, names, scan):
     arithmetic = {} if scan else {"model.scan": False}
     traced = names - {"lse", "attn_out_mask", "mlp_out_mask"}
     if traced:
-        assert_same(gradients({**arithmetic, "remat.policy": "custom", "remat.save": ",".join(sorted(traced))}),
-                    kept(**arithmetic))
+        assert_same(
+            gradients({**arithmetic, "remat.policy": "custom", "remat.save": ",".join(sorted(traced))}),
+            kept(**arithmetic),
+        )
 
 
 ONE, FSDP, TENSOR = {}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 # Every pair of (scanned or not, accumulation, mesh, kernel) is in some row: policy, scan, mode, mesh, kernel.
 EVERYWHERE = [
-    ("sqrt", True, "scan", FSDP, "chunked"), ("selective", False, "multisteps", TENSOR, "naive"),
-    ("minimal", True, "multisteps", FSDP, "chunked"), ("dots_no_batch", False, "scan", ONE, "chunked"),
-    ("offload", False, "scan", FSDP, "naive"), ("full", False, "multisteps", ONE, "chunked"),
-    ("custom", True, "scan", TENSOR, "naive"), ("offload_dots", True, "multisteps", ONE, "naive"),
-    ("dots", False, "scan", TENSOR, "chunked"), ("none", True, "scan", ONE, "naive"),
+    ("sqrt", True, "scan", FSDP, "chunked"),
+    ("selective", False, "multisteps", TENSOR, "naive"),
+    ("minimal", True, "multisteps", FSDP, "chunked"),
+    ("dots_no_batch", False, "scan", ONE, "chunked"),
+    ("offload", False, "scan", FSDP, "naive"),
+    ("full", False, "multisteps", ONE, "chunked"),
+    ("custom", True, "scan", TENSOR, "naive"),
+    ("offload_dots", True, "multisteps", ONE, "naive"),
+    ("dots", False, "scan", TENSOR, "chunked"),
+    ("none", True, "scan", ONE, "naive"),
 ]
 
 
@@ -105,10 +127,24 @@ def updates(policy, scan, mode, mesh, kernel):
     """Losses of three updates of two micro-batches each, the same sequences on every mesh."""
     ranks = mesh.get("mesh.data", 1) * mesh.get("mesh.fsdp", 1)
     names = {"remat.save": "up,context,k_rot"} if policy == "custom" else {}
-    return run_losses(small_program({
-        "remat.policy": policy, **names, "model.scan": scan, "model.n_layers": 4, "batch.mode": mode,
-        "batch.accumulation": 2, "batch.micro": 8 // ranks, "model.attention": kernel, "model.attention_chunk": 8,
-        **mesh}, 8 if mesh else 1), steps=3)
+    return run_losses(
+        small_program(
+            {
+                "remat.policy": policy,
+                **names,
+                "model.scan": scan,
+                "model.n_layers": 4,
+                "batch.mode": mode,
+                "batch.accumulation": 2,
+                "batch.micro": 8 // ranks,
+                "model.attention": kernel,
+                "model.attention_chunk": 8,
+                **mesh,
+            },
+            8 if mesh else 1,
+        ),
+        steps=3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,27 +169,44 @@ def names_of(found):
 SELECTIVE = {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_norm", "gate", "up", "act"}
 
 
-@pytest.mark.parametrize(("policy", "names", "fields"), [
-    ("full", {"x"}, {}), ("selective", SELECTIVE, {}),
-    ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"}, {}),
-    ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True}),
-    ("selective", SELECTIVE | {"attn_out", "mlp_out"}, {"model.post_norms": True})])
+@pytest.mark.parametrize(
+    ("policy", "names", "fields"),
+    [
+        ("full", {"x"}, {}),
+        ("selective", SELECTIVE, {}),
+        ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"}, {}),
+        ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True}),
+        ("selective", SELECTIVE | {"attn_out", "mlp_out"}, {"model.post_norms": True}),
+    ],
+)
 def test_exactly_the_named_tensors_are_kept(capsys, policy, names, fields):
     assert names_of(of_tokens(block_residuals(capsys, **{"remat.policy": policy, **fields}))) == names
 
 
 def test_none_keeps_more_than_any_and_full_the_least(capsys):
-    sizes = {policy: sum(math.prod(shape) * itemsize for _, shape, itemsize in
-                         of_tokens(block_residuals(capsys, **{"remat.policy": policy})))
-             for policy in ("none", "selective", "minimal", "dots_no_batch", "full")}
+    sizes = {
+        policy: sum(
+            math.prod(shape) * itemsize
+            for _, shape, itemsize in of_tokens(block_residuals(capsys, **{"remat.policy": policy}))
+        )
+        for policy in ("none", "selective", "minimal", "dots_no_batch", "full")
+    }
     assert sizes["none"] > sizes["selective"] > sizes["minimal"] >= sizes["dots_no_batch"] > sizes["full"]
     assert sizes["full"] == 2 * 16 * 32 * 4
 
 
 def test_selective_keeps_megatrons_34_sbh(capsys):
     """Korthikanti et al. 2022, equation 4: 34 bytes a position and width in 16-bit floats, masks at one byte."""
-    gpt = {"model.norm": "layernorm", "model.mlp": "gelu", "model.position": "learned", "model.bias": True,
-           "model.n_kv_heads": 4, "model.d_ff": 128, "model.dropout": 0.1, "precision.preset": "bf16"}
+    gpt = {
+        "model.norm": "layernorm",
+        "model.mlp": "gelu",
+        "model.position": "learned",
+        "model.bias": True,
+        "model.n_kv_heads": 4,
+        "model.d_ff": 128,
+        "model.dropout": 0.1,
+        "precision.preset": "bf16",
+    }
     found = of_tokens(block_residuals(capsys, **gpt, **{"remat.policy": "selective"}))
     size = sum(math.prod(shape) * itemsize for _, shape, itemsize in found)
     assert size == 34 * (2 * 16 * 32)
@@ -171,8 +224,13 @@ def test_recomputed_flops_are_exact():
     D, F, H, G, K, S = model.d_model, model.d_ff, model.n_heads, model.n_kv_heads, model.d_head, program.batch.seq_len
     core, qkv, out, up = 4 * H * K * S, 2 * D * K * (H + 2 * G), 2 * D * H * K, 2 * 2 * D * F
     # The down projection is never needed again: nothing reads its output but the residual stream.
-    again = {"full": qkv + core + out + up, "selective": 2 * H * K * S, "minimal": 2 * H * K * S,
-             "dots_no_batch": core, "dots": 0}
+    again = {
+        "full": qkv + core + out + up,
+        "selective": 2 * H * K * S,
+        "minimal": 2 * H * K * S,
+        "dots_no_batch": core,
+        "dots": 0,
+    }
     for policy, per_token in again.items():
         found = counted(**{"remat.policy": policy})[1]
         assert found.recomputed == model.n_layers * tokens * per_token, policy
@@ -182,8 +240,10 @@ def test_recomputed_flops_are_exact():
 
 
 def test_square_root_checkpointing_keeps_a_third_of_full_at_64_layers():
-    reports = {policy: memory.analyze(small_program({"model.n_layers": 64, "remat.policy": policy}).lower())
-               for policy in ("full", "sqrt")}
+    reports = {
+        policy: memory.analyze(small_program({"model.n_layers": 64, "remat.policy": policy}).lower())
+        for policy in ("full", "sqrt")
+    }
     assert reports["sqrt"].breakdown["residuals"] <= reports["full"].breakdown["residuals"] / 3
     assert reports["sqrt"].peak_bytes < reports["full"].peak_bytes
 
@@ -199,15 +259,24 @@ def test_ranges_cover_all_layers_in_order():
     assert found == [(0, 2, "none"), (2, 8, "full"), (8, 10, "dots"), (10, 12, "full")]
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    ({"remat.policy": "ful"}, "choose one of none, full"), ({"remat.save": "up"}, "belong to remat.policy=custom"),
-    ({"remat.policy": "custom"}, "at least one name"),
-    ({"remat.policy": "custom", "remat.save": "upp"}, "remat.save='upp': did you mean up?"),
-    ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both name 'up'"),
-    ({"remat.layers": "0-9:none"}, "extends past the 3 layers"), ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
-    ({"remat.layers": "2:none"}, "FIRST-END:POLICY"), ({"remat.granularity": "layer"}, "block, parts"),
-    ({"remat.policy": "custom", "remat.save": "probs", "model.attention": "chunked"},
-     "'probs' does not occur in this program: choose from act, attn_norm")])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"remat.policy": "ful"}, "choose one of none, full"),
+        ({"remat.save": "up"}, "belong to remat.policy=custom"),
+        ({"remat.policy": "custom"}, "at least one name"),
+        ({"remat.policy": "custom", "remat.save": "upp"}, "remat.save='upp': did you mean up?"),
+        ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both name 'up'"),
+        ({"remat.layers": "0-9:none"}, "extends past the 3 layers"),
+        ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
+        ({"remat.layers": "2:none"}, "FIRST-END:POLICY"),
+        ({"remat.granularity": "layer"}, "block, parts"),
+        (
+            {"remat.policy": "custom", "remat.save": "probs", "model.attention": "chunked"},
+            "'probs' does not occur in this program: choose from act, attn_norm",
+        ),
+    ],
+)
 def test_mistakes_name_what_exists(overrides, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:1])

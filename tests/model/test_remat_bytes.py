@@ -44,31 +44,48 @@ def made(keys):
 def asked(names):
     """Those of a policy's names that its backward pass reads, the input of the block among them."""
     others = {*UNREAD, *ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS}
-    return {INPUT} | {name for name in names if name != "block_in" and name not in others
-                      and BEHIND.get(name) not in names}
+    return {INPUT} | {
+        name for name in names if name != "block_in" and name not in others and BEHIND.get(name) not in names
+    }
 
 
 def bytes_of(model, names, itemsize, rows=B, length=L, tensor=1):
     """Bytes of these names in one layer, from the letters of model/names.py."""
     H, G = model.n_heads // tensor, model.n_kv_heads // tensor
-    sizes = {"B": rows, "L": length, "S": length, "D": model.d_model, "F": model.d_ff // tensor, "H": H, "G": G,
-             "R": H // G, "K": model.d_head}
+    sizes = {
+        "B": rows,
+        "L": length,
+        "S": length,
+        "D": model.d_model,
+        "F": model.d_ff // tensor,
+        "H": H,
+        "G": G,
+        "R": H // G,
+        "K": model.d_head,
+    }
     wide = {"lse": 4, **{name: 1 for name in NAMES if name.endswith("mask")}}
     letters = {name: "BLD" if name == INPUT else NAMES[name][0] for name in names}
-    return {name: math.prod(sizes[letter] for letter in suffix) * wide.get(name, itemsize)
-            for name, suffix in letters.items()}
+    return {
+        name: math.prod(sizes[letter] for letter in suffix) * wide.get(name, itemsize)
+        for name, suffix in letters.items()
+    }
 
 
 @st.composite
 def blocks(draw, scan):
     """(overrides, names): a small block of any kind and some of its names."""
-    keys = {"model.attention": draw(st.sampled_from(["naive", "chunked"])), "model.attention_chunk": 8,
-            "model.mlp": draw(st.sampled_from(["gelu", "swiglu"])),
-            "model.norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
-            "model.position": draw(st.sampled_from(["learned", "rope"])), "model.bias": draw(st.booleans()),
-            "model.n_kv_heads": draw(st.sampled_from([1, 2, 4])), "model.scan": draw(scan),
-            "model.n_layers": draw(st.integers(2, 4)),
-            "precision.preset": draw(st.sampled_from(["bf16", "fp32"]))}
+    keys = {
+        "model.attention": draw(st.sampled_from(["naive", "chunked"])),
+        "model.attention_chunk": 8,
+        "model.mlp": draw(st.sampled_from(["gelu", "swiglu"])),
+        "model.norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "model.position": draw(st.sampled_from(["learned", "rope"])),
+        "model.bias": draw(st.booleans()),
+        "model.n_kv_heads": draw(st.sampled_from([1, 2, 4])),
+        "model.scan": draw(scan),
+        "model.n_layers": draw(st.integers(2, 4)),
+        "precision.preset": draw(st.sampled_from(["bf16", "fp32"])),
+    }
     keys["model.dropout"] = draw(st.sampled_from([0.0, 0.1])) if keys["model.attention"] == "naive" else 0.0
     return keys, draw(st.sets(st.sampled_from(made(keys)), min_size=1, max_size=7))
 
@@ -98,10 +115,17 @@ def test_more_than_none_only_by_what_autodiff_does_not_keep(drawn):
     assert sum(crossing(gradient(program)).values()) <= sum(crossing(none).values()) + extra
 
 
-@pytest.mark.parametrize(("policy", "names", "scores"), [
-    ("full", (), 0), ("selective", OUTSIDE_CORE, 0), ("minimal", MATMULS, 0), ("offload", ("block_in",), 0),
-    ("dots_no_batch", ("q", "k", "v", "attn_out", "gate", "up"), 0),
-    ("dots", ("q", "k", "v", "attn_out", "gate", "up", "context"), 1)])
+@pytest.mark.parametrize(
+    ("policy", "names", "scores"),
+    [
+        ("full", (), 0),
+        ("selective", OUTSIDE_CORE, 0),
+        ("minimal", MATMULS, 0),
+        ("offload", ("block_in",), 0),
+        ("dots_no_batch", ("q", "k", "v", "attn_out", "gate", "up"), 0),
+        ("dots", ("q", "k", "v", "attn_out", "gate", "up", "context"), 1),
+    ],
+)
 @pytest.mark.parametrize("preset", ["fp32", "bf16"])
 def test_the_rows_keep_what_they_say(policy, names, scores, preset):
     """Policies of matrix products keep them before they get their names, `dots` the float32 scores too."""
@@ -122,8 +146,9 @@ COMPILED = [  # overrides, names that are kept, devices of the tensor axis
 
 @pytest.mark.parametrize(("overrides", "names", "tensor"), COMPILED, ids=lambda value: str(value)[:40])
 def test_the_compiled_step_holds_just_that(overrides, names, tensor):
-    program = small_program({"model.n_layers": 6, "data.seq_len": 64, "model.attention": "naive", **overrides},
-                            8 if tensor > 1 else 1)
+    program = small_program(
+        {"model.n_layers": 6, "data.seq_len": 64, "model.attention": "naive", **overrides}, 8 if tensor > 1 else 1
+    )
     report = report_of(program.compile_for_report())
     names = asked(set(names) - {"lse", "attn_out_mask", "mlp_out_mask"})
     wanted = {name: 6 * count for name, count in bytes_of(program.model, names, 4, B, 64, tensor).items()}
@@ -151,10 +176,14 @@ def test_a_name_wider_than_its_readers_is_told():
     x, w = jnp.ones((1024, 256), jnp.float32), jnp.ones((256, 8), jnp.bfloat16)
     found = {tensor.name: tensor for tensor in named_tensors(jax.make_jaxpr(jax.grad(loss))(w, x))}
     assert {name: (tensor.read_as, tensor.excess) for name, tensor in found.items()} == {
-        "wide": ("bfloat16", 1024 * 256 * 2), "exact": ("", 0), "both": ("", 0)}
+        "wide": ("bfloat16", 1024 * 256 * 2),
+        "exact": ("", 0),
+        "both": ("", 0),
+    }
     assert too_wide(found.values()) == (
         "wide is kept in float32 and read in bfloat16: 2 times what is needed, 512.00 KiB too much over all devices; "
-        "name it after the cast",)
+        "name it after the cast",
+    )
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp32"])
@@ -171,18 +200,27 @@ def test_no_name_of_the_model_is_too_wide(preset, scan):
 @pytest.mark.parametrize(("policy", "widths"), [("offload", 512), ("offload_dots", 4 * 512 + 2 * 1536)])
 def test_unrolled_layers_offload_as_scanned_ones(policy, widths):
     """All that is offloaded is on the host at once, and the device holds no more than under the loop."""
-    stats = {scan: compile_described("h200", {**WIDE_GPU, "model.scan": scan, "remat.policy": policy}).stats
-             for scan in (True, False)}
+    stats = {
+        scan: compile_described("h200", {**WIDE_GPU, "model.scan": scan, "remat.policy": policy}).stats
+        for scan in (True, False)
+    }
     assert stats[False].host_temp_bytes == stats[True].host_temp_bytes == LAYERS * 4 * 1024 * widths * 2
     assert stats[False].temp_bytes <= stats[True].temp_bytes
 
 
 def test_square_root_on_a_gpu():
     """64 layers of a GPT: groups and blocks keep 8 + 8 inputs, a quarter of the 64 of `full`."""
-    shape = {**WIDE_GPU, "model.n_layers": 64, "batch.micro": 16, "model.mlp": "gelu", "model.norm": "layernorm",
-             "model.position": "learned"}
-    reports = {policy: report_of(compile_described("h200", {**shape, "remat.policy": policy}))
-               for policy in ("full", "sqrt")}
+    shape = {
+        **WIDE_GPU,
+        "model.n_layers": 64,
+        "batch.micro": 16,
+        "model.mlp": "gelu",
+        "model.norm": "layernorm",
+        "model.position": "learned",
+    }
+    reports = {
+        policy: report_of(compile_described("h200", {**shape, "remat.policy": policy})) for policy in ("full", "sqrt")
+    }
     layer, inputs = 16 * 1024 * 512 * 2, {policy: report.residuals_by_name[INPUT] for policy, report in reports.items()}
     assert inputs == {"full": 64 * layer, "sqrt": 16 * layer}
     # What the last block gives is kept for the final norm; XLA of 0.12 is done with it before the peak.

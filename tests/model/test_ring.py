@@ -18,8 +18,9 @@ H, G, K = 4, 2, 8
 
 
 def ring_of(devices, data=1, tensor=1, context=1) -> Ring:
-    mesh = Mesh(np.array(devices[: data * tensor * context]).reshape(data, tensor, context),
-                ("data", "tensor", "context"))
+    mesh = Mesh(
+        np.array(devices[: data * tensor * context]).reshape(data, tensor, context), ("data", "tensor", "context")
+    )
     return Ring(mesh, "context", ("data",), ("tensor",))
 
 
@@ -69,12 +70,20 @@ def hops_of(function, *arguments) -> int:
     return hops(jax.jit(function).trace(*arguments).jaxpr)
 
 
-@pytest.mark.parametrize(("mesh", "length", "chunk"), [
-    ({"context": 1}, 32, 4), ({"context": 2}, 32, 4), ({"context": 4}, 32, 4), ({"context": 8}, 32, 1),
-    ({"context": 4}, 40, 3),   # 5 positions a chunk, in blocks of 3 and 2
-    ({"context": 2}, 40, 64),  # blocks never longer than a chunk
-    ({"data": 2, "context": 4}, 32, 2), ({"tensor": 2, "context": 4}, 32, 2),
-    ({"data": 2, "tensor": 2, "context": 2}, 32, 4)])
+@pytest.mark.parametrize(
+    ("mesh", "length", "chunk"),
+    [
+        ({"context": 1}, 32, 4),
+        ({"context": 2}, 32, 4),
+        ({"context": 4}, 32, 4),
+        ({"context": 8}, 32, 1),
+        ({"context": 4}, 40, 3),  # 5 positions a chunk, in blocks of 3 and 2
+        ({"context": 2}, 40, 64),  # blocks never longer than a chunk
+        ({"data": 2, "context": 4}, 32, 2),
+        ({"tensor": 2, "context": 4}, 32, 2),
+        ({"data": 2, "tensor": 2, "context": 2}, 32, 4),
+    ],
+)
 def test_values_and_gradients_equal_a_softmax_on_one_device(devices, mesh, length, chunk):
     arguments = inputs(length)
     found = value_and_gradients(partial(in_order, ring_of(devices, **mesh), chunk), *arguments)
@@ -106,8 +115,9 @@ def test_bf16_is_summed_in_float32(devices):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_zigzag_pairs_an_early_chunk_with_a_late_one(ranks):
     length, n = 6 * ranks, 3
-    order = np.concatenate([np.r_[r * n:(r + 1) * n, (2 * ranks - 1 - r) * n:(2 * ranks - r) * n]
-                            for r in range(ranks)])
+    order = np.concatenate(
+        [np.r_[r * n : (r + 1) * n, (2 * ranks - 1 - r) * n : (2 * ranks - r) * n] for r in range(ranks)]
+    )
     x = jnp.arange(5 * length * 2).reshape(5, length, 2)
     np.testing.assert_array_equal(zigzag(x, ranks), x[:, order])
     np.testing.assert_array_equal(unzigzag(zigzag(x, ranks), ranks), x)
@@ -145,8 +155,11 @@ def test_flops_are_those_of_the_lower_triangle(devices, context):
     ring, m = ring_of(devices, context=context), length // (2 * context) // chunk
     forward = flops.count(jax.jit(partial(ring_attention, ring=ring, chunk=chunk)).trace(*arguments).jaxpr)
     both = flops.count(jax.jit(jax.grad(loss(ring, chunk), (0, 1, 2))).trace(*arguments).jaxpr)
-    one_device = flops.count(jax.jit(jax.grad(
-        lambda q, k, v: (chunked_attention(q, k, v, None, chunk) ** 2).sum(), (0, 1, 2))).trace(*arguments).jaxpr)
+    one_device = flops.count(
+        jax.jit(jax.grad(lambda q, k, v: (chunked_attention(q, k, v, None, chunk) ** 2).sum(), (0, 1, 2)))
+        .trace(*arguments)
+        .jaxpr
+    )
 
     pairs = context * (m * (2 * m + 1) + (context - 1) * 2 * m * m)
     blocks = length // chunk
@@ -168,18 +181,24 @@ def test_nothing_travels_without_need(devices, context):
 
 
 def test_the_program_is_as_long_for_eight_ranks_as_for_four(devices):
-    four, eight = (len(str(jax.make_jaxpr(jax.grad(loss(ring_of(devices, context=context))))(*inputs(64)[:3])))
-                   for context in (4, 8))
+    four, eight = (
+        len(str(jax.make_jaxpr(jax.grad(loss(ring_of(devices, context=context))))(*inputs(64)[:3])))
+        for context in (4, 8)
+    )
     assert eight < 1.1 * four
 
 
 KEEP = jax.checkpoint_policies.save_only_these_names
 
 
-@pytest.mark.parametrize(("policy", "rings", "products"), [
-    (KEEP("context", "lse"), 0, 0),
-    (KEEP("context"), 1, 0.5),  # for the denominators; the products of values are not needed
-    (jax.checkpoint_policies.nothing_saveable, 1, 1)])
+@pytest.mark.parametrize(
+    ("policy", "rings", "products"),
+    [
+        (KEEP("context", "lse"), 0, 0),
+        (KEEP("context"), 1, 0.5),  # for the denominators; the products of values are not needed
+        (jax.checkpoint_policies.nothing_saveable, 1, 1),
+    ],
+)
 def test_kept_context_and_lse_spare_the_second_forward_ring(devices, policy, rings, products):
     ring, arguments = ring_of(devices, context=4), inputs(32)[:3]
     plain, checkpointed = jax.grad(loss(ring), (0, 1, 2)), jax.grad(loss(ring, policy=policy), (0, 1, 2))
@@ -196,6 +215,7 @@ def test_under_a_checkpointed_scan_over_layers(devices, policy):
     def total(attend, order, layers):
         def layer(x, w):
             return x + attend(x @ w, order(k), order(v)), None
+
         checkpointed = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         return (jax.lax.scan(checkpointed, order(q), layers)[0] ** 2).sum()
 
@@ -218,8 +238,9 @@ def test_memory_of_a_device_falls_with_the_ranks(devices):
     def temp(context):
         ring = ring_of(devices, context=context)
         sharding = jax.sharding.NamedSharding(ring.mesh, ring.activation)
-        arguments = [jax.ShapeDtypeStruct((1, 8192, *x.shape[2:]), x.dtype, sharding=sharding)
-                     for x in inputs(16, 1)[:3]]
+        arguments = [
+            jax.ShapeDtypeStruct((1, 8192, *x.shape[2:]), x.dtype, sharding=sharding) for x in inputs(16, 1)[:3]
+        ]
         compiled = jax.jit(jax.grad(loss(ring, 64), (0, 1, 2))).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -232,8 +253,7 @@ def test_hops_hide_behind_products_on_a_gpu():
     """Attention of an 8B model, 131072 positions over eight: what a device holds, what runs while a message flies."""
     ring = Ring(Mesh(np.array(described("h200:8")), ("context",)), "context", (), ())
     sharding = jax.sharding.NamedSharding(ring.mesh, ring.activation)
-    arguments = [jax.ShapeDtypeStruct((1, 131072, heads, 128), jnp.bfloat16, sharding=sharding)
-                 for heads in (32, 8, 8)]
+    arguments = [jax.ShapeDtypeStruct((1, 131072, heads, 128), jnp.bfloat16, sharding=sharding) for heads in (32, 8, 8)]
     compiled = jax.jit(jax.grad(loss(ring, 512), (0, 1, 2))).lower(*arguments).compile()
 
     queries, keys = 16384 * 32 * 128 * 2, 2 * 16384 * 8 * 128 * 2  # bytes in bfloat16, of a device
@@ -246,16 +266,23 @@ def test_hops_hide_behind_products_on_a_gpu():
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 1.1 * held
 
     loops = [text for text in compiled.as_text().split("\n\n") if "ENTRY" not in text and "-permute" in text]
-    flights = [flight for text in loops
-               for flight in re.findall(r"= [^\n]*collective-permute-start\(.*?collective-permute-done\(", text, re.S)]
+    flights = [
+        flight
+        for text in loops
+        for flight in re.findall(r"= [^\n]*collective-permute-start\(.*?collective-permute-done\(", text, re.S)
+    ]
     assert len(flights) == 3 and sum(text.count(" collective-permute(") for text in loops) == 0
     assert all(" while(" in flight for flight in flights)
 
 
-@pytest.mark.parametrize(("length", "batch", "mesh", "message"), [
-    (36, 2, {"context": 4}, "data.seq_len=36 does not divide into 2 x mesh.context = 8 chunks: make it a multiple"),
-    (32, 3, {"data": 2, "context": 4}, "batch=3 is not divisible by mesh.data=2: make it a multiple of 2"),
-    (32, 2, {"tensor": 4, "context": 2}, "model.n_kv_heads=2 is not divisible by mesh.tensor=4")])
+@pytest.mark.parametrize(
+    ("length", "batch", "mesh", "message"),
+    [
+        (36, 2, {"context": 4}, "data.seq_len=36 does not divide into 2 x mesh.context = 8 chunks: make it a multiple"),
+        (32, 3, {"data": 2, "context": 4}, "batch=3 is not divisible by mesh.data=2: make it a multiple of 2"),
+        (32, 2, {"tensor": 4, "context": 2}, "model.n_kv_heads=2 is not divisible by mesh.tensor=4"),
+    ],
+)
 def test_what_does_not_divide_is_refused(devices, length, batch, mesh, message):
     ring = ring_of(devices, **mesh)
     with pytest.raises(ValueError, match=message):

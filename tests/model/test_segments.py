@@ -22,7 +22,7 @@ LENGTHS = [(13, 1, 19), (21, 19)]
 
 
 def ids(lengths=LENGTHS, length=L) -> np.ndarray:
-    rows = [np.repeat(np.r_[1:len(row) + 1, 0], [*row, length - sum(row)]) for row in lengths]
+    rows = [np.repeat(np.r_[1 : len(row) + 1, 0], [*row, length - sum(row)]) for row in lengths]
     return np.stack(rows).astype(np.int32)
 
 
@@ -35,8 +35,19 @@ def spans(lengths=LENGTHS):
 
 def model_config(**changes) -> ModelConfig:
     values = base.get_config().model.to_dict()
-    small = {"d_model": 32, "n_layers": 2, "n_heads": H, "n_kv_heads": G, "d_head": K, "d_ff": 48, "vocab_size": 64,
-             "vocab_multiple": 1, "max_seq_len": L, "attention_chunk": 7, "attention": "naive"}
+    small = {
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": H,
+        "n_kv_heads": G,
+        "d_head": K,
+        "d_ff": 48,
+        "vocab_size": 64,
+        "vocab_multiple": 1,
+        "max_seq_len": L,
+        "attention_chunk": 7,
+        "attention": "naive",
+    }
     return ModelConfig.from_dict({**values, **small, **changes})
 
 
@@ -53,13 +64,15 @@ def kernel(name, chunk=7):
 
 def in_ring(devices, chunk, context, **others):
     names = [*others, "context"]
-    mesh = Mesh(np.array(devices[: context * int(np.prod(list(others.values())))]).reshape(*others.values(), context),
-                names)
+    mesh = Mesh(
+        np.array(devices[: context * int(np.prod(list(others.values())))]).reshape(*others.values(), context), names
+    )
     ring = Ring(mesh, "context", tuple(set(names) & {"data"}), tuple(set(names) & {"tensor"}))
 
     def run(q, k, v, segments):
         q, k, v = (zigzag(x, ring.size) for x in (q, k, v))
         return unzigzag(ring_attention(q, k, v, segments, ring=ring, chunk=chunk), ring.size)
+
     return run
 
 
@@ -75,15 +88,25 @@ def alone():
     given = arguments()
     found = [np.zeros(x.shape, np.float32) for x in (given[3], *given[:3])]
     for row, start, end in spans():
-        own = value_and_gradients(kernel("naive"), *(x[row: row + 1, start:end] for x in given))
+        own = value_and_gradients(kernel("naive"), *(x[row : row + 1, start:end] for x in given))
         for whole, part in zip(found, own):
             whole[row, start:end] = part[0]
     return found
 
 
-@pytest.mark.parametrize("attend", [
-    ("naive",), ("chunked", 7), ("chunked", 8), ("chunked", 512), {"context": 4}, {"context": 2, "chunk": 3},
-    {"data": 2, "tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "attend",
+    [
+        ("naive",),
+        ("chunked", 7),
+        ("chunked", 8),
+        ("chunked", 512),
+        {"context": 4},
+        {"context": 2, "chunk": 3},
+        {"data": 2, "tensor": 2, "context": 2},
+    ],
+    ids=str,
+)
 def test_kernels_compute_each_example_as_if_it_were_alone(devices, alone, attend):
     run = in_ring(devices, attend.pop("chunk", 4), **attend) if isinstance(attend, dict) else kernel(*attend)
     found = value_and_gradients(run, *arguments(), ids())
@@ -111,8 +134,11 @@ def tokens(seed=1):
     return np.random.default_rng(seed).integers(0, 64, (2, L)).astype(np.int32)
 
 
-@pytest.mark.parametrize("changes", [{"position": "rope", "rope_local_theta": 10.0, "global_every": 2},
-                                     {"position": "learned", "scan": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"position": "rope", "rope_local_theta": 10.0, "global_every": 2}, {"position": "learned", "scan": False}],
+    ids=str,
+)
 def test_logits_are_those_of_each_example_alone(changes):
     model, tokens_BL = small(**changes), tokens()
     packed = jax.jit(lambda: model.logits(model.hidden(tokens_BL, None, jnp.asarray(ids())), jnp.float32))()
@@ -137,6 +163,7 @@ def test_no_token_sees_another_example(attention):
             merged = nnx.merge(graph, state)
             packed = merged.packed(jnp.asarray(ids()))
             return merged.finish(merged._run_blocks(x_BLD, None, packed)[0])
+
         return jax.vjp(outputs, x_BLD)[1](cotangent_BLD)[0]
 
     for row, start, end in spans():
@@ -151,6 +178,8 @@ def test_no_token_sees_another_example(attention):
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
 def test_one_example_a_row_is_a_row_without_segments(attention):
     model = small(attention=attention)
-    packed, plain = (jax.jit(lambda segments: model.hidden(tokens(), None, segments))(segments)
-                     for segments in (np.ones((2, L), np.int32), None))
+    packed, plain = (
+        jax.jit(lambda segments: model.hidden(tokens(), None, segments))(segments)
+        for segments in (np.ones((2, L), np.int32), None)
+    )
     np.testing.assert_array_equal(packed, plain)

@@ -25,10 +25,22 @@ def whole():
     return losses
 
 
-@pytest.mark.parametrize("keys", [
-    {"remat.policy": "full"}, {"remat.policy": "none", "model.scan": "false"},
-    {"remat.policy": "custom", "remat.save": "(mid,context)", "remat.granularity": "parts",
-     "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"remat.policy": "full"},
+        {"remat.policy": "none", "model.scan": "false"},
+        {
+            "remat.policy": "custom",
+            "remat.save": "(mid,context)",
+            "remat.granularity": "parts",
+            "batch.micro": 4,
+            "batch.accumulation": 2,
+            "batch.mode": "scan",
+        },
+    ],
+    ids=str,
+)
 def test_losses_are_those_of_the_whole_mlp(whole, keys):
     found = run_losses(small_program({"model.mlp_chunk": 8, **keys}), 3)
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
@@ -39,9 +51,11 @@ def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(wh
     np.testing.assert_allclose(run_losses(small_program({"model.mlp_chunk": 16, **keys}), 3), whole(**keys), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [
-    {"batch.micro": 1},
-    {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"batch.micro": 1}, {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}],
+    ids=str,
+)
 def test_every_device_tiles_its_own_positions(whole, mesh):
     found = run_losses(small_program({"model.mlp_chunk": 4, "remat.policy": "full", **mesh}, 8), 3)
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
@@ -54,8 +68,11 @@ def largest_mlp_array(keys):
 
     def look(jaxpr):
         for equation in jaxpr.eqns:
-            sizes.extend(v.aval.size for v in equation.outvars if 56 in getattr(v.aval, "shape", ())
-                         and v.aval.shape[0] == program.batch.rows)
+            sizes.extend(
+                v.aval.size
+                for v in equation.outvars
+                if 56 in getattr(v.aval, "shape", ()) and v.aval.shape[0] == program.batch.rows
+            )
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 if hasattr(inner, "eqns"):
                     look(getattr(inner, "jaxpr", inner))
@@ -72,8 +89,16 @@ def test_the_peak_falls_and_the_work_does_not_grow_under_full_remat():
     """With every block made again anyway, tiles cost no product more."""
     reports, counts = [], []
     for chunk in (0, 32):
-        program = small_program({"data.seq_len": 256, "model.max_seq_len": 256, "model.d_ff": 512, "model.n_layers": 2,
-                                 "remat.policy": "full", "model.mlp_chunk": chunk})
+        program = small_program(
+            {
+                "data.seq_len": 256,
+                "model.max_seq_len": 256,
+                "model.d_ff": 512,
+                "model.n_layers": 2,
+                "remat.policy": "full",
+                "model.mlp_chunk": chunk,
+            }
+        )
         traced = program.step.trace(program.state, program.batch_shapes)
         reports.append(memory.analyze(traced.lower()))
         counts.append(flops.count(traced.jaxpr))
@@ -92,16 +117,22 @@ def test_more_tiles_send_no_more():
     assert sent[0] == sent[1] and sent[0]["all-gather"]
 
 
-@pytest.mark.parametrize(("length", "chunk", "parts", "tiles"), [
-    (32, 8, 1, 4), (32, 8, 2, 2), (32, 0, 1, 1), (32, 64, 1, 1), (30, 8, 1, 1), (32, 8, 4, 1)])
+@pytest.mark.parametrize(
+    ("length", "chunk", "parts", "tiles"),
+    [(32, 8, 1, 4), (32, 8, 2, 2), (32, 0, 1, 1), (32, 64, 1, 1), (30, 8, 1, 1), (32, 8, 4, 1)],
+)
 def test_tiles(length, chunk, parts, tiles):
     assert count_tiles(length, chunk, parts) == tiles
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"model.mlp_chunk": -1}, "model.mlp_chunk=-1: give a number"),
-    ({"model.mlp_chunk": 12}, "does not divide the 32 positions .* of data.seq_len=32: 8 does"),
-    ({"model.mlp_chunk": 8, "remat.policy": "custom", "remat.save": "(context,up)"}, "'up' is never kept with")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model.mlp_chunk": -1}, "model.mlp_chunk=-1: give a number"),
+        ({"model.mlp_chunk": 12}, "does not divide the 32 positions .* of data.seq_len=32: 8 does"),
+        ({"model.mlp_chunk": 8, "remat.policy": "custom", "remat.save": "(context,up)"}, "'up' is never kept with"),
+    ],
+)
 def test_a_chunk_that_cannot_be(keys, message):
     with pytest.raises(ValueError, match=message):
         small_program(keys)

@@ -17,8 +17,17 @@ from bytescope.model.remat.policies import ADAPTERS, EXPERTS, QUANTIZED
 from bytescope.model.rotary import rope_frequencies, rotate
 from bytescope.model.transformer import logical_axes
 
-SMALL = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 8, "d_ff": 48, "vocab_size": 50,
-         "max_seq_len": 64, "attention": "naive"}
+SMALL = {
+    "d_model": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "d_head": 8,
+    "d_ff": 48,
+    "vocab_size": 50,
+    "max_seq_len": 64,
+    "attention": "naive",
+}
 
 
 def small(family=base.LLAMA, remat="none", **changes) -> Transformer:
@@ -75,9 +84,11 @@ def test_scan_equals_unrolled_from_the_same_seed(family, remat):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6 * largest)
 
 
-@pytest.mark.parametrize(("module", "millions"), [
-    (gpt2_small, 124.5), (llama_1b, 1235.8), (llama_8b, 8030.3), (gpt3_175b, 174_600.0), (llama_405b, 405_853.4)],
-    ids=lambda value: getattr(value, "__name__", str(value)).rsplit(".")[-1])
+@pytest.mark.parametrize(
+    ("module", "millions"),
+    [(gpt2_small, 124.5), (llama_1b, 1235.8), (llama_8b, 8030.3), (gpt3_175b, 174_600.0), (llama_405b, 405_853.4)],
+    ids=lambda value: getattr(value, "__name__", str(value)).rsplit(".")[-1],
+)
 def test_published_sizes_are_described_in_seconds(module, millions):
     began = time.perf_counter()
     config = ModelConfig.from_dict({**module.get_config().model.to_dict(), "attention": "naive"})
@@ -116,8 +127,10 @@ def test_dropout_masks_are_one_byte_and_follow_the_sequence():
 def test_rope_turns_by_relative_position():
     frequency = rope_frequencies(8, 10_000.0, ())
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+
     def score(i, j):
         return float((rotate(q, jnp.array([i]), frequency) * rotate(k, jnp.array([j]), frequency)).sum())
+
     assert score(5, 2) == pytest.approx(score(15, 12), rel=1e-4)
     assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
 
@@ -157,14 +170,21 @@ def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
     assert "rsqrt" in jaxpr and all("f32" in line for line in jaxpr.splitlines() if " rsqrt " in line)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"n_kv_heads": 3}, "n_heads=4 is not a multiple"), ({"d_model": 0}, "d_model=0"),
-    ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1, 2)}, "rope_scaling"),
-    ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_theta": 1.0}, "give a base above 1"),
-    ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_local_theta": 100.0, "global_every": 6}, "with YaRN's"),
-    ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: one is"),
-    ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: one is"),
-    ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_kv_heads": 3}, "n_heads=4 is not a multiple"),
+        ({"d_model": 0}, "d_model=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"d_head": 7}, "d_head=7 is odd"),
+        ({"rope_scaling": (1, 2)}, "rope_scaling"),
+        ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_theta": 1.0}, "give a base above 1"),
+        ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_local_theta": 100.0, "global_every": 6}, "with YaRN's"),
+        ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: one is"),
+        ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: one is"),
+        ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned"),
+    ],
+)
 def test_sizes_that_cannot_be_built(change, message):
     with pytest.raises(ValueError, match=message):
         small(**change)
@@ -178,8 +198,10 @@ def test_a_sequence_longer_than_the_positions_is_refused():
 def test_names_come_from_the_vocabulary():
     with pytest.raises(KeyError, match="atention"):
         tag(jnp.zeros(2), "atention")
-    text = "".join(str(jax.make_jaxpr(lambda m=m: m.hidden(tokens()))()) for m in (
-        small(), small(attention_kind="mla", mla_q_rank=24, mla_kv_rank=16, mla_d_rope=4, n_kv_heads=4)))
+    text = "".join(
+        str(jax.make_jaxpr(lambda m=m: m.hidden(tokens()))())
+        for m in (small(), small(attention_kind="mla", mla_q_rank=24, mla_kv_rank=16, mla_d_rope=4, n_kv_heads=4))
+    )
     masks = {name for name in NAMES if name.endswith("mask") or name == "probs_dropped"}
     inside_gradients = {"probs", "lse"}
     for name in set(NAMES) - masks - inside_gradients - {*QUANTIZED, *ADAPTERS, *EXPERTS}:

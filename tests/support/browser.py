@@ -79,13 +79,27 @@ def browse(tmp_path, text, fragment="", script="", options=(), dark=False):
     require("chromium")
     path = tmp_path / "page.html"
     allowed = text.replace("script-src ", f"script-src {source_hash(TRAP)} {source_hash(script)} ", 1)
-    path.write_text(allowed.replace("</title>", f"</title><script>{TRAP}</script>", 1)
-                    .replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-               "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1440,1400",
-               "--hide-scrollbars", "--virtual-time-budget=6000",
-               *(["--blink-settings=preferredColorScheme=0"] if dark else []), *options,
-               f"{path.as_uri()}{fragment}"]
+    path.write_text(
+        allowed.replace("</title>", f"</title><script>{TRAP}</script>", 1).replace(
+            "</body>", f"<script>{script}</script></body>"
+        ),
+        encoding="utf-8",
+    )
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1440,1400",
+        "--hide-scrollbars",
+        "--virtual-time-budget=6000",
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+        *options,
+        f"{path.as_uri()}{fragment}",
+    ]
     done = subprocess.run(command, capture_output=True, timeout=120)
     return done.stdout.decode("utf-8", "replace")
 
@@ -120,8 +134,9 @@ def at_widths(tmp_path, pages, widths, script="() => null"):
     pages: name -> text. script: a JavaScript function of a frame's window.
     """
     frames = [(name, width) for name in pages for width in widths]
-    boxes = "".join(f'<iframe width="{width}" height="1200" srcdoc="{html.escape(pages[name])}"></iframe>'
-                    for name, width in frames)
+    boxes = "".join(
+        f'<iframe width="{width}" height="1200" srcdoc="{html.escape(pages[name])}"></iframe>' for name, width in frames
+    )
     asked = f"""<script>{_CUT}
       window.onload = () => setTimeout(() => {{
         const frames = [...document.querySelectorAll("iframe")], ask = {script};

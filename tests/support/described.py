@@ -11,13 +11,32 @@ from bytescope.train.program import build
 from support.oracles import require
 
 # A config that fills the tiles of a GPU's kernels and still compiles in a second.
-SMALL_GPU = {"precision.preset": "bf16", "model.d_model": 128, "model.d_head": 64, "model.n_heads": 2,
-             "model.n_kv_heads": 1, "model.max_seq_len": 2048, "data.seq_len": 2048, "batch.micro": 1}
+SMALL_GPU = {
+    "precision.preset": "bf16",
+    "model.d_model": 128,
+    "model.d_head": 64,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "model.max_seq_len": 2048,
+    "data.seq_len": 2048,
+    "batch.micro": 1,
+}
 # One whose residuals are large beside everything else, with the plain attention kernel.
 LAYERS = 4
-WIDE_GPU = {"model.d_model": 512, "model.n_heads": 8, "model.n_kv_heads": 8, "model.d_head": 64, "model.d_ff": 1536,
-            "model.vocab_size": 512, "model.max_seq_len": 1024, "data.seq_len": 1024, "batch.micro": 4,
-            "precision.preset": "bf16", "model.n_layers": LAYERS, "model.attention": "naive"}
+WIDE_GPU = {
+    "model.d_model": 512,
+    "model.n_heads": 8,
+    "model.n_kv_heads": 8,
+    "model.d_head": 64,
+    "model.d_ff": 1536,
+    "model.vocab_size": 512,
+    "model.max_seq_len": 1024,
+    "data.seq_len": 1024,
+    "batch.micro": 4,
+    "precision.preset": "bf16",
+    "model.n_layers": LAYERS,
+    "model.attention": "naive",
+}
 
 
 def described(name: str) -> list[jax.Device]:

@@ -28,15 +28,43 @@ NONE, STATE, WORKSPACE = 4.0, {"params": 4.0, "optimizer": 8.0, "gradients": 4.0
 FLOPS, OVERHEAD = 5e13, 0.25
 # A product that reaches what the device can.
 LARGE = (1, 8192, 8192, 8192)
-FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.micro": 1, "batch.tokens": 0,
-        "model.experts": 0, "mesh.expert": 1,
-        "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
-        "optimizer.name": "adamw", "lora.rank": 0, "lora.base": "bf16", "model.max_seq_len": 8 * SEQ,
-        "optimizer.fused_backward": False, "optimizer.clip": "global",
-        "offload.optimizer": False, "offload.params": False, "remat.policy": "none", "remat.layers": "()",
-        "remat.save": "()", "remat.offload": "()", "mesh.data": 1, "mesh.fsdp": -1, "mesh.context": 1, "mesh.tensor": 1,
-        "mesh.strategy": "zero3", "mesh.sequence_parallel": False, "mesh.stage": 1, "pipeline.schedule": "1f1b",
-        "pipeline.virtual": 1, "model.n_layers": LAYERS, "model.scan": False, "model.moe_every": 1}
+FLAT = {
+    "model.n_heads": 8,
+    "model.n_kv_heads": 8,
+    "data.seq_len": SEQ,
+    "batch.micro": 1,
+    "batch.tokens": 0,
+    "model.experts": 0,
+    "mesh.expert": 1,
+    "batch.accumulation": 8,
+    "batch.accumulation_schedule": (),
+    "batch.mode": "scan",
+    "precision.preset": "bf16",
+    "optimizer.name": "adamw",
+    "lora.rank": 0,
+    "lora.base": "bf16",
+    "model.max_seq_len": 8 * SEQ,
+    "optimizer.fused_backward": False,
+    "optimizer.clip": "global",
+    "offload.optimizer": False,
+    "offload.params": False,
+    "remat.policy": "none",
+    "remat.layers": "()",
+    "remat.save": "()",
+    "remat.offload": "()",
+    "mesh.data": 1,
+    "mesh.fsdp": -1,
+    "mesh.context": 1,
+    "mesh.tensor": 1,
+    "mesh.strategy": "zero3",
+    "mesh.sequence_parallel": False,
+    "mesh.stage": 1,
+    "pipeline.schedule": "1f1b",
+    "pipeline.virtual": 1,
+    "model.n_layers": LAYERS,
+    "model.scan": False,
+    "model.moe_every": 1,
+}
 
 
 def block(micro, split):
@@ -45,8 +73,17 @@ def block(micro, split):
     steps = []
     for number, name in enumerate("ab"):
         made, named = 2 * number, 2 * number + 1
-        steps.append(Step((made,), (made - 1,) if number else (), "", (round(FLOPS * micro),), round(FLOPS * micro),
-                          "bf16", (sizes[name],)))
+        steps.append(
+            Step(
+                (made,),
+                (made - 1,) if number else (),
+                "",
+                (round(FLOPS * micro),),
+                round(FLOPS * micro),
+                "bf16",
+                (sizes[name],),
+            )
+        )
         steps.append(Step((named,), (made,), name, (0,), 0, "", (sizes[name],)))
     return Block(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
 
@@ -58,8 +95,9 @@ def plan_of(flat):
     for start, stop, text in ranges or [(0, LAYERS, flat["remat.policy"])]:
         names = {"full": [], "offload": ["block_in@host"]}.get(text, text.split("+"))
         kept = {name for name in names if "@" not in name}
-        out += (int(stop) - int(start)) * [None if text == "none" else
-                                           (kept, {name.partition("@")[0] for name in names} - kept)]
+        out += (int(stop) - int(start)) * [
+            None if text == "none" else (kept, {name.partition("@")[0] for name in names} - kept)
+        ]
     return out
 
 
@@ -68,16 +106,20 @@ def answer(flat, target):
     space = fit_space.Space(flat, frozenset(), frozenset(), target.n_devices, target.devices_per_host, 0)
     axes, micro, steps = space._axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
     shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
-    small = {"params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
-             "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
-             "gradients": 0.0 if flat["optimizer.fused_backward"] else 1.0}
+    small = {
+        "params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
+        "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
+        "gradients": 0.0 if flat["optimizer.fused_backward"] else 1.0,
+    }
     rank, base = int(flat["lora.rank"]), flat["lora.base"]
     if rank:
         small = dict.fromkeys(small, rank / 1000)
     stages = axes["stage"]
     each = axes["tensor"] * stages
-    state = {name: gib * small[name] / each / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
-             for name, gib in STATE.items()}
+    state = {
+        name: gib * small[name] / each / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
+        for name, gib in STATE.items()
+    }
     host = sum(state[name] for name in ("params", "optimizer") if flat["offload." + name])
     state = {name: gib for name, gib in state.items() if not flat.get("offload." + name)}
     here = away = again = 0.0
@@ -98,18 +140,31 @@ def answer(flat, target):
     breakdown = {name: round(gib * GIB) for name, gib in sums.items()}
     model = 3 * 2 * LAYERS * FLOPS
     moving = round(away * scale * GIB * steps)
-    work = {"forward": {"flops": {"bf16": 2 * LAYERS * flops}, "to_host_bytes": moving,
-                        "other_bytes": overhead * steps * target.hbm_bytes_per_s},
-            "recompute": {"flops": {"bf16": again * flops}},
-            "backward": {"flops": {"bf16": 4 * LAYERS * flops}, "to_device_bytes": moving},
-            "optimizer": {"to_host_bytes": round(host * GIB), "to_device_bytes": round(host * GIB)}}
-    return {"status": "ok", "allocated_bytes": sum(breakdown.values()), "breakdown": breakdown,
-            "peak_bytes": sum(breakdown.values()), "residual_bytes": breakdown["residuals"],
-            "host_bytes": round((away * scale + host) * GIB),
-            "recompute_flops_fraction": again * FLOPS / model, "model_flops": model, "calls_per_update": 1,
-            "tokens_per_update": int(flat["data.seq_len"]) * micro * steps * axes["data"] * axes["fsdp"], "work": work,
-            "schedule": schedule.to_json(schedule_of(work, overhead * target.hbm_bytes_per_s, steps)),
-            "target": target.to_json()}
+    work = {
+        "forward": {
+            "flops": {"bf16": 2 * LAYERS * flops},
+            "to_host_bytes": moving,
+            "other_bytes": overhead * steps * target.hbm_bytes_per_s,
+        },
+        "recompute": {"flops": {"bf16": again * flops}},
+        "backward": {"flops": {"bf16": 4 * LAYERS * flops}, "to_device_bytes": moving},
+        "optimizer": {"to_host_bytes": round(host * GIB), "to_device_bytes": round(host * GIB)},
+    }
+    return {
+        "status": "ok",
+        "allocated_bytes": sum(breakdown.values()),
+        "breakdown": breakdown,
+        "peak_bytes": sum(breakdown.values()),
+        "residual_bytes": breakdown["residuals"],
+        "host_bytes": round((away * scale + host) * GIB),
+        "recompute_flops_fraction": again * FLOPS / model,
+        "model_flops": model,
+        "calls_per_update": 1,
+        "tokens_per_update": int(flat["data.seq_len"]) * micro * steps * axes["data"] * axes["fsdp"],
+        "work": work,
+        "schedule": schedule.to_json(schedule_of(work, overhead * target.hbm_bytes_per_s, steps)),
+        "target": target.to_json(),
+    }
 
 
 def schedule_of(work, overhead, steps):
@@ -120,8 +175,11 @@ def schedule_of(work, overhead, steps):
         sent = [(kind, part.get(key, 0)) for kind, key in ((TO_HOST, "to_host_bytes"), (TO_DEVICE, "to_device_bytes"))]
         names = [f"{kind} {phase}" for kind, size in sent if size]
         out += [Start(f"{kind} {phase}", kind, phase, size) for kind, size in sent if size]
-        out += [Kernel("product", phase, 0, round(flops), "bfloat16", LARGE)
-                for flops in part.get("flops", {}).values() if flops]
+        out += [
+            Kernel("product", phase, 0, round(flops), "bfloat16", LARGE)
+            for flops in part.get("flops", {}).values()
+            if flops
+        ]
         if part.get("other_bytes"):
             out.append(Kernel("memory", phase, round(overhead), times=steps))
         out += map(Wait, names)
@@ -147,12 +205,29 @@ class Pool:
             return answer(job.flat, self._target)
         micro, tensor = int(job.flat["batch.micro"]), int(job.flat["mesh.tensor"])
         described = dataclasses.asdict(block(micro, tensor)) | {"bound": {}}
-        return {"status": "ok", "block": described, "micro_steps": int(job.flat["batch.accumulation"]), "policies": {},
-                "moving": {}, "ranges": 1 if int(job.flat["mesh.stage"]) > 1 else 2}
+        return {
+            "status": "ok",
+            "block": described,
+            "micro_steps": int(job.flat["batch.accumulation"]),
+            "policies": {},
+            "moving": {},
+            "ranges": 1 if int(job.flat["mesh.stage"]) > 1 else 2,
+        }
 
 
-def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0, broken=lambda flat: "", most=1e9,
-         given=(), told=None, progress=lambda labels, done: None, **flat):
+def walk(
+    budget,
+    levers="remat,micro,accumulation",
+    *,
+    devices="h100",
+    host=0.0,
+    broken=lambda flat: "",
+    most=1e9,
+    given=(),
+    told=None,
+    progress=lambda labels, done: None,
+    **flat,
+):
     """A finished walk within `budget` GiB. `host`: GiB of one device's share of host memory, 0 for plenty.
 
     given: pairs of the command line; flat: keys of the config with a `_` for the first dot.
@@ -163,13 +238,21 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
     base = {**FLAT, **{key.replace("_", ".", 1): value for key, value in flat.items()}}
 
     def config(name, pairs):
-        return {**base, **{key: text == "true" if isinstance(base[key], bool) else type(base[key])(text)
-                           for key, text in pairs}}
+        return {
+            **base,
+            **{key: text == "true" if isinstance(base[key], bool) else type(base[key])(text) for key, text in pairs},
+        }
 
     trainer = SimpleNamespace(config=config, sources=lambda: [])
     one = variants.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)
-    space = fit_space.space_of(config("x", given), [key for key, _ in given], fit_space.choose(levers),
-                               target.n_devices, target.devices_per_host, None)
+    space = fit_space.space_of(
+        config("x", given),
+        [key for key, _ in given],
+        fit_space.choose(levers),
+        target.n_devices,
+        target.devices_per_host,
+        None,
+    )
     out = walks.Walk(one, space, round(budget * GIB), *([told] if told else []))
     out.run()
     return out

@@ -15,7 +15,7 @@ def _records(path: Path):
         (size,) = struct.unpack_from("<Q", data, at)
         if at + 16 + size > len(data):
             return
-        yield data[at + 12:at + 12 + size]
+        yield data[at + 12 : at + 12 + size]
         at += 16 + size
 
 
@@ -55,7 +55,7 @@ def wandb_records(path: Path) -> list:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        parts += data[at + 7:at + 7 + size]
+        parts += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
             found.append(Record.FromString(parts))
@@ -101,8 +101,15 @@ class Plane:
         made = []
         for called, offset, length, stats in events:
             kind = self.kinds.setdefault(called, (len(self.kinds) + 1, b""))[0]
-            made.append(field(4, field(1, kind) + field(2, offset) + field(3, length) + b"".join(
-                field(4, self.stat(*item)) for item in stats.items())))
+            made.append(
+                field(
+                    4,
+                    field(1, kind)
+                    + field(2, offset)
+                    + field(3, length)
+                    + b"".join(field(4, self.stat(*item)) for item in stats.items()),
+                )
+            )
         self.lines.append(field(3, field(2, name) + field(3, at_ns) + b"".join(made)))
 
     def bytes(self):
@@ -119,10 +126,13 @@ def gpu_space(proto, named):
     """
     module = {"hlo_module": "&jit_step", "program_id": 7, "correlation_id": 1}
     gpu = Plane("/device:GPU:0")
-    gpu.line("Stream #14(Compute)", 1,
-             ("gemm_kernel", 0, 300, {"hlo_op": f"&{named['dot']}", **module}),
-             ("gemm_kernel", 400, 300, {"hlo_op": f"&while.1::{named['dot']}", **module}),
-             (named["fusion"].replace(".", "_").replace("-", "_"), 700, 100, {"cuda_graph_id": 3}))
+    gpu.line(
+        "Stream #14(Compute)",
+        1,
+        ("gemm_kernel", 0, 300, {"hlo_op": f"&{named['dot']}", **module}),
+        ("gemm_kernel", 400, 300, {"hlo_op": f"&while.1::{named['dot']}", **module}),
+        (named["fusion"].replace(".", "_").replace("-", "_"), 700, 100, {"cuda_graph_id": 3}),
+    )
     gpu.line("Stream #20(MemcpyH2D)", 1, ("MemcpyH2D", 600, 400, {"memcpy_details": "kind_src:pageable"}))
     gpu.line("Stream #21(Compute)", 1, ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 200, 200, {}))
     gpu.line("XLA Modules", 1, ("jit_step(7)", 0, 1000, {"hlo_op": "&jit_step", **module}))
@@ -130,6 +140,8 @@ def gpu_space(proto, named):
     host.line("python", 0, ("update", 500, 1500, {"step_num": 4, "_r": 1}), ("host/wait_for_data", 600, 400, {}))
     host.line("launcher", 0, ("cuLaunchKernel", 0, 900, {"hlo_op": f"&{named['dot']}", **module}))
     metadata = Plane("/host:metadata")
-    metadata.kinds["jit_step(7)"] = (7, field(5, metadata.stat("Hlo Proto", proto)) + field(
-        5, metadata.stat("program_id", 7)))
+    metadata.kinds["jit_step(7)"] = (
+        7,
+        field(5, metadata.stat("Hlo Proto", proto)) + field(5, metadata.stat("program_id", 7)),
+    )
     return b"".join(plane.bytes() for plane in (metadata, gpu, host))

@@ -39,14 +39,30 @@ def kept(model: str, policy: str, sequence_parallel: bool, **overrides: object) 
     heads, width, micro = MODELS[model]
     config = load("gpt3_175b")
     for key, value in {
-            "model.d_model": width, "model.n_heads": heads, "model.n_kv_heads": heads, "model.d_head": width // heads,
-            "model.d_ff": 4 * width, "model.vocab_size": 51200, "model.dropout": 0.1, "model.attention": "naive",
-            "model.n_layers": LAYERS, "batch.micro": micro, "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": TENSOR,
-            "mesh.sequence_parallel": sequence_parallel, "remat.policy": policy, **overrides}.items():
+        "model.d_model": width,
+        "model.n_heads": heads,
+        "model.n_kv_heads": heads,
+        "model.d_head": width // heads,
+        "model.d_ff": 4 * width,
+        "model.vocab_size": 51200,
+        "model.dropout": 0.1,
+        "model.attention": "naive",
+        "model.n_layers": LAYERS,
+        "batch.micro": micro,
+        "mesh.data": 1,
+        "mesh.fsdp": 1,
+        "mesh.tensor": TENSOR,
+        "mesh.sequence_parallel": sequence_parallel,
+        "remat.policy": policy,
+        **overrides,
+    }.items():
         override(config, key, str(value))
     report = report_of(build(config, targets.parse(f"h100:{TENSOR}").devices()).compile_for_report())
-    return [buffer for buffer in report.buffers
-            if buffer.category == "residuals" and buffer.at_peak and LAYERS in buffer.shape]
+    return [
+        buffer
+        for buffer in report.buffers
+        if buffer.category == "residuals" and buffer.at_peak and LAYERS in buffer.shape
+    ]
 
 
 def units(model: str, buffers: list) -> float:

@@ -35,11 +35,15 @@ ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
     "tpu": (_plugin("libtpu"), "no compiler for TPUs: pip install 'bytescope[tpu]'"),
     "xprof": (_plugin("xprof"), "xprof is not installed: pip install 'bytescope[test]'"),
-    "notebook": (lambda: all(_plugin(name)() for name in ("nbclient", "ipykernel")),
-                 "nbclient or ipykernel is not installed: pip install 'bytescope[test]'"),
+    "notebook": (
+        lambda: all(_plugin(name)() for name in ("nbclient", "ipykernel")),
+        "nbclient or ipykernel is not installed: pip install 'bytescope[test]'",
+    ),
     "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
-    "transformers": (lambda: all(_plugin(name)() for name in ("torch", "transformers")),
-                     "torch or transformers is not installed: pip install 'bytescope[test,hf]'"),
+    "transformers": (
+        lambda: all(_plugin(name)() for name in ("torch", "transformers")),
+        "torch or transformers is not installed: pip install 'bytescope[test,hf]'",
+    ),
     "peft": (_plugin("peft"), "peft is not installed: pip install 'bytescope[test,hf]'"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }

@@ -18,15 +18,24 @@ POLICIES = {
     "none": lambda block: block,
     "full": lambda block: jax.checkpoint(block, prevent_cse=False),
     "named": lambda block: jax.checkpoint(
-        block, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(*NAMES)),
+        block, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(*NAMES)
+    ),
 }
 
 
 def parameters():
     """Float32 parameter specs, blocks stacked on the first axis."""
-    blocks = {name: spec((LAYERS, *shape), f32) for name, shape in (
-        ("w_q", (WIDTH, WIDTH)), ("w_v", (WIDTH, WIDTH)), ("w_o", (WIDTH, WIDTH)),
-        ("w_up", (WIDTH, HIDDEN)), ("w_down", (HIDDEN, WIDTH)), ("scale", (WIDTH,)))}
+    blocks = {
+        name: spec((LAYERS, *shape), f32)
+        for name, shape in (
+            ("w_q", (WIDTH, WIDTH)),
+            ("w_v", (WIDTH, WIDTH)),
+            ("w_o", (WIDTH, WIDTH)),
+            ("w_up", (WIDTH, HIDDEN)),
+            ("w_down", (HIDDEN, WIDTH)),
+            ("scale", (WIDTH,)),
+        )
+    }
     return {"embed": spec((VOCAB, WIDTH), f32), "blocks": blocks, "head": spec((WIDTH, VOCAB), f32)}
 
 
@@ -82,8 +91,9 @@ def make_step(policy="named", optimizer=None, micro=1):
     return step, optimizer
 
 
-def trace_step(devices, policy="named", *, donate=True, shard_batch=True, shard_state=False, optimizer=None,
-               micro=1, axis="data"):
+def trace_step(
+    devices, policy="named", *, donate=True, shard_batch=True, shard_state=False, optimizer=None, micro=1, axis="data"
+):
     """The training step as a `jax.stages.Traced` for the devices."""
     step, optimizer = make_step(policy, optimizer, micro)
     mesh = Mesh(np.array(devices), (axis,))
@@ -122,38 +132,43 @@ def linen():
 def scan():
     """A plain scan."""
     return jax.jit(lambda w, x: jax.lax.scan(lambda c, a: (jnp.tanh(c @ a), c.sum()), x, w)).lower(
-        spec((5, 32, 32), f32), spec((8, 32), f32))
+        spec((5, 32, 32), f32), spec((8, 32), f32)
+    )
 
 
 def convolution():
     """The gradient of a convolutional net."""
+
     def loss(params, x):
         for kernel in params:
             x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             x = jax.nn.relu(x)
         return (x**2).mean()
 
-    return jax.jit(jax.grad(loss)).lower([spec((3, 3, 3, 8), f32), spec((3, 3, 8, 8), f32)],
-                                         spec((2, 16, 16, 3), f32))
+    return jax.jit(jax.grad(loss)).lower([spec((3, 3, 3, 8), f32), spec((3, 3, 8, 8), f32)], spec((2, 16, 16, 3), f32))
 
 
 def shard_map():
     """A matrix product by hand over all devices."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
-    product = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "d"), mesh=mesh,
-                            in_specs=(P(None, "d"), P("d", None)), out_specs=P())
+    product = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "d"), mesh=mesh, in_specs=(P(None, "d"), P("d", None)), out_specs=P()
+    )
     return jax.jit(product).lower(
         spec((16, 64), f32, sharding=NamedSharding(mesh, P(None, "d"))),
-        spec((64, 16), f32, sharding=NamedSharding(mesh, P("d", None))))
+        spec((64, 16), f32, sharding=NamedSharding(mesh, P("d", None))),
+    )
 
 
 def two_scans():
     """A scan within a scan, with its gradient."""
+
     def outer(carry, weights):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), carry, weights)[0], carry
 
     return jax.jit(jax.grad(lambda w, x: jax.lax.scan(outer, x, w)[0].sum())).lower(
-        spec((3, 3, 16, 16), f32), spec((16, 16), f32))
+        spec((3, 3, 16, 16), f32), spec((16, 16), f32)
+    )
 
 
 def lowered(function, *shapes, **options):
@@ -162,16 +177,25 @@ def lowered(function, *shapes, **options):
 
 
 OTHERS = {
-    "linen": linen, "scan": scan, "convolution": convolution, "shard_map": shard_map, "two_scans": two_scans,
+    "linen": linen,
+    "scan": scan,
+    "convolution": convolution,
+    "shard_map": shard_map,
+    "two_scans": two_scans,
     "no_parameters": lowered(lambda: jnp.arange(1000.0).reshape(10, 100).sum(0)),
-    "donated": lowered(lambda a, b: (a + b, a * 2), spec((64, 64), f32), spec((64, 64), f32),
-                       donate_argnums=(0, 1)),
-    "conditional": lowered(lambda p, x: jax.lax.cond(p > 0, lambda x: jnp.sin(x) @ x, lambda x: x + x.T, x),
-                           spec((), i32), spec((32, 32), f32)),
-    "switch": lowered(lambda p, x: jax.lax.switch(p, [lambda x: x @ x, jnp.exp, jnp.cos], x),
-                      spec((), i32), spec((32, 32), f32)),
-    "while": lowered(lambda x: jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)),
-                                                  (0, x)), spec((32, 32), f32)),
+    "donated": lowered(lambda a, b: (a + b, a * 2), spec((64, 64), f32), spec((64, 64), f32), donate_argnums=(0, 1)),
+    "conditional": lowered(
+        lambda p, x: jax.lax.cond(p > 0, lambda x: jnp.sin(x) @ x, lambda x: x + x.T, x),
+        spec((), i32),
+        spec((32, 32), f32),
+    ),
+    "switch": lowered(
+        lambda p, x: jax.lax.switch(p, [lambda x: x @ x, jnp.exp, jnp.cos], x), spec((), i32), spec((32, 32), f32)
+    ),
+    "while": lowered(
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ x)), (0, x)),
+        spec((32, 32), f32),
+    ),
     "fft": lowered(lambda x: jnp.fft.ifft2(jnp.fft.fft2(x) * 2), spec((16, 16), jnp.complex64)),
     "sort": lowered(lambda x: (jnp.sort(x), jnp.argsort(x)), spec((100,), f32)),
     "scalar": lowered(lambda x: x + 1, spec((), f32)),

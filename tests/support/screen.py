@@ -30,7 +30,7 @@ def seen(written, width):
             lines[row] = ""
         elif not text.startswith("\x1b"):
             assert column + len(text) <= width, f"a line of {column + len(text)} columns: {text}"
-            lines[row] = lines[row].ljust(column)[:column] + text + lines[row][column + len(text):]
+            lines[row] = lines[row].ljust(column)[:column] + text + lines[row][column + len(text) :]
             column += len(text)
     return [line.rstrip() for line in lines]
 

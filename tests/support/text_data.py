@@ -14,9 +14,23 @@ def write(folder, files):
 
 
 def config(**changes):
-    defaults = {"source": "stdlib", "eval_source": "", "format": "text", "field": "text", "skip_bad": 0,
-                "tokenizer": "bytes", "special_tokens": "text", "chat_template": "", "loss_on": "assistant",
-                "packing": True, "too_long": "cut", "dtype": "uint16", "seq_len": 4, "prefetch": 3, "workers": 2}
+    defaults = {
+        "source": "stdlib",
+        "eval_source": "",
+        "format": "text",
+        "field": "text",
+        "skip_bad": 0,
+        "tokenizer": "bytes",
+        "special_tokens": "text",
+        "chat_template": "",
+        "loss_on": "assistant",
+        "packing": True,
+        "too_long": "cut",
+        "dtype": "uint16",
+        "seq_len": 4,
+        "prefetch": 3,
+        "workers": 2,
+    }
     return DataConfig(**(defaults | changes))
 
 
@@ -30,6 +44,7 @@ def save_tokenizer(path, special=("<|endoftext|>",), words=("def", "return", "x"
     made.enable_padding(length=7)
     if special:
         made.post_processor = processors.TemplateProcessing(
-            single=f"{special[0]} $A", special_tokens=[(special[0], vocab[special[0]])])
+            single=f"{special[0]} $A", special_tokens=[(special[0], vocab[special[0]])]
+        )
     made.save(str(path))
     return vocab

@@ -19,10 +19,22 @@ from bytescope.train.program import Program, build
 from bytescope.train.step.state import TrainState
 
 SMALL = {
-    "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 8,
-    "model.d_ff": 48, "model.vocab_size": 64, "model.vocab_multiple": 1, "model.max_seq_len": 64,
-    "data.seq_len": 32, "batch.micro": 8, "precision.preset": "fp32", "loss.chunk": 64, "optimizer.warmup_steps": 2,
-    "optimizer.learning_rate": 1e-2, "train.steps": 20,
+    "model.d_model": 32,
+    "model.n_layers": 3,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 8,
+    "model.d_ff": 48,
+    "model.vocab_size": 64,
+    "model.vocab_multiple": 1,
+    "model.max_seq_len": 64,
+    "data.seq_len": 32,
+    "batch.micro": 8,
+    "precision.preset": "fp32",
+    "loss.chunk": 64,
+    "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 1e-2,
+    "train.steps": 20,
 }
 
 
@@ -64,8 +76,11 @@ _DECIDING = ("seed", "model.", "lora.", "optimizer.", "precision.", "batch.accum
 def first_state(program: Program) -> TrainState:
     """`program.init()`, whose values are the same on every mesh (test_step.py): compiled once for all programs that
     differ in their layout, remat or loss alone."""
-    keys = {key: value for key, value in flatten(program.config).items()
-            if key.startswith(_DECIDING) and key not in ("model.attention", "model.attention_chunk", "model.mlp_chunk")}
+    keys = {
+        key: value
+        for key, value in flatten(program.config).items()
+        if key.startswith(_DECIDING) and key not in ("model.attention", "model.attention_chunk", "model.mlp_chunk")
+    }
     values = _first_values(tuple(sorted((key, as_text(value)) for key, value in keys.items())))
     assert jax.tree.structure(values) == jax.tree.structure(program.state)
     values = reordered(values, {}, program.order)
@@ -99,8 +114,13 @@ def unfused_step(program: Program) -> Callable:
     return program.lower().compile(compiler_options={"xla_disable_hlo_passes": "fusion", **emitters})
 
 
-def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None,
-               step: Callable | None = None) -> np.ndarray:
+def run_losses(
+    program: Program,
+    steps: int = 20,
+    masked: float = 0.3,
+    state: TrainState | None = None,
+    step: Callable | None = None,
+) -> np.ndarray:
     """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps].
 
     `step`: the program's step, compiled otherwise than it compiles it.

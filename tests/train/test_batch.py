@@ -30,8 +30,9 @@ def test_four_million_tokens():
     config = small_config({"batch.micro": 1, "batch.tokens": 4_000_000}).batch
     batch = BatchAlgebra.of(config, 8, 4000)
     assert (batch.accumulation, batch.tokens, batch.rows) == (125, 4_000_000, 8)
-    assert str(batch) == ("1 micro-batch x 125 accumulation x 8 data-parallel = 1,000 sequences of 4,000 = "
-                          "4,000,000 tokens per update")
+    assert str(batch) == (
+        "1 micro-batch x 125 accumulation x 8 data-parallel = 1,000 sequences of 4,000 = 4,000,000 tokens per update"
+    )
 
 
 def test_the_program_accumulates_what_the_tokens_ask_for():
@@ -43,12 +44,18 @@ def test_the_program_accumulates_what_the_tokens_ask_for():
     assert accumulation(flatten(scanned.config), 8) == 4 == accumulation({"batch.accumulation": 4}, 8)
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"micro": 2, "tokens": 2000}, "batch.tokens=2000 is not a multiple of 512 tokens, .* nearest multiples are "
-     "1536 and 2048"),
-    ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
-    ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: give one"),
-    ({"micro": 2, "tokens": -1}, "batch.tokens=-1: give 0 or more")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"micro": 2, "tokens": 2000},
+            "batch.tokens=2000 is not a multiple of 512 tokens, .* nearest multiples are 1536 and 2048",
+        ),
+        ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
+        ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: give one"),
+        ({"micro": 2, "tokens": -1}, "batch.tokens=-1: give 0 or more"),
+    ],
+)
 def test_a_batch_that_cannot_be(keys, message):
     with pytest.raises(ValueError, match=message):
         batch_of(**keys)
@@ -75,8 +82,10 @@ def test_the_schedule_counts_updates_tokens_and_sequences():
     assert [batch.rows_before(update) for update in range(20)] == [8 * sum(COUNTS[:n]) for n in range(20)]
     assert batch.tokens_at(3) == 8 * 32 and batch.tokens == batch.tokens_at(19) == 4 * 8 * 32
     assert batch_of(micro=4, accumulation=3).rows_before(5) == 5 * 3 * 32
-    assert str(batch) == ("4 micro-batch x accumulation 1 from update 0, 2 from update 4, 4 from update 9 x 2 "
-                          "data-parallel, sequences of 32 = 256 to 1,024 tokens per update")
+    assert str(batch) == (
+        "4 micro-batch x accumulation 1 from update 0, 2 from update 4, 4 from update 9 x 2 "
+        "data-parallel, sequences of 32 = 256 to 1,024 tokens per update"
+    )
     assert accumulation({"batch.accumulation_schedule": ("0:1", "4:2")}, 8) == 2
 
 
@@ -110,10 +119,23 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
     text.mkdir()
     for number in range(4):
         (text / f"{number}.py").write_text(f"x = {number}\n" * 8_000)
-    config = small_config({
-        "batch.accumulation_schedule": "0:1,4:2,15:4", "batch.micro": 1, "model.vocab_size": 256, "model.n_layers": 1,
-        "train.log_every": 1, "train.eval_every": 0, "train.checkpoint_every": 6, "train.keep": 9, "data.source": text,
-        "data.prefetch": 2, "train.sample_tokens": 0, "train.tensorboard": "false", "train.cache_dir": "none"})
+    config = small_config(
+        {
+            "batch.accumulation_schedule": "0:1,4:2,15:4",
+            "batch.micro": 1,
+            "model.vocab_size": 256,
+            "model.n_layers": 1,
+            "train.log_every": 1,
+            "train.eval_every": 0,
+            "train.checkpoint_every": 6,
+            "train.keep": 9,
+            "data.source": text,
+            "data.prefetch": 2,
+            "train.sample_tokens": 0,
+            "train.tensorboard": "false",
+            "train.cache_dir": "none",
+        }
+    )
 
     def rows(place):
         run(config, workdir=place, extend=False, console=make_console(quiet=True))
@@ -132,18 +154,24 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
     assert [row["batch_tokens"] for row in strip(whole)] == [32 * 8 * n for n in [1] * 4 + [2] * 11 + [4] * 5]
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: give one of them"),
-    ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan: that compiles one number"),
-    ({"accumulation_schedule": "1:2"}, "accumulation_schedule=1:2: write UPDATE:ACCUMULATION from update 0"),
-    ({"accumulation_schedule": "0:1,0:2"}, "in order"), ({"accumulation_schedule": "0:0"}, "in order"),
-    ({"accumulation_schedule": "0-4"}, "write UPDATE:ACCUMULATION")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"accumulation_schedule": "0:1,4:2", "accumulation": 2}, "batch.accumulation=2: give one of them"),
+        ({"accumulation_schedule": "0:1,4:2", "mode": "scan"}, "with batch.mode=scan: that compiles one number"),
+        ({"accumulation_schedule": "1:2"}, "accumulation_schedule=1:2: write UPDATE:ACCUMULATION from update 0"),
+        ({"accumulation_schedule": "0:1,0:2"}, "in order"),
+        ({"accumulation_schedule": "0:0"}, "in order"),
+        ({"accumulation_schedule": "0-4"}, "write UPDATE:ACCUMULATION"),
+    ],
+)
 def test_a_schedule_that_is_none(keys, message):
     with pytest.raises(ValueError, match=message):
         batch_of(**keys)
 
 
 # ---- the learning rate of a batch -------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(("kind", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_the_learning_rate_is_scaled_when_asked_to(kind, factor):
@@ -153,13 +181,16 @@ def test_the_learning_rate_is_scaled_when_asked_to(kind, factor):
     for step in (0, 5, 19):
         assert float(program.parts.schedule(step)) == pytest.approx(factor * float(plain(step)))
     told = describe_scaling(config.optimizer, program.batch)
-    assert told == ("" if kind == "none" else
-                    f"0.01 x {factor:g} = {0.01 * factor:g} ({kind}, 1,024 / 256 tokens)")
+    assert told == ("" if kind == "none" else f"0.01 x {factor:g} = {0.01 * factor:g} ({kind}, 1,024 / 256 tokens)")
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"optimizer.batch_scaling": "linear"}, "base_batch_tokens=0: give the tokens"),
-    ({"optimizer.batch_scaling": "cubic"}, "choose one of none, sqrt, linear")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"optimizer.batch_scaling": "linear"}, "base_batch_tokens=0: give the tokens"),
+        ({"optimizer.batch_scaling": "cubic"}, "choose one of none, sqrt, linear"),
+    ],
+)
 def test_a_scaling_that_cannot_be(keys, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(keys), jax.devices()[:1])

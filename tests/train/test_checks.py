@@ -16,16 +16,31 @@ from support.toy import small_config
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("key", "values"), [
-    ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")), ("model.norm_eps", ("-1e-5", "nan")),
-    *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS), *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
-    ("train.sample_temperature", ("inf", "nan", "-1")), ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
-    ("seed", ("-1", "2147483648", "99999999999999999999")), ("model.vocab_size", ("99999999999",)),
-    ("train.steps", ("0", "3000000000")), ("optimizer.weight_decay", ("-0.1", "inf")), ("optimizer.eps", ("-1", "nan")),
-    ("optimizer.end_fraction", ("-0.1", "inf")), ("optimizer.clip_norm", ("-1", "nan")),
-    ("optimizer.warmup_steps", ("-1",)), ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
-    ("model.d_model", ("10000000000",)), ("batch.micro", ("4294967296",)),
-    ("train.sample_prompt", ("\udcff",)), ("batch.tokens", ("9" * 20,)), ("optimizer.base_batch_tokens", ("9" * 23,))])
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")),
+        ("model.norm_eps", ("-1e-5", "nan")),
+        *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS),
+        *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
+        ("train.sample_temperature", ("inf", "nan", "-1")),
+        ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
+        ("seed", ("-1", "2147483648", "99999999999999999999")),
+        ("model.vocab_size", ("99999999999",)),
+        ("train.steps", ("0", "3000000000")),
+        ("optimizer.weight_decay", ("-0.1", "inf")),
+        ("optimizer.eps", ("-1", "nan")),
+        ("optimizer.end_fraction", ("-0.1", "inf")),
+        ("optimizer.clip_norm", ("-1", "nan")),
+        ("optimizer.warmup_steps", ("-1",)),
+        ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
+        ("model.d_model", ("10000000000",)),
+        ("batch.micro", ("4294967296",)),
+        ("train.sample_prompt", ("\udcff",)),
+        ("batch.tokens", ("9" * 20,)),
+        ("optimizer.base_batch_tokens", ("9" * 23,)),
+    ],
+)
 def test_a_value_that_no_run_can_want_is_refused(key, values):
     for value in values:
         with pytest.raises(ValueError) as caught:
@@ -33,9 +48,17 @@ def test_a_value_that_no_run_can_want_is_refused(key, values):
         assert str(caught.value).startswith(key) and "\n" not in str(caught.value), value
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("seed", "2147483647"), ("batch.tokens", "4000000000"), ("optimizer.b1", "0"), ("optimizer.learning_rate", "0"),
-    ("remat.budget", "72GiB"), ("model.norm_eps", "0")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "2147483647"),
+        ("batch.tokens", "4000000000"),
+        ("optimizer.b1", "0"),
+        ("optimizer.learning_rate", "0"),
+        ("remat.budget", "72GiB"),
+        ("model.norm_eps", "0"),
+    ],
+)
 def test_the_ends_of_the_ranges_are_valid(key, value):
     check_values(small_config({key: value}))
 
@@ -62,7 +85,7 @@ def test_a_schedule_counts_in_int32(text):
 
 def test_what_is_doubtful_is_said_and_runs():
     assert doubtful(small_config(), "cpu") == []
-    line, = doubtful(small_config({"optimizer.warmup_steps": 21}), "cpu")
+    (line,) = doubtful(small_config({"optimizer.warmup_steps": 21}), "cpu")
     assert "warmup_steps=21" in line and "train.steps=20" in line
     assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}), "cpu")[0]
     config = small_config({"offload.optimizer": True})

@@ -39,9 +39,15 @@ def test_examples_of_the_help_parse():
             assert cli.parse([name, *example.split()]).command == name
 
 
-@pytest.mark.parametrize("words", [
-    ["report", "llama_8b", "h100:8"], ["report", "--config=llama_8b", "--target=h100:8"],
-    ["report", "llama_8b", "--json=x.json", "h100:8"], ["report", "--target=h100:8", "llama_8b"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "llama_8b", "h100:8"],
+        ["report", "--config=llama_8b", "--target=h100:8"],
+        ["report", "llama_8b", "--json=x.json", "h100:8"],
+        ["report", "--target=h100:8", "llama_8b"],
+    ],
+)
 def test_config_and_target_by_position_or_flag(words):
     args = cli.parse([*words, "--config.model.n_layers=2"])
     assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
@@ -52,23 +58,38 @@ def test_the_trainers_config_by_position():
     assert cli.parse(["train", "--config=char"]).config == "char" and cli.parse(["train"]).config == "tiny"
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["reprot"], "unknown command 'reprot': did you mean report?"), (["xyzzy"], "of train, prepare, generate, score"),
-    (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
-    (["train", "tiny", "--config=char"], "config is given twice"), (["fit"], "no config: give --config=FILE"),
-    (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
-    (["keys", "--grep=qqq"], "--grep=qqq: nothing in bytescope keys mentions it"),
-    (["configs", "--config.a=1"], "takes no --config.a"),
-    (["prepare"], "required"), (["compare", "--jobs=x"], "--jobs")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reprot"], "unknown command 'reprot': did you mean report?"),
+        (["xyzzy"], "of train, prepare, generate, score"),
+        (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
+        (["train", "tiny", "--config=char"], "config is given twice"),
+        (["fit"], "no config: give --config=FILE"),
+        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
+        (["keys", "--grep=qqq"], "--grep=qqq: nothing in bytescope keys mentions it"),
+        (["configs", "--config.a=1"], "takes no --config.a"),
+        (["prepare"], "required"),
+        (["compare", "--jobs=x"], "--jobs"),
+    ],
+)
 def test_mistakes_are_one_line(words, message, capsys):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["configs"], "llama_8b"), (["targets"], "h100"), (["policies"], "selective"),
-    (["keys", "--grep=remat.budget"], "bytes"), (["keys", "--grep=model.norm"], "rmsnorm"), (["--version"], "jax ")])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["configs"], "llama_8b"),
+        (["targets"], "h100"),
+        (["policies"], "selective"),
+        (["keys", "--grep=remat.budget"], "bytes"),
+        (["keys", "--grep=model.norm"], "rmsnorm"),
+        (["--version"], "jax "),
+    ],
+)
 def test_lists(words, expected, capsys):
     assert cli.main(words) == 0
     assert expected in capsys.readouterr().out
@@ -86,8 +107,11 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')\n")
     script = Path(sys.executable).with_name("bytescope")
     python = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    for command in ([str(script), "configs"], [sys.executable, "-m", "bytescope.memory", "configs"],
-                    [sys.executable, "-m", "bytescope.train", "--help"]):
+    for command in (
+        [str(script), "configs"],
+        [sys.executable, "-m", "bytescope.memory", "configs"],
+        [sys.executable, "-m", "bytescope.train", "--help"],
+    ):
         done = subprocess.run(command, cwd=tmp_path, env=python, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), command
         assert "the wrong file" not in done.stdout and "tiny" in done.stdout
@@ -95,8 +119,10 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
 
 def test_values_are_checked_without_a_device():
     """A search checks its configs before workers start; a client of its own would take an accelerator's memory."""
-    code = ("from bytescope.train.planning.adapter import Adapter; Adapter().check('tiny', ()); "
-            "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())")
+    code = (
+        "from bytescope.train.planning.adapter import Adapter; Adapter().check('tiny', ()); "
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
 
@@ -104,6 +130,10 @@ def test_values_are_checked_without_a_device():
 def test_names_that_are_not_utf8_are_printed(tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 50)
     script = Path(sys.executable).with_name("bytescope")
-    done = subprocess.run([str(script), "prepare", "--source=text.txt", b"--out=\xff"], cwd=tmp_path,
-                          capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    done = subprocess.run(
+        [str(script), "prepare", "--source=text.txt", b"--out=\xff"],
+        cwd=tmp_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.startswith(b"\\udcff: 2 shards")

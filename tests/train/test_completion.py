@@ -16,46 +16,68 @@ pytestmark = pytest.mark.quick
 
 # What is typed before TAB -> what has to be offered, and what must not be. bash offers what follows the last = or :.
 LINES = [
-    ("bytescope ", "train report completion --version", "tiny"), ("bytescope repo", "report", "train"),
+    ("bytescope ", "train report completion --version", "tiny"),
+    ("bytescope repo", "report", "train"),
     ("bytescope report lla", "llama_8b llama_70b", "tiny h100"),
     ("bytescope report m", "mine.py", "notes.txt"),
-    ("bytescope report llama_8b h", "h100 h200", "llama_8b cpu"), ("bytescope report tiny h100:2", "2 2x8", "4 h100"),
+    ("bytescope report llama_8b h", "h100 h200", "llama_8b cpu"),
+    ("bytescope report tiny h100:2", "2 2x8", "4 h100"),
     ("bytescope report tiny --config.mod", "--config.model.", "--config.mesh."),
     ("bytescope report tiny --config.model.n_l", "--config.model.n_layers=", "--config.model.norm="),
     ("bytescope train --config.se", "--config.seed=", "--config.train."),
     ("bytescope report tiny --config.remat.policy=s", "selective sqrt", "none"),
-    ("bytescope report tiny --config.model.scan=", "true false", ""), ("bytescope report --config=ti", "tiny", "char"),
-    ("bytescope report --target=h100:2", "2 2x8", "h100"), ("bytescope report tiny --js", "--json=", "--html="),
+    ("bytescope report tiny --config.model.scan=", "true false", ""),
+    ("bytescope report --config=ti", "tiny", "char"),
+    ("bytescope report --target=h100:2", "2 2x8", "h100"),
+    ("bytescope report tiny --js", "--json=", "--html="),
     ("bytescope compare tiny --remat=none,f", "none,full", "none full"),
     ("bytescope compare tiny --grid=remat.p", "remat.policy=", "remat.save="),
     ("bytescope compare tiny --grid=remat.policy=none,f", "none,full", "full"),
     ("bytescope compare --grid=config=tiny,ch", "tiny,char", "char"),
     ("bytescope fit tiny --levers=remat,mi", "remat,micro", "micro"),
     ("bytescope fit tiny --jobs 3 rtx4", "rtx4090", ""),
-    ("bytescope fit tiny --config.train.steps 5 h2", "h200", "tiny"), ("bytescope fit tiny --jobs=", "", "tiny h100"),
+    ("bytescope fit tiny --config.train.steps 5 h2", "h200", "tiny"),
+    ("bytescope fit tiny --jobs=", "", "tiny h100"),
     ("bytescope levers tiny --savings=bf16,fused", "bf16,fused_backward", ""),
     ("bytescope estimate --offload=", "optimizer both", "remat"),
     ("bytescope front tiny --auto", "--auto-offload", "--offload"),
-    ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
-    ("bytescope calibrate --o", "--out=", "--seconds="), ("bytescope train --rates=no", "notes.txt", "mine.py"),
-    ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope export ", "runs", "notes.txt tiny"),
-    ("bytescope generate runs --kv=", "int8", "runs"), ("bytescope score ", "runs", "notes.txt tiny"),
-    ("bytescope export runs new --dtype=b", "bfloat16", "float16"), ("bytescope completion ", "bash zsh fish", "tiny"),
-    ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
-    ("bytescope train h", "hf:", "tiny runs"), ("bytescope train hf:r", "runs", "notes.txt tiny hf:"),
-    ("bytescope report hf:", "runs", "tiny mine.py"), ("bytescope fit --config=hf:r", "runs", "tiny"),
-    ("bytescope train tiny --config.init.folder=r", "runs", "notes.txt"), ("bytescope export hf:r", "", "runs"),
+    ("bytescope diff no", "notes.txt", "mine.py"),
+    ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
+    ("bytescope calibrate --o", "--out=", "--seconds="),
+    ("bytescope train --rates=no", "notes.txt", "mine.py"),
+    ("bytescope trace ", "runs", "notes.txt tiny"),
+    ("bytescope export ", "runs", "notes.txt tiny"),
+    ("bytescope generate runs --kv=", "int8", "runs"),
+    ("bytescope score ", "runs", "notes.txt tiny"),
+    ("bytescope export runs new --dtype=b", "bfloat16", "float16"),
+    ("bytescope completion ", "bash zsh fish", "tiny"),
+    ("bytescope keys --", "--grep=", "--json="),
+    ("bytescope nothing ", "", "tiny"),
+    ("bytescope train h", "hf:", "tiny runs"),
+    ("bytescope train hf:r", "runs", "notes.txt tiny hf:"),
+    ("bytescope report hf:", "runs", "tiny mine.py"),
+    ("bytescope fit --config=hf:r", "runs", "tiny"),
+    ("bytescope train tiny --config.init.folder=r", "runs", "notes.txt"),
+    ("bytescope export hf:r", "", "runs"),
     ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),
 ]
 
 
 # Flags whose help says more than one thing -> what each help has to say.
 MEANINGS = {
-    "--budget": "bytes per device", "--config.KEY": "(set a|override a) (config )?key",
-    "--dtype": "float32, bfloat16 or float16", "--force": "replace OUT", "--formulas": "the published formulas predict",
-    "--html": "page", "--json": "as JSON", "--layers": "layers of the model", "--length": "tokens of a sequence",
-    "--limit": "bytes of (a|the) device to use", "--lora": "LoRA adapters over frozen weights",
-    "--measure": "on this machine", "--out": "write|append|a new or empty folder",
+    "--budget": "bytes per device",
+    "--config.KEY": "(set a|override a) (config )?key",
+    "--dtype": "float32, bfloat16 or float16",
+    "--force": "replace OUT",
+    "--formulas": "the published formulas predict",
+    "--html": "page",
+    "--json": "as JSON",
+    "--layers": "layers of the model",
+    "--length": "tokens of a sequence",
+    "--limit": "bytes of (a|the) device to use",
+    "--lora": "LoRA adapters over frozen weights",
+    "--measure": "on this machine",
+    "--out": "write|append|a new or empty folder",
     "--step": "the checkpoint of this step",
     "--tensor": "number of devices to split heads, MLP width and vocabulary over",
 }
@@ -76,13 +98,19 @@ def test_a_flag_means_the_same_in_every_command():
             assert all(re.search(MEANINGS.get(flag, "one help for all"), text) for text in helps), (where, helps)
 
 
-@pytest.mark.parametrize(("command", "old", "now"), [
-    (["fit", "tiny"], "--timeout=7", "--max-seconds=7"), (["front", "tiny"], "--offload", "--auto-offload"),
-    (["levers", "tiny"], "--stages=bf16", "--savings=bf16"), (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
-    (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
-    (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
-    (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),
-    (["estimate", "--params=7b"], "--sequence=32", "--length=32")])
+@pytest.mark.parametrize(
+    ("command", "old", "now"),
+    [
+        (["fit", "tiny"], "--timeout=7", "--max-seconds=7"),
+        (["front", "tiny"], "--offload", "--auto-offload"),
+        (["levers", "tiny"], "--stages=bf16", "--savings=bf16"),
+        (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
+        (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
+        (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
+        (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),
+        (["estimate", "--params=7b"], "--sequence=32", "--length=32"),
+    ],
+)
 def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, words, capsys):
     assert vars(cli.parse([*command, old])) == vars(cli.parse([*command, now]))
     name, other = old.partition("=")[0], now.partition("=")[0]
@@ -93,8 +121,7 @@ def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, words, ca
 
 @pytest.fixture(scope="module")
 def words():
-    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names},
-                  make_parser())
+    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names}, make_parser())
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +183,28 @@ def test_the_syntax(shell, folder):
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish(folder):
-    lines = ("bytescope report lla", "bytescope compare tiny --remat=none,f",
-             "bytescope report tiny --config.model.n_l", "bytescope report tiny h100:2", "bytescope report m",
-             "bytescope train hf", "bytescope train hf:r", "bytescope report --config=hf:r")
+    lines = (
+        "bytescope report lla",
+        "bytescope compare tiny --remat=none,f",
+        "bytescope report tiny --config.model.n_l",
+        "bytescope report tiny h100:2",
+        "bytescope report m",
+        "bytescope train hf",
+        "bytescope train hf:r",
+        "bytescope report --config=hf:r",
+    )
     script = "source .script.fish; while read -l line; complete -C $line; echo end; end"
     found = offered(folder, "fish", "-c", script, text="".join(f"{line}\n" for line in lines)).split("end\n")
     assert [set(part.split()) for part in found[:-1]] == [
         {"llama_1b", "llama_8b", "llama_8b_qlora", "llama_70b", "llama_70b_qlora", "llama_405b"},
-        {"--remat=none,full"}, {"--config.model.n_layers="}, {"h100:2", "h100:2x8"}, {"mine.py"},
-        {"hf:"}, {"hf:runs/"}, {"--config=hf:runs/"}]
+        {"--remat=none,full"},
+        {"--config.model.n_layers="},
+        {"h100:2", "h100:2x8"},
+        {"mine.py"},
+        {"hf:"},
+        {"hf:runs/"},
+        {"--config=hf:runs/"},
+    ]
 
 
 def test_every_word_is_one_that_is_taken(words):

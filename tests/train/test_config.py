@@ -18,8 +18,18 @@ FROM_BASE = "from bytescope.configs import base\ndef get_config():\n    c = base
 
 
 def test_the_promised_configs_are_shipped():
-    assert {"tiny", "char", "gpt2_small", "gpt2_xl", "llama_1b", "llama_8b", "llama_70b", "llama_405b",
-            "gpt3_175b", "deepseek_v3"} <= set(NAMES)
+    assert {
+        "tiny",
+        "char",
+        "gpt2_small",
+        "gpt2_xl",
+        "llama_1b",
+        "llama_8b",
+        "llama_70b",
+        "llama_405b",
+        "gpt3_175b",
+        "deepseek_v3",
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,11 +41,20 @@ def test_shipped_config_describes_a_program(name):
     assert set(flatten(program.config)) == set(flatten(base.get_config()))
 
 
-@pytest.mark.parametrize(("key", "text", "value"), [
-    ("train.steps", "7", 7), ("optimizer.learning_rate", "1", 1.0), ("optimizer.learning_rate", "3e-4", 3e-4),
-    ("model.scan", "false", False), ("model.scan", "1", True), ("data.source", "a,b", "a,b"),
-    ("model.rope_scaling", "8,1.0,4.0,8192", (8, 1.0, 4.0, 8192)), ("model.rope_scaling", "()", ()),
-    ("mesh.fsdp", "-1", -1)])
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.steps", "7", 7),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("model.scan", "false", False),
+        ("model.scan", "1", True),
+        ("data.source", "a,b", "a,b"),
+        ("model.rope_scaling", "8,1.0,4.0,8192", (8, 1.0, 4.0, 8192)),
+        ("model.rope_scaling", "()", ()),
+        ("mesh.fsdp", "-1", -1),
+    ],
+)
 def test_overrides_take_the_type_of_the_key(key, text, value):
     config = load("tiny")
     override(config, key, text)
@@ -43,11 +62,20 @@ def test_overrides_take_the_type_of_the_key(key, text, value):
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize(("key", "text", "message"), [
-    ("train.step", "7", "did you mean train.steps"), ("model.dmodel", "7", "did you mean model.d_model"),
-    ("learning_rate", "1", "did you mean optimizer.learning_rate"), ("train", "7", "--config.train is a group"),
-    ("train.steps", "many", "int expected, such as"), ("train.steps", "1.5", "int expected"),
-    ("model.scan", "maybe", "bool expected"), ("optimizer.b1", "x", "float expected"), ("zzz", "1", "unknown key")])
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("train.step", "7", "did you mean train.steps"),
+        ("model.dmodel", "7", "did you mean model.d_model"),
+        ("learning_rate", "1", "did you mean optimizer.learning_rate"),
+        ("train", "7", "--config.train is a group"),
+        ("train.steps", "many", "int expected, such as"),
+        ("train.steps", "1.5", "int expected"),
+        ("model.scan", "maybe", "bool expected"),
+        ("optimizer.b1", "x", "float expected"),
+        ("zzz", "1", "unknown key"),
+    ],
+)
 def test_a_wrong_override_is_one_line_with_the_remedy(key, text, message):
     with pytest.raises(UserError, match=message) as caught:
         override(load("tiny"), key, text)
@@ -70,17 +98,31 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
         find_file("lama_8b")
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("x = 1", "has no get_config"), ("get_config = 3", "has no get_config"),
-    ("raise KeyboardInterrupt", "KeyboardInterrupt"), ("import sys; sys.exit(7)", "SystemExit: 7"),
-    ("def get_config(size): return size", "TypeError"), ("def get_config(): return get_config()", "RecursionError"),
-    ("def get_config(:", "SyntaxError"),
-    ("class Own(BaseException):\n    def __str__(self): raise self\nraise Own", "Own: <exception str.. failed>: fix"),
-    ("def get_config():\n    return {}", "not an ml_collections"),
-    (FROM_BASE + "    c.train.stepz = 1\n    return c", "did you mean train.steps"),
-    ("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict()", "is missing"),
-    ("from ml_collections import ConfigDict\n" + FROM_BASE +
-     "    c.train = ConfigDict(c.train.to_dict() | {'steps': 'x'})\n    return c", "int expected")])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1", "has no get_config"),
+        ("get_config = 3", "has no get_config"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("def get_config(size): return size", "TypeError"),
+        ("def get_config(): return get_config()", "RecursionError"),
+        ("def get_config(:", "SyntaxError"),
+        (
+            "class Own(BaseException):\n    def __str__(self): raise self\nraise Own",
+            "Own: <exception str.. failed>: fix",
+        ),
+        ("def get_config():\n    return {}", "not an ml_collections"),
+        (FROM_BASE + "    c.train.stepz = 1\n    return c", "did you mean train.steps"),
+        ("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict()", "is missing"),
+        (
+            "from ml_collections import ConfigDict\n"
+            + FROM_BASE
+            + "    c.train = ConfigDict(c.train.to_dict() | {'steps': 'x'})\n    return c",
+            "int expected",
+        ),
+    ],
+)
 def test_a_broken_config_file_is_one_line(tmp_path, source, message):
     path = tmp_path / "broken.py"
     path.write_text(source)
@@ -90,8 +132,12 @@ def test_a_broken_config_file_is_one_line(tmp_path, source, message):
 
 def test_packages_import_one_way():
     """configs -> ml_collections; model, memory -> nothing of ours; train -> model, memory."""
-    allowed = {"configs": {"configs"}, "model": {"model"}, "memory": {"memory"},
-               "train": {"train", "model", "memory", "configs"}}
+    allowed = {
+        "configs": {"configs"},
+        "model": {"model"},
+        "memory": {"memory"},
+        "train": {"train", "model", "memory", "configs"},
+    }
     for package, may in allowed.items():
         for path in (SHIPPED.parent / package).glob("*.py"):
             if (package, path.name) == ("memory", "__main__.py"):

@@ -18,11 +18,15 @@ from bytescope.train.program import build
 NAMES = [path.stem for path in shipped()]
 TRAINED = ["char", "gpt2_small", "tiny", "tiny_moe"]  # what two cores can train for a while, the GPT-2 shrunk
 SIZE, VERSION, DATE = r"([\d.]+ [KMG]iB)", r"(\d[\w.]*\w)", r"20\d\d-\d\d-\d\d\."
-MEMORY = re.compile(rf"Memory: peak {SIZE}, allocated {SIZE}, predicted in use {SIZE} per device"
-                    rf"(?:, of {SIZE} available)?; (?:CPU, )?jax {VERSION}, jaxlib {VERSION}"
-                    rf"(?:, cuDNN {VERSION})?, {DATE}")
-LOSS = re.compile(r"([\d.]+) nats per byte on [\d,]+ held-out bytes .+ after ([\d,]+) updates of ([\d,]+) tokens; "
-                  rf"two CPU cores, .+; jax {VERSION}, {DATE}")
+MEMORY = re.compile(
+    rf"Memory: peak {SIZE}, allocated {SIZE}, predicted in use {SIZE} per device"
+    rf"(?:, of {SIZE} available)?; (?:CPU, )?jax {VERSION}, jaxlib {VERSION}"
+    rf"(?:, cuDNN {VERSION})?, {DATE}"
+)
+LOSS = re.compile(
+    r"([\d.]+) nats per byte on [\d,]+ held-out bytes .+ after ([\d,]+) updates of ([\d,]+) tokens; "
+    rf"two CPU cores, .+; jax {VERSION}, {DATE}"
+)
 # The code for a CPU differs with the processor, and its buffers may.
 CPU_TOLERANCE = 0.02
 
@@ -57,18 +61,23 @@ def read(name: str) -> Record:
     assert memory, f"{name}: 'Memory:' lacks peak, allocated, predicted, versions or date"
     *sizes, jax, jaxlib, cudnn = memory.groups()
     versions = {"jax": jax, "jaxlib": jaxlib, "nvidia-cudnn-cu13": cudnn}
-    return Record([shlex.split(line) for line in commands],
-                  prose.partition("Hardware: ")[2].partition("Memory: ")[0].strip(),
-                  {what: size for what, size in zip(("peak", "allocated", "predicted", "limit"), sizes) if size},
-                  {package: version for package, version in versions.items() if version},
-                  prose.partition("Loss: ")[2])
+    return Record(
+        [shlex.split(line) for line in commands],
+        prose.partition("Hardware: ")[2].partition("Memory: ")[0].strip(),
+        {what: size for what, size in zip(("peak", "allocated", "predicted", "limit"), sizes) if size},
+        {package: version for package, version in versions.items() if version},
+        prose.partition("Loss: ")[2],
+    )
 
 
 def other_versions(record: Record) -> list[str]:
     """What of the record's versions is not what is installed here."""
     found = {package: importlib.metadata.version(package) for package in record.versions}
-    return [f"{package} {version}, here {found[package]}" for package, version in record.versions.items()
-            if not f"{found[package]}.".startswith(f"{version}.")]
+    return [
+        f"{package} {version}, here {found[package]}"
+        for package, version in record.versions.items()
+        if not f"{found[package]}.".startswith(f"{version}.")
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,8 +119,9 @@ def test_the_recorded_bytes_are_the_compilers(name):
     if others := other_versions(record):
         pytest.skip(f"recorded with {', '.join(others)}")
     config, target = load(name), record.target
-    report = report_of(build(config, target.devices()).compile_for_report(exact=True), target=target,
-                       config=flatten(config))
+    report = report_of(
+        build(config, target.devices()).compile_for_report(exact=True), target=target, config=flatten(config)
+    )
     found = {"peak": report.peak_bytes, "allocated": report.allocated_bytes}
     if target.is_described:
         assert {what: record.sizes[what] for what in found} == {what: human(size) for what, size in found.items()}

@@ -15,8 +15,15 @@ from bytescope.train.run.startup import start_state
 from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
 from support.toy import first_state, fixed_batches, made_state, run_losses, small_program
 
-MIXTURE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 16, "model.dense_layers": 1,
-           "model.n_layers": 3, "model.shared_experts": 1, "loss.router_z": 1e-3}
+MIXTURE = {
+    "model.experts": 8,
+    "model.experts_per_token": 2,
+    "model.d_expert": 16,
+    "model.dense_layers": 1,
+    "model.n_layers": 3,
+    "model.shared_experts": 1,
+    "loss.router_z": 1e-3,
+}
 BIASED = {**MIXTURE, "model.router": "sigmoid", "model.router_bias": True, "optimizer.router_bias_rate": 0.01}
 
 
@@ -29,23 +36,48 @@ def plain():
     return losses({"batch.micro": 8})
 
 
-@pytest.mark.parametrize(("overrides", "devices"), [
-    ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
-    ({"mesh.expert": 4, "mesh.fsdp": 2, "batch.micro": 1, "mesh.dispatch": "ragged_all_to_all"}, 8),
-    ({"mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 1, "mesh.strategy": "ddp", "batch.micro": 4,
-      "mesh.sequence_parallel": True}, 4),
-    ({"mesh.expert": 2, "mesh.fsdp": 2, "mesh.strategy": "zero1", "batch.micro": 2, "model.moe_kernel": "capacity",
-      "model.capacity_factor": 8.0}, 4),
-    ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
-    ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
+        ({"mesh.expert": 4, "mesh.fsdp": 2, "batch.micro": 1, "mesh.dispatch": "ragged_all_to_all"}, 8),
+        (
+            {
+                "mesh.expert": 2,
+                "mesh.tensor": 2,
+                "mesh.fsdp": 1,
+                "mesh.strategy": "ddp",
+                "batch.micro": 4,
+                "mesh.sequence_parallel": True,
+            },
+            4,
+        ),
+        (
+            {
+                "mesh.expert": 2,
+                "mesh.fsdp": 2,
+                "mesh.strategy": "zero1",
+                "batch.micro": 2,
+                "model.moe_kernel": "capacity",
+                "model.capacity_factor": 8.0,
+            },
+            4,
+        ),
+        ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
+        ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1),
+    ],
+    ids=str,
+)
 def test_every_layout_has_the_losses_of_one_device(overrides, devices, plain):
     np.testing.assert_allclose(losses(overrides, devices), plain, rtol=1e-5)
 
 
 def test_micro_batches_in_a_loop_and_by_multisteps_agree():
     """With layers unrolled in one of them."""
-    both = [losses({"batch.micro": 4, "batch.accumulation": 2, "batch.mode": mode, "model.scan": mode == "multisteps"})
-            for mode in ("scan", "multisteps")]
+    both = [
+        losses({"batch.micro": 4, "batch.accumulation": 2, "batch.mode": mode, "model.scan": mode == "multisteps"})
+        for mode in ("scan", "multisteps")
+    ]
     np.testing.assert_allclose(*both, rtol=1e-5)
 
 
@@ -71,13 +103,16 @@ def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens():
 
 def step_on_examples(overrides, devices, rows):
     """Metrics and parameters after an update on examples of 20 and 12 positions: four rows of two each, or eight."""
-    program = small_program({**MIXTURE, "model.n_layers": 2, "loss.balance": 0.1, "data.format": "pairs",
-                             "batch.micro": rows, **overrides}, devices)
+    program = small_program(
+        {**MIXTURE, "model.n_layers": 2, "loss.balance": 0.1, "data.format": "pairs", "batch.micro": rows, **overrides},
+        devices,
+    )
     starts = np.cumsum([0, *[21, 13] * 4])
     tokens = np.random.default_rng(5).integers(0, 64, starts[-1]).astype(np.uint16)
     learned = np.arange(starts[-1]) % 3 > 0
-    source = ExampleSource(tokens, learned, starts, np.arange(8), seq_len=32, packing=program.config.data.packing,
-                           vocab_size=64)
+    source = ExampleSource(
+        tokens, learned, starts, np.arange(8), seq_len=32, packing=program.config.data.packing, vocab_size=64
+    )
     assert len(source) == rows
     state, metrics = program.step(first_state(program), put(source.batch(range(rows)), program.batch_shapes))
     return jax.device_get((metrics, state.params))
@@ -89,13 +124,20 @@ def packed_step():
     return step_on_examples({}, 1, 4)
 
 
-@pytest.mark.parametrize(("overrides", "devices"), [
-    ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "model.scan": False}, 1),
-    ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "model.scan": False}, 1),
+        ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2),
+    ],
+    ids=str,
+)
 def test_padded_examples_have_the_metrics_and_the_update_of_packed_ones(overrides, devices, packed_step):
     """With slots that the tokens fit into, but not the padding too."""
-    (metrics, params), (wanted, packed_params) = step_on_examples(
-        {"data.packing": False, **overrides}, devices, 8), packed_step
+    (metrics, params), (wanted, packed_params) = (
+        step_on_examples({"data.packing": False, **overrides}, devices, 8),
+        packed_step,
+    )
     assert metrics.keys() == wanted.keys() and metrics["dropped_share"] == 0
     for name, value in wanted.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
@@ -126,6 +168,7 @@ def test_a_step_moves_the_biases_and_tells_the_load(biased):
 
 def test_a_resumed_run_goes_on_bit_for_bit(biased, tmp_path):
     """Parameters, moments, and biases, which are in the checkpoint though no gradient trains them."""
+
     def go_on(state):
         return biased.step(state, put(jax.device_get(batch_of(biased)), biased.batch_shapes))[0]
 
@@ -168,8 +211,15 @@ def test_biases_of_unrolled_layers_move_layer_by_layer():
     assert moved[3]["experts"]["router_bias"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("precision", [{"precision.preset": "bf16_params"}, {"precision.cast": "step"},
-                                       {"mesh.strategy": "zero1", "mesh.fsdp": 2, "batch.micro": 4}], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"precision.preset": "bf16_params"},
+        {"precision.cast": "step"},
+        {"mesh.strategy": "zero1", "mesh.fsdp": 2, "batch.micro": 4},
+    ],
+    ids=str,
+)
 def test_routers_are_float32_in_every_precision(precision):
     program = small_program({**BIASED, "precision.preset": "bf16", **precision}, precision.get("mesh.fsdp", 1))
     assert program.state.params["blocks"]["experts"]["w_router"].dtype == jnp.float32
@@ -180,8 +230,22 @@ def test_routers_are_float32_in_every_precision(precision):
 
 
 def test_no_device_gathers_the_experts_of_others_for_an_update():
-    text = small_program({**MIXTURE, "model.d_model": 64, "model.d_expert": 64, "optimizer.name": "adamw_8bit",
-                          "mesh.expert": 4, "mesh.fsdp": 1, "batch.micro": 2}, 4).compile().as_text()
+    text = (
+        small_program(
+            {
+                **MIXTURE,
+                "model.d_model": 64,
+                "model.d_expert": 64,
+                "optimizer.name": "adamw_8bit",
+                "mesh.expert": 4,
+                "mesh.fsdp": 1,
+                "batch.micro": 2,
+            },
+            4,
+        )
+        .compile()
+        .as_text()
+    )
     lines = [line for line in text.splitlines() if " all-gather(" in line]
     assert lines and not [line for line in lines if "optimizer" in line]
 
@@ -203,22 +267,35 @@ def test_layers_of_both_stacks_are_updated_one_by_one(plain):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("overrides", "words"), [
-    ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 with model.experts=0"),
-    ({"mesh.expert": 3}, "model.experts=8 is not divisible by mesh.expert=3"),
-    ({"mesh.expert": 6}, "set mesh.expert=2, and mesh.fsdp"),
-    ({"mesh.expert": 2, "mesh.dispatch": "all_to_all"}, "mesh.dispatch=all_to_all with model.moe_kernel=auto"),
-    ({"mesh.expert": 2, "mesh.dispatch": "allgather", "model.moe_kernel": "capacity"}, "set mesh.dispatch=all_to_all"),
-    ({"precision.preset": "fp8"}, "precision.preset=fp8 with model.experts=8"),
-    ({"lora.base": "nf4", "lora.rank": 4}, "lora.base=nf4 with model.experts=8"),
-    ({"optimizer.fused_backward": True, "optimizer.clip": "layer"}, "optimizer.fused_backward=true with model.experts"),
-    ({"model.router": "sofmax"}, "did you mean softmax"), ({"model.moe_kernel": "groupd"}, "did you mean grouped"),
-    ({"mesh.dispatch": "all2all"}, "mesh.dispatch='all2all'"), ({"loss.balance": -1.0}, "loss.balance=-1.0"),
-    ({"loss.balance_layers": "pool"}, "did you mean pooled"),
-    ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
-    ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
-    ({"model.bias": True}, "model.bias=true with model.experts"),
-    ({"model.dense_layers": 3}, "none of model.n_layers=3 has experts")], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 with model.experts=0"),
+        ({"mesh.expert": 3}, "model.experts=8 is not divisible by mesh.expert=3"),
+        ({"mesh.expert": 6}, "set mesh.expert=2, and mesh.fsdp"),
+        ({"mesh.expert": 2, "mesh.dispatch": "all_to_all"}, "mesh.dispatch=all_to_all with model.moe_kernel=auto"),
+        (
+            {"mesh.expert": 2, "mesh.dispatch": "allgather", "model.moe_kernel": "capacity"},
+            "set mesh.dispatch=all_to_all",
+        ),
+        ({"precision.preset": "fp8"}, "precision.preset=fp8 with model.experts=8"),
+        ({"lora.base": "nf4", "lora.rank": 4}, "lora.base=nf4 with model.experts=8"),
+        (
+            {"optimizer.fused_backward": True, "optimizer.clip": "layer"},
+            "optimizer.fused_backward=true with model.experts",
+        ),
+        ({"model.router": "sofmax"}, "did you mean softmax"),
+        ({"model.moe_kernel": "groupd"}, "did you mean grouped"),
+        ({"mesh.dispatch": "all2all"}, "mesh.dispatch='all2all'"),
+        ({"loss.balance": -1.0}, "loss.balance=-1.0"),
+        ({"loss.balance_layers": "pool"}, "did you mean pooled"),
+        ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
+        ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
+        ({"model.bias": True}, "model.bias=true with model.experts"),
+        ({"model.dense_layers": 3}, "none of model.n_layers=3 has experts"),
+    ],
+    ids=str,
+)
 def test_what_experts_cannot_be_combined_with_is_refused_in_a_line(overrides, words):
     count = overrides.get("mesh.expert", 1)
     with pytest.raises(ValueError) as caught:

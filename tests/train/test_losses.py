@@ -73,15 +73,29 @@ def test_capped_logits(kind):
     assert not dw[:, 40:].any()
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2},
-                                  {"context": 4}, {"fsdp": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 4},
+        {"fsdp": 4},
+        {"data": 2, "fsdp": 2},
+        {"fsdp": 2, "tensor": 2},
+        {"context": 4},
+        {"fsdp": 2, "context": 2},
+    ],
+    ids=str,
+)
 def test_sharded_equals_unsharded(mesh):
     x, w, targets = problem(L=12 if "context" in mesh else 13)
     here = settings(2 if "context" in mesh else 4, 4, **mesh)
+
     def run(x, w):
         return LOSSES["chunked"](x, w, targets, here)
-    placed = (jax.device_put(x, here.layout.sharding(("batch", "length", None))),
-              jax.device_put(w, here.layout.sharding(("d_model", "vocab"))))
+
+    placed = (
+        jax.device_put(x, here.layout.sharding(("batch", "length", None))),
+        jax.device_put(w, here.layout.sharding(("d_model", "vocab"))),
+    )
     value, grads = jax.jit(jax.value_and_grad(run, (0, 1)))(*placed)
     np.testing.assert_allclose(value, reference(x, w, targets), rtol=1e-5)
     for one, other in zip(grads, jax.grad(reference, (0, 1))(x, w, targets)):
@@ -100,8 +114,11 @@ def test_head_gradient_is_reduced_once_not_in_every_chunk():
 
 
 def temp(kind, positions, B=1, L=32768, D=64, V=131072):
-    arguments = (jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16), jax.ShapeDtypeStruct((D, V), jnp.float32),
-                 jax.ShapeDtypeStruct((B, L), jnp.int32))
+    arguments = (
+        jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, V), jnp.float32),
+        jax.ShapeDtypeStruct((B, L), jnp.int32),
+    )
     run = jax.jit(jax.grad(lambda x, w, t: LOSSES[kind](x, w, t, settings(positions, compute=jnp.bfloat16)), (0, 1)))
     return run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 

@@ -27,12 +27,15 @@ def examples():
 
 
 def packed_batch():
-    batch = {"inputs": np.zeros((ROWS, LENGTH), np.int32), "targets": np.full((ROWS, LENGTH), IGNORE, np.int32),
-             "segments": np.zeros((ROWS, LENGTH), np.int32)}
+    batch = {
+        "inputs": np.zeros((ROWS, LENGTH), np.int32),
+        "targets": np.full((ROWS, LENGTH), IGNORE, np.int32),
+        "segments": np.zeros((ROWS, LENGTH), np.int32),
+    }
     for row, inputs, targets in examples():
         start, number = np.count_nonzero(batch["segments"][row]), batch["segments"][row].max() + 1
         for name, values in (("inputs", inputs), ("targets", targets), ("segments", number)):
-            batch[name][row, start: start + len(inputs)] = values
+            batch[name][row, start : start + len(inputs)] = values
     return batch
 
 
@@ -57,13 +60,17 @@ def alone():
     return loss_and_gradients(program, one_by_one())
 
 
-@pytest.mark.parametrize(("changes", "devices"), [
-    ({"remat.policy": "full", "model.attention": "chunked", "model.attention_chunk": 7}, 1),
-    ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
-    ({"mesh.fsdp": 8, "batch.micro": 1}, 8),
-    ({"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}, 8),
-    ({"mesh.fsdp": 2, "mesh.context": 4, "batch.micro": 4, "model.attention_chunk": 3, "remat.policy": "full"}, 8)],
-    ids=str)
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [
+        ({"remat.policy": "full", "model.attention": "chunked", "model.attention_chunk": 7}, 1),
+        ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
+        ({"mesh.fsdp": 8, "batch.micro": 1}, 8),
+        ({"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}, 8),
+        ({"mesh.fsdp": 2, "mesh.context": 4, "batch.micro": 4, "model.attention_chunk": 3, "remat.policy": "full"}, 8),
+    ],
+    ids=str,
+)
 def test_loss_and_every_gradient_are_those_of_the_examples_alone(alone, changes, devices):
     program = small_program({**PACKED, **changes}, devices)
     assert list(program.batch_shapes) == ["inputs", "targets", "segments"] == list(program.eval_shapes)
@@ -74,10 +81,14 @@ def test_loss_and_every_gradient_are_those_of_the_examples_alone(alone, changes,
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5 * np.abs(other).max())
 
 
-@pytest.mark.parametrize(("changes", "devices"), [
-    ({"optimizer.fused_backward": True, "optimizer.clip_norm": 0.0, "remat.policy": "full"}, 1),
-    ({"mesh.data": 2, "mesh.strategy": "ddp", "batch.mode": "scan", "batch.accumulation": 2, "batch.micro": 2}, 2),
-], ids=["fused", "reduced once"])
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [
+        ({"optimizer.fused_backward": True, "optimizer.clip_norm": 0.0, "remat.policy": "full"}, 1),
+        ({"mesh.data": 2, "mesh.strategy": "ddp", "batch.mode": "scan", "batch.accumulation": 2, "batch.micro": 2}, 2),
+    ],
+    ids=["fused", "reduced once"],
+)
 def test_steps_report_the_loss_and_the_norm_of_the_examples_alone(alone, changes, devices):
     program = small_program({**PACKED, **changes}, devices)
     (batch,) = calls(program, packed_batch())
@@ -86,8 +97,9 @@ def test_steps_report_the_loss_and_the_norm_of_the_examples_alone(alone, changes
     norm = np.sqrt(sum(np.sum(np.square(grad)) for grad in jax.tree.leaves(alone[1])))
     assert metrics["tokens"] == tokens
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [alone[0] / tokens, norm / tokens], rtol=1e-4)
-    tally = program.evaluate(first_state(program).params, {name: x[:program.batch.rows] for name, x in
-                                                           packed_batch().items()})
+    tally = program.evaluate(
+        first_state(program).params, {name: x[: program.batch.rows] for name, x in packed_batch().items()}
+    )
     assert np.isfinite(tally.loss)
 
 
@@ -105,21 +117,38 @@ def test_the_gradient_is_traced_with_segments():
 
 
 def test_cudnn_has_one_mask_for_all_layers_and_each_device_that_of_its_rows():
-    changes = {"precision.preset": "bf16", "model.attention": "cudnn", "data.seq_len": 64, "batch.micro": 3,
-               "mesh.fsdp": 2, "mesh.tensor": 2, "model.n_layers": 5, "remat.policy": "selective"}
+    changes = {
+        "precision.preset": "bf16",
+        "model.attention": "cudnn",
+        "data.seq_len": 64,
+        "batch.micro": 3,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+        "model.n_layers": 5,
+        "remat.policy": "selective",
+    }
     program = build(small_config({**PACKED, **changes}), described("h100:4"))
     masks = re.findall(r"(\w+)\[([\d,]+),64,64\]", program.compile().as_text())
     assert ("bf16", "3,1") in masks and {rows for _, rows in masks} <= {"3,1", "3"}
 
 
-@pytest.mark.parametrize("changes", [
-    {"remat.policy": "full"}, {"remat.policy": "none"}, {"remat.policy": "selective"},
-    {"remat.policy": "selective", "model.attention": "chunked", "model.attention_chunk": 8},
-    {"optimizer.fused_backward": True, "optimizer.clip_norm": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remat.policy": "full"},
+        {"remat.policy": "none"},
+        {"remat.policy": "selective"},
+        {"remat.policy": "selective", "model.attention": "chunked", "model.attention_chunk": 8},
+        {"optimizer.fused_backward": True, "optimizer.clip_norm": 0.0},
+    ],
+    ids=str,
+)
 def test_no_layer_keeps_ids_or_positions_of_its_own(changes):
     """Stacks over layers, of the packed program and of that without segments, are the same."""
+
     def stacks(format):
         program = small_program({**PACKED, **changes, "data.format": format, "model.n_layers": 5})
         text = str(program.step.trace(program.state, program.batch_shapes).jaxpr)
         return set(re.findall(rf"\w+\[5,{ROWS},{LENGTH}[,\]][\d,]*", text))
+
     assert stacks("pairs") == stacks("text")

@@ -25,13 +25,18 @@ ROLES = ("param", "compute", "reduce", "accumulator", "norm", "logits")
 
 # ---- keys ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("preset", "dtypes", "rest"), [
-    ("fp32", "f f - f f f", ("nearest", "layer", "none")),
-    ("bf16", "f b - f f f", ("nearest", "layer", "none")),
-    ("bf16_grads", "f b b f f f", ("nearest", "step", "none")),
-    ("fp32_grads", "f b f f f f", ("nearest", "step", "none")),
-    ("bf16_params", "b b - f f f", ("stochastic", "layer", "none")),
-    ("fp16", "f h - f f f", ("nearest", "layer", "dynamic"))])
+
+@pytest.mark.parametrize(
+    ("preset", "dtypes", "rest"),
+    [
+        ("fp32", "f f - f f f", ("nearest", "layer", "none")),
+        ("bf16", "f b - f f f", ("nearest", "layer", "none")),
+        ("bf16_grads", "f b b f f f", ("nearest", "step", "none")),
+        ("fp32_grads", "f b f f f f", ("nearest", "step", "none")),
+        ("bf16_params", "b b - f f f", ("stochastic", "layer", "none")),
+        ("fp16", "f h - f f f", ("nearest", "layer", "dynamic")),
+    ],
+)
 def test_presets_are_rows_of_dtypes(preset, dtypes, rest):
     precision = Precision.of(small_config({"precision.preset": preset}).precision)
     letters = {None: "-", jnp.float32: "f", jnp.bfloat16: "b", jnp.float16: "h"}
@@ -41,21 +46,35 @@ def test_presets_are_rows_of_dtypes(preset, dtypes, rest):
 
 
 def test_every_role_has_a_key():
-    keys = {"param": "bfloat16", "compute": "float16", "reduce": "float16", "accumulator": "bfloat16",
-            "norm": "bfloat16", "logits": "float16", "rounding": "stochastic", "cast": "step", "loss_scale": "dynamic"}
+    keys = {
+        "param": "bfloat16",
+        "compute": "float16",
+        "reduce": "float16",
+        "accumulator": "bfloat16",
+        "norm": "bfloat16",
+        "logits": "float16",
+        "rounding": "stochastic",
+        "cast": "step",
+        "loss_scale": "dynamic",
+    }
     config = small_config({f"precision.{role}": name for role, name in keys.items()})
     precision = Precision.of(config.precision)
-    assert precision == Precision(jnp.bfloat16, jnp.float16, jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float16,
-                                  "stochastic", "step", "dynamic")
+    assert precision == Precision(
+        jnp.bfloat16, jnp.float16, jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float16, "stochastic", "step", "dynamic"
+    )
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"preset": "bf61"}, r"did you mean bf16.? Else choose one of fp32, bf16, bf16_grads"),
-    ({"compute": "int8"}, r"precision.compute='int8': choose one of float32, bfloat16, float16"),
-    ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
-    ({"preset": "fp32", "cast": "step"}, r"nothing to cast; set precision.cast=layer"),
-    ({"preset": "bf16", "reduce": "bfloat16"}, r"set precision.cast=step"),
-    ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0: give 1 or more")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"preset": "bf61"}, r"did you mean bf16.? Else choose one of fp32, bf16, bf16_grads"),
+        ({"compute": "int8"}, r"precision.compute='int8': choose one of float32, bfloat16, float16"),
+        ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
+        ({"preset": "fp32", "cast": "step"}, r"nothing to cast; set precision.cast=layer"),
+        ({"preset": "bf16", "reduce": "bfloat16"}, r"set precision.cast=step"),
+        ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0: give 1 or more"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_the_remedy(keys, message):
     with pytest.raises(ValueError, match=message):
         small_program({"precision.preset": "bf16", **{f"precision.{key}": value for key, value in keys.items()}})
@@ -63,9 +82,15 @@ def test_what_cannot_be_is_refused_with_the_remedy(keys, message):
 
 def test_roles_reach_the_program():
     """Each dtype shows where it belongs, and nowhere before its key is set."""
+
     def traced(**keys):
-        program = small_program({"precision.preset": "fp32", "loss.kind": "full",
-                                 **{f"precision.{key}": value for key, value in keys.items()}})
+        program = small_program(
+            {
+                "precision.preset": "fp32",
+                "loss.kind": "full",
+                **{f"precision.{key}": value for key, value in keys.items()},
+            }
+        )
         return str(trace_gradient(program))
 
     assert not re.search("bf16|f16", traced())
@@ -78,8 +103,14 @@ def test_roles_reach_the_program():
 # ---- bytes -----------------------------------------------------------------------------------------------------
 
 # Tied embeddings, as in Llama 3.2 1B: every gradient is there until the last.
-LEDGER = {"model.tie_embeddings": True, "model.d_model": 128, "model.d_head": 64, "model.n_heads": 2,
-          "model.n_kv_heads": 1, "model.d_ff": 256}
+LEDGER = {
+    "model.tie_embeddings": True,
+    "model.d_model": 128,
+    "model.d_head": 64,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "model.d_ff": 256,
+}
 SUMMED = {"batch.micro": 4, "batch.accumulation": 2}
 # XLA of 0.12 has added up one table's gradient before the peak, where the head has a table of its own.
 EARLY = 0.04 if jax.__version_info__ >= (0, 12) else 0
@@ -88,28 +119,40 @@ EARLY = 0.04 if jax.__version_info__ >= (0, 12) else 0
 def ledger(keys, devices):
     report = memory.analyze(build(small_config({**LEDGER, **keys}), devices).compile())
     # As the report shows it: counters and norms are a few bytes over 400 thousand parameters.
-    return {(row.role, row.dtype): round(row.bytes_per_param, 2) for row in report.ledger
-            if row.bytes_per_param >= 0.005}
+    return {
+        (row.role, row.dtype): round(row.bytes_per_param, 2) for row in report.ledger if row.bytes_per_param >= 0.005
+    }
 
 
-@pytest.mark.parametrize(("keys", "rows"), [
-    ({"preset": "bf16"}, {"params": 4, "gradients": 4, "optimizer": 8, "total": 16}),
-    ({"preset": "bf16_grads"}, {"params": 4, "copies": 2, "gradients": 2, "optimizer": 8, "total": 16}),
-    ({"preset": "fp32_grads", **SUMMED},
-     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
-    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan"},
-     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
-    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan", "model.tie_embeddings": False},
-     {"params": 4, "copies": 2, "gradients": 2 - EARLY, "accumulator": 4, "optimizer": 8, "total": 20 - EARLY}),
-    ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12})],
-    ids=["bf16", "16", "20", "20 scan", "20 untied", "12"])
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"preset": "bf16"}, {"params": 4, "gradients": 4, "optimizer": 8, "total": 16}),
+        ({"preset": "bf16_grads"}, {"params": 4, "copies": 2, "gradients": 2, "optimizer": 8, "total": 16}),
+        (
+            {"preset": "fp32_grads", **SUMMED},
+            {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20},
+        ),
+        (
+            {"preset": "fp32_grads", **SUMMED, "batch.mode": "scan"},
+            {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20},
+        ),
+        (
+            {"preset": "fp32_grads", **SUMMED, "batch.mode": "scan", "model.tie_embeddings": False},
+            {"params": 4, "copies": 2, "gradients": 2 - EARLY, "accumulator": 4, "optimizer": 8, "total": 20 - EARLY},
+        ),
+        ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12}),
+    ],
+    ids=["bf16", "16", "20", "20 scan", "20 untied", "12"],
+)
 def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
     keys = {key if "." in key else f"precision.{key}": value for key, value in keys.items()}
     found = ledger(keys, described("h200"))
     assert {role: size for (role, _), size in found.items()} == pytest.approx(rows) and len(found) == len(rows)
     narrow = {role for (role, dtype) in found if dtype == "bfloat16"}
     assert narrow == {"copies", "gradients"} & set(rows) - ({"gradients"} if rows["gradients"] == 4 else set()) | (
-        {"params"} if rows["params"] == 2 else set())
+        {"params"} if rows["params"] == 2 else set()
+    )
 
 
 NARROW = {
@@ -131,8 +174,11 @@ def sent(layout):
 def test_devices_sum_every_gradient_narrow(layout):
     """Nothing as long as a norm's vector is sent in float32: a few sums of squares of the gradient norm at most."""
     assert {kind for kind, result in sent(layout) if "bf16[" in result} & {"all-reduce", "reduce-scatter"}
-    wide = [math.prod(map(int, dims.split(","))) for _, result in sent(layout)
-            for dims in re.findall(r"f32\[([\d,]+)\]", result)]
+    wide = [
+        math.prod(map(int, dims.split(",")))
+        for _, result in sent(layout)
+        for dims in re.findall(r"f32\[([\d,]+)\]", result)
+    ]
     assert max(wide, default=0) < 32
 
 
@@ -153,6 +199,7 @@ def test_the_gradient_of_a_narrow_table_is_summed_wide():
 
 
 # ---- stochastic rounding ---------------------------------------------------------------------------------------
+
 
 def test_rounding_is_unbiased_and_leaves_what_fits():
     key, many = jax.random.key(0), 2**16
@@ -176,12 +223,17 @@ def test_bits_do_not_repeat_along_axes_or_between_keys():
 
 def test_small_updates_arrive_on_average():
     """A hundred updates of a sixteenth of what bfloat16 resolves: nearest loses all of them."""
+
     def after(rounding):
         precision = Precision(param=jnp.bfloat16, rounding=rounding)
         params = {"w": jnp.ones((4096,), jnp.bfloat16)}
         for step in range(100):
-            params = apply_updates(params, {"w": jnp.full((4096,), 2**-11, jnp.float32)}, precision,
-                                   jax.random.fold_in(jax.random.key(0), step))
+            params = apply_updates(
+                params,
+                {"w": jnp.full((4096,), 2**-11, jnp.float32)},
+                precision,
+                jax.random.fold_in(jax.random.key(0), step),
+            )
         return float(params["w"].astype(jnp.float32).mean())
 
     assert after("nearest") == 1.0
@@ -190,14 +242,18 @@ def test_small_updates_arrive_on_average():
 
 def test_rounding_is_the_same_on_every_mesh():
     precision = Precision(param=jnp.bfloat16, rounding="stochastic")
-    alone, many = (small_program({"precision.preset": "bf16_params", **mesh}, devices) for mesh, devices in
-                   (({}, 1), ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)))
+    alone, many = (
+        small_program({"precision.preset": "bf16_params", **mesh}, devices)
+        for mesh, devices in (({}, 1), ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8))
+    )
     rounded = []
     for program in (alone, many):
         params = program.init().params
         updates = jax.tree.map(lambda leaf: 1e-4 * jnp.ones(leaf.shape), params)
-        apply = jax.jit(functools.partial(apply_updates, precision=precision),
-                        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+        apply = jax.jit(
+            functools.partial(apply_updates, precision=precision),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params),
+        )
         rounded.append(apply(params, updates, key=jax.random.key(3)))
     for one, other in zip(*map(jax.tree.leaves, rounded)):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
@@ -205,13 +261,16 @@ def test_rounding_is_the_same_on_every_mesh():
 
 # ---- training --------------------------------------------------------------------------------------------------
 
+
 @functools.cache
 def losses(preset):
     return run_losses(small_program({"precision.preset": preset}))
 
 
-@pytest.mark.parametrize(("preset", "near"), [("bf16", 0.005), ("bf16_grads", 0.005), ("fp32_grads", 0.005),
-                                              ("bf16_params", 0.01), ("fp16", 0.001)])
+@pytest.mark.parametrize(
+    ("preset", "near"),
+    [("bf16", 0.005), ("bf16_grads", 0.005), ("fp32_grads", 0.005), ("bf16_params", 0.01), ("fp16", 0.001)],
+)
 def test_twenty_steps_are_near_float32(preset, near):
     assert losses(preset)[-1] == pytest.approx(losses("fp32")[-1], rel=near)
     assert not np.array_equal(losses(preset), losses("fp32"))
@@ -221,10 +280,16 @@ LAYOUTS = {
     "zero1": ("bf16_grads", {"batch.micro": 2, "mesh.strategy": "zero1"}, 4),
     "zero2": ("bf16_grads", {"batch.micro": 2, "mesh.strategy": "zero2"}, 4),
     "ddp scan": ("fp16", {"batch.micro": 1, "batch.accumulation": 2, "batch.mode": "scan", "mesh.strategy": "ddp"}, 4),
-    "unrolled multisteps": ("fp16", {"batch.micro": 2, "batch.accumulation": 2, "mesh.tensor": 2, "model.scan": False},
-                            4),
-    "all axes": ("bf16_grads", {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True,
-                                "loss.kind": "full"}, 8),
+    "unrolled multisteps": (
+        "fp16",
+        {"batch.micro": 2, "batch.accumulation": 2, "mesh.tensor": 2, "model.scan": False},
+        4,
+    ),
+    "all axes": (
+        "bf16_grads",
+        {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "loss.kind": "full"},
+        8,
+    ),
     "unrolled copy": ("fp32_grads", {"batch.micro": 4, "model.scan": False}, 2),
 }
 

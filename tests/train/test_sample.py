@@ -22,14 +22,29 @@ from bytescope.train.sample import (
 )
 from support.toy import small_config, small_program
 
-SMALL = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
-         "model.d_head": 8}
+SMALL = {
+    "model.n_layers": 2,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 8,
+}
 LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.preset": "fp32", "model.init_std": 0.3}
 
 
-@pytest.mark.parametrize(("keys", "devices"), [
-    ({}, 1), ({"model.scan": False}, 1), ({"lora.rank": 4}, 1), ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
-    ({"mesh.context": 2, "mesh.fsdp": 2}, 4), ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("keys", "devices"),
+    [
+        ({}, 1),
+        ({"model.scan": False}, 1),
+        ({"lora.rank": 4}, 1),
+        ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
+        ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
+        ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2),
+    ],
+    ids=str,
+)
 def test_tokens_are_those_of_whole_passes(keys, devices):
     program = small_program({**LENGTH, **keys}, devices)
     params = program.init().model_params
@@ -68,12 +83,24 @@ def test_bytes_of_a_sample():
 def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
     """Of a held-out conversation all before its first answer, or the user's message that the config has."""
     path = tmp_path / "talks.jsonl"
-    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"what is {n}"},
-                                                     {"role": "assistant", "content": f"it is {n}"}]}) + "\n"
-                            for n in range(40)))
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"what is {n}"},
+                        {"role": "assistant", "content": f"it is {n}"},
+                    ]
+                }
+            )
+            + "\n"
+            for n in range(40)
+        )
+    )
     for keys, prompt in (({}, r"what is \d+"), ({"train.sample_prompt": "and you"}, "and you")):
-        config = small_config({"data.source": str(path), "data.format": "chat", "data.seq_len": 128,
-                               "data.tokenizer": "bytes", **keys})
+        config = small_config(
+            {"data.source": str(path), "data.format": "chat", "data.seq_len": 128, "data.tokenizer": "bytes", **keys}
+        )
         data = open_data(DataConfig(**config.data))
         text = data.decode(sample_prompt(config, data))
         assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
@@ -84,10 +111,19 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
 def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
-    settings = {**SMALL, "model.n_layers": 1, "data.seq_len": 32, "batch.micro": 8, "train.eval_every": 2,
-                "train.eval_sequences": 4,
-                "train.checkpoint_every": 2, "train.sample_tokens": 6, "train.tensorboard": False,
-                "train.cache_dir": "cache", "train.eval_prompts": "prompts.jsonl"}
+    settings = {
+        **SMALL,
+        "model.n_layers": 1,
+        "data.seq_len": 32,
+        "batch.micro": 8,
+        "train.eval_every": 2,
+        "train.eval_sequences": 4,
+        "train.checkpoint_every": 2,
+        "train.sample_tokens": 6,
+        "train.tensorboard": False,
+        "train.cache_dir": "cache",
+        "train.eval_prompts": "prompts.jsonl",
+    }
     command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
     assert cli.main([*command, "--config.train.steps=2"]) == 0
     assert cli.main([*command, "--config.train.steps=4", "--extend"]) == 0, capsys.readouterr().err

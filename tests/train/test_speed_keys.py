@@ -57,14 +57,17 @@ def test_what_is_recomputed_stays_recomputed():
     assert recomputed(remat__policy="sqrt", model__unroll=2) == groups + layer
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    ({"model.unroll": 3}, "model.unroll=3 does not divide the 4 layers .*: 2 does"),
-    ({"model.unroll": 2, "remat.layers": "0-3:full"}, "does not divide the 3 layers .*remat.policy=full.*: 1 does"),
-    ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
-    ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
-    ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
-    ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, and the platform is cpu"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.unroll": 3}, "model.unroll=3 does not divide the 4 layers .*: 2 does"),
+        ({"model.unroll": 2, "remat.layers": "0-3:full"}, "does not divide the 3 layers .*remat.policy=full.*: 1 does"),
+        ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
+        ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
+        ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
+        ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, and the platform is cpu"),
+    ],
+)
 def test_mistakes_in_one_line(overrides, message):
     with pytest.raises(ValueError, match=message):
         small_program({**LAYERS, **overrides})
@@ -95,8 +98,19 @@ TAKEN = {
     ("latency_hiding", "off"): ["xla_gpu_enable_latency_hiding_scheduler: false"],
     ("command_buffers", "off"): [],
     ("command_buffers", "kernels"): ["xla_gpu_enable_command_buffer: FUSION"],
-    ("command_buffers", "loops"): [f"xla_gpu_enable_command_buffer: {kind}" for kind in (
-        "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION", "WHILE")],
+    ("command_buffers", "loops"): [
+        f"xla_gpu_enable_command_buffer: {kind}"
+        for kind in (
+            "CONDITIONAL",
+            "CUBLAS",
+            "CUBLASLT",
+            "CUDNN",
+            "CUSTOM_CALL",
+            "DYNAMIC_SLICE_FUSION",
+            "FUSION",
+            "WHILE",
+        )
+    ],
     ("gemm", "cublas"): ["xla_gpu_enable_triton_gemm: false"],
     ("gemm", "triton"): ["xla_gpu_cublas_fallback: false", "xla_gpu_triton_gemm_any: true"],
     **{("autotune_level", str(level)): [f"xla_gpu_autotune_level: {level}"] for level in range(1, 5)},
@@ -142,8 +156,10 @@ def test_training_and_reports_compile_with_the_options(monkeypatch):
 
 @described
 def test_products_without_triton_are_calls_of_cublas():
-    texts = [build(small_config({**SMALL_GPU, "xla.gemm": gemm}), targets.parse("h200").devices()).compile().as_text()
-             for gemm in ("", "cublas")]
+    texts = [
+        build(small_config({**SMALL_GPU, "xla.gemm": gemm}), targets.parse("h200").devices()).compile().as_text()
+        for gemm in ("", "cublas")
+    ]
     assert ["__cublas" in text for text in texts] == [False, True]
 
 

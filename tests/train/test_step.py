@@ -14,8 +14,28 @@ from support.toy import first_state, fixed_batches, run_losses, small_config, sm
 EQUAL = 1e-5  # relative, fp32, over 20 steps
 
 # jax 0.10.2, CPU; jax 0.12.0 gives the same to 1e-6.
-GOLDEN = [4.160879, 3.989358, 3.832259, 3.719957, 3.776655, 3.288044, 3.127672, 2.967676, 2.75288, 2.660755,
-          2.535107, 2.40488, 2.317882, 2.257781, 2.198876, 2.193487, 2.140524, 2.078594, 2.079658, 2.036103]
+GOLDEN = [
+    4.160879,
+    3.989358,
+    3.832259,
+    3.719957,
+    3.776655,
+    3.288044,
+    3.127672,
+    2.967676,
+    2.75288,
+    2.660755,
+    2.535107,
+    2.40488,
+    2.317882,
+    2.257781,
+    2.198876,
+    2.193487,
+    2.140524,
+    2.078594,
+    2.079658,
+    2.036103,
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +86,8 @@ def state_bytes(program):
     """Bytes of the state on one device, as compiled."""
     arguments = program.compile().memory_analysis().argument_size_in_bytes
     return arguments - sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes))
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes)
+    )
 
 
 def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
@@ -81,11 +102,19 @@ def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
     assert not isinstance(trees[1, "multisteps"].state.opt_state, optax.MultiStepsState)
 
 
-@pytest.mark.parametrize("mesh", [
-    {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.strategy": "ddp"}, {"mesh.strategy": "zero1"},
-    {"mesh.strategy": "zero2", "mesh.data": 2, "batch.mode": "scan", "batch.accumulation": 2},
-    {"mesh.data": 2, "mesh.context": 4}, {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
-    {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+        {"mesh.strategy": "ddp"},
+        {"mesh.strategy": "zero1"},
+        {"mesh.strategy": "zero2", "mesh.data": 2, "batch.mode": "scan", "batch.accumulation": 2},
+        {"mesh.data": 2, "mesh.context": 4},
+        {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
+        {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2},
+    ],
+    ids=str,
+)
 def test_a_first_state_is_the_same_on_every_mesh(mesh):
     """The state that other tests start from, made once on one device, is what every program makes of its own."""
     program = small_program({"batch.micro": 8, **mesh}, 8)
@@ -100,6 +129,7 @@ def test_state_is_donated_and_arguments_carry_their_path():
 
 def test_matrices_decay_and_norms_do_not():
     from bytescope.train.optimizer.rules import decayed
+
     program = small_program({"model.bias": True, "model.norm": "layernorm"})
     mask = decayed(program.state.params)
     assert mask["blocks"]["attention"]["w_q"] and mask["w_token"]
@@ -109,6 +139,7 @@ def test_matrices_decay_and_norms_do_not():
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before_it():
     from bytescope.train.optimizer.rules import mean_and_clip
+
     grads = {"w": jnp.full((4,), 6.0)}
     for max_norm, expected in ((1.0, 0.5), (0.0, 3.0)):
         transform = mean_and_clip(max_norm)
@@ -119,6 +150,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before_it():
 
 def test_learning_rate_warms_up_and_ends_where_it_should():
     from bytescope.train.optimizer.rules import make_schedule
+
     config = small_config({"optimizer.warmup_steps": 10}).optimizer
     schedule = make_schedule(config, 100)
     assert float(schedule(9)) == pytest.approx(config.learning_rate, rel=0.1)
@@ -126,13 +158,21 @@ def test_learning_rate_warms_up_and_ends_where_it_should():
     assert float(schedule(100)) == pytest.approx(config.learning_rate * config.end_fraction)
 
 
-@pytest.mark.parametrize(("overrides", "devices", "message"), [
-    ({"batch.micro": 0}, 1, "batch.micro=0"), ({"batch.accumulation": 0}, 1, "batch.accumulation=0"),
-    ({"data.seq_len": 65}, 1, "data.seq_len=65 is longer than model.max_seq_len=64"),
-    ({"remat.policy": "ful"}, 1, "choose one of none, full"), ({"loss.kind": "x"}, 1, "full, chunked"),
-    ({"loss.chunk": 0}, 1, "loss.chunk=0"), ({"train.log_every": 0}, 1, "log_every=0: give 1 or more"),
-    ({"optimizer.clip_norm": -1.0}, 1, "clip_norm=-1.0"), ({"optimizer.learning_rate": "nan"}, 1, "learning_rate=nan"),
-    ({"optimizer.name": "adam"}, 1, "adamw")])
+@pytest.mark.parametrize(
+    ("overrides", "devices", "message"),
+    [
+        ({"batch.micro": 0}, 1, "batch.micro=0"),
+        ({"batch.accumulation": 0}, 1, "batch.accumulation=0"),
+        ({"data.seq_len": 65}, 1, "data.seq_len=65 is longer than model.max_seq_len=64"),
+        ({"remat.policy": "ful"}, 1, "choose one of none, full"),
+        ({"loss.kind": "x"}, 1, "full, chunked"),
+        ({"loss.chunk": 0}, 1, "loss.chunk=0"),
+        ({"train.log_every": 0}, 1, "log_every=0: give 1 or more"),
+        ({"optimizer.clip_norm": -1.0}, 1, "clip_norm=-1.0"),
+        ({"optimizer.learning_rate": "nan"}, 1, "learning_rate=nan"),
+        ({"optimizer.name": "adam"}, 1, "adamw"),
+    ],
+)
 def test_what_cannot_run_is_refused_before_anything_is_made(overrides, devices, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:devices])

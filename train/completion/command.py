@@ -22,8 +22,12 @@ def make_parser() -> argparse.ArgumentParser:
     from bytescope.memory.commands.arguments import Parser
     from bytescope.train.completion.shells import SHELLS
 
-    parser = Parser(prog="bytescope completion", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="print a script that completes command lines")
+    parser = Parser(
+        prog="bytescope completion",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="print a script that completes command lines",
+    )
     parser.add_argument("shell", choices=tuple(SHELLS), metavar="SHELL", help="bash, zsh or fish")
     return parser
 

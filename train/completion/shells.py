@@ -229,22 +229,36 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
         values |= {f"{command} {flag}": kind for flag, kind in flags.items() if kind is not None}
     values["* --config.*"] = NOTHING
     groups = dict.fromkeys(key.rpartition(".")[0] for key in words.keys)
-    keys = {f"--config.{group}.": " ".join(f"--config.{key}=" for key in words.keys if key.startswith(f"{group}."))
-            for group in groups if group}
+    keys = {
+        f"--config.{group}.": " ".join(f"--config.{key}=" for key in words.keys if key.startswith(f"{group}."))
+        for group in groups
+        if group
+    }
     top = [f"--config.{group}." for group in groups if group]
     top += [f"--config.{key}=" for key in words.keys if "." not in key]
-    flags = {command: " ".join([*(flag if kind is None else f"{flag}=" for flag, kind in row.items()),
-                                *(["--config."] if "--config" in row else [])])
-             for command, row in words.flags.items()}
-    places = {f"{command} {place}": kind for command, kinds in words.places.items()
-              for place, kind in enumerate(kinds)}
-    return "".join((
-        function("commands", {"*": " ".join(words.commands)}), function("configs", {"*": " ".join(words.configs)}),
-        function("targets", {"*": " ".join(words.targets)}),
-        function("counts", {name: " ".join(counts) for name, counts in words.targets.items() if counts}),
-        function("flags", flags), function("place", places),
-        function("keys", {**keys, "*": " ".join(top)}),
-        function("grid_keys", {"*": " ".join(f"{key}=" for key in words.keys)}), function("value", values)))
+    flags = {
+        command: " ".join(
+            [
+                *(flag if kind is None else f"{flag}=" for flag, kind in row.items()),
+                *(["--config."] if "--config" in row else []),
+            ]
+        )
+        for command, row in words.flags.items()
+    }
+    places = {f"{command} {place}": kind for command, kinds in words.places.items() for place, kind in enumerate(kinds)}
+    return "".join(
+        (
+            function("commands", {"*": " ".join(words.commands)}),
+            function("configs", {"*": " ".join(words.configs)}),
+            function("targets", {"*": " ".join(words.targets)}),
+            function("counts", {name: " ".join(counts) for name, counts in words.targets.items() if counts}),
+            function("flags", flags),
+            function("place", places),
+            function("keys", {**keys, "*": " ".join(top)}),
+            function("grid_keys", {"*": " ".join(f"{key}=" for key in words.keys)}),
+            function("value", values),
+        )
+    )
 
 
 def _shared(name: str, rows: Mapping[str, str]) -> str:
@@ -269,8 +283,10 @@ def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
 
 
 def _fish_function(name: str, rows: Mapping[str, str]) -> str:
-    cases = "".join(f"        case {' '.join(map(_quoted, patterns))}\n            echo {_quoted(text)}\n"
-                    for patterns, text in _grouped(rows))
+    cases = "".join(
+        f"        case {' '.join(map(_quoted, patterns))}\n            echo {_quoted(text)}\n"
+        for patterns, text in _grouped(rows)
+    )
     return f'function __bytescope_{name}\n    switch "$argv"\n{cases}    end\nend\n'
 
 

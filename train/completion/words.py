@@ -16,13 +16,31 @@ from bytescope.memory.commands.arguments import OldFlag
 
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
 # Where an argument stands, or its metavar -> the kind; action.choices come first.
-_PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after": FILE, "trace": FOLDER,
-           "workdir": FOLDER, "run": FOLDER, "out": FOLDER, "source": FOLDER}
+_PLACES = {
+    "config_here": CONFIG,
+    "target_here": TARGET,
+    "before": FILE,
+    "after": FILE,
+    "trace": FOLDER,
+    "workdir": FOLDER,
+    "run": FOLDER,
+    "out": FOLDER,
+    "source": FOLDER,
+}
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
 # Flags and keys whose words are told by no parser.
-_PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE,
-          "data.chat_template": FILE, "init.folder": FOLDER, "init.adapter": FOLDER, "train.cache_dir": FOLDER,
-          "train.eval_prompts": FILE}
+_PATHS = {
+    "--source": FILE,
+    "--tokenizer": FILE,
+    "data.source": FILE,
+    "data.eval_source": FILE,
+    "data.tokenizer": FILE,
+    "data.chat_template": FILE,
+    "init.folder": FOLDER,
+    "init.adapter": FOLDER,
+    "train.cache_dir": FOLDER,
+    "train.eval_prompts": FILE,
+}
 # Devices that are suggested after a target's colon.
 _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "4x4", "8x8"), ("2", "4", "8")
 
@@ -56,9 +74,15 @@ def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     from bytescope.train.generation import score_command as score
     from bytescope.train.quantize import command as quantize
 
-    found = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
-             "score": score.make_parser(), "quantize": quantize.make_parser(), "export": export.make_parser(),
-             "completion": own}
+    found = {
+        "train": train.make_parser(),
+        "prepare": prepare.make_parser(),
+        "generate": generate.make_parser(),
+        "score": score.make_parser(),
+        "quantize": quantize.make_parser(),
+        "export": export.make_parser(),
+        "completion": own,
+    }
     return found | {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
 
 
@@ -74,9 +98,14 @@ def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
     return Words(
         commands=commands,
         flags={name: _flags(parser, lists) for name, parser in each.items()},
-        places={name: tuple(_kind(action) for action in parser._actions if not action.option_strings)
-                for name, parser in each.items()},
-        keys=_keys(), configs=tuple(path.stem for path in config.shipped()), targets=_targets())
+        places={
+            name: tuple(_kind(action) for action in parser._actions if not action.option_strings)
+            for name, parser in each.items()
+        },
+        keys=_keys(),
+        configs=tuple(path.stem for path in config.shipped()),
+        targets=_targets(),
+    )
 
 
 def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
@@ -108,8 +137,12 @@ def _lists() -> dict[str, str]:
     from bytescope.memory.plan.fit import space as fit_space
     from bytescope.model.remat.policies import POLICIES
 
-    return {"--remat": " ".join(["@list", *POLICIES]), "--levers": " ".join(["@list", *fit_space.LEVERS]),
-            "--savings": " ".join(["@list", *levers.STAGES]), "--lora-targets": " ".join(["@list", *TARGETS])}
+    return {
+        "--remat": " ".join(["@list", *POLICIES]),
+        "--levers": " ".join(["@list", *fit_space.LEVERS]),
+        "--savings": " ".join(["@list", *levers.STAGES]),
+        "--lora-targets": " ".join(["@list", *TARGETS]),
+    }
 
 
 def _keys() -> dict[str, str]:

@@ -78,29 +78,43 @@ def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFil
         return _text(source, key, _fixed_part(path), files)
     if len(shards) < len(files):
         other = next(p for p in files if p.suffix not in SHARD_SUFFIXES)
-        raise UserError(f"{key}={source!r} matches token shards ({shards[0].name}) and other files "
-                        f"({other.name}): name one kind, as in '*{shards[0].suffix}'")
+        raise UserError(
+            f"{key}={source!r} matches token shards ({shards[0].name}) and other files "
+            f"({other.name}): name one kind, as in '*{shards[0].suffix}'"
+        )
     return ShardFiles(source, None, shards)
 
 
 def _stdlib(key: str) -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
-        path for path in _walk(root, STDLIB_SKIPPED_DIRS)
-        if path.suffix == ".py" and not path.name.startswith(STDLIB_SKIPPED_FILES)
+        path
+        for path in _walk(root, STDLIB_SKIPPED_DIRS)
+        if path.suffix == ".py"
+        and not path.name.startswith(STDLIB_SKIPPED_FILES)
         and not any(part.startswith("config-") for part in path.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise UserError(f"{key}='stdlib': this Python has no source files of its standard library in {root}: "
-                        "give text of your own")
+        raise UserError(
+            f"{key}='stdlib': this Python has no source files of its standard library in {root}: give text of your own"
+        )
     version = platform.python_version()
     # A distribution may have put any file there, and the default must not fail.
-    return _text(f"standard library of Python {version}", key, root, files,
-                 sniff=False, errors="replace", version=version)
+    return _text(
+        f"standard library of Python {version}", key, root, files, sniff=False, errors="replace", version=version
+    )
 
 
-def _text(title: str, key: str, base: Path, files: Iterable[Path], *, sniff: bool = True,
-          errors: str = "strict", version: str = "") -> Text | RecordFiles:
+def _text(
+    title: str,
+    key: str,
+    base: Path,
+    files: Iterable[Path],
+    *,
+    sniff: bool = True,
+    errors: str = "strict",
+    version: str = "",
+) -> Text | RecordFiles:
     documents, skipped, files = [], 0, list(files)
     if records := [path for path in files if sniff and is_record_file(path)]:
         return _records(title, key, base, records, [path for path in files if path not in set(records)])
@@ -118,12 +132,18 @@ def _text(title: str, key: str, base: Path, files: Iterable[Path], *, sniff: boo
 
 def _records(title: str, key: str, base: Path, records: list[Path], others: list[Path]) -> RecordFiles:
     if others := [path for path in others if path.suffix.lower() not in BESIDE_RECORDS]:
-        raise UserError(f"{key}={title!r} holds records ({min(records).name}) and other files ({min(others).name}): "
-                        "name one kind, as in 'folder/**/*.jsonl'")
+        raise UserError(
+            f"{key}={title!r} holds records ({min(records).name}) and other files ({min(others).name}): "
+            "name one kind, as in 'folder/**/*.jsonl'"
+        )
     names = {path: path.relative_to(base).as_posix() for path in records}
-    return RecordFiles(title, tuple(
-        RecordFile(path, name, HELD_OUT_NAME.search(name.lower()) is not None)
-        for path, name in sorted(names.items(), key=lambda item: item[1])))
+    return RecordFiles(
+        title,
+        tuple(
+            RecordFile(path, name, HELD_OUT_NAME.search(name.lower()) is not None)
+            for path, name in sorted(names.items(), key=lambda item: item[1])
+        ),
+    )
 
 
 def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:

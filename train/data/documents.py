@@ -44,8 +44,10 @@ class Document:
                 while position < self.stop:
                     chunk = file.read(min(PIECE_BYTES, self.stop - position))
                     if not chunk:
-                        raise UserError(f"{self.path} ends at byte {position:,}, before {self.stop:,}: "
-                                        "it changed while it was read; start again")
+                        raise UserError(
+                            f"{self.path} ends at byte {position:,}, before {self.stop:,}: "
+                            "it changed while it was read; start again"
+                        )
                     undecoded = len(decoder.getstate()[0])
                     text += decoder.decode(chunk, final=position + len(chunk) == self.stop)
                     position += len(chunk)

@@ -22,8 +22,11 @@ def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
 def local_rows(program: Program) -> list[slice]:
     """Rows, of each batch that is read, on this process's devices, in order, without repetition."""
     rows, pieces = program.batch.rows, _pieces(program.eval_shapes["inputs"])
-    return [slice(micro * rows + start, micro * rows + stop)
-            for micro in range(program.batch.read_steps) for start, stop in pieces]
+    return [
+        slice(micro * rows + start, micro * rows + stop)
+        for micro in range(program.batch.read_steps)
+        for start, stop in pieces
+    ]
 
 
 def held_out_rows(program: Program) -> list[slice]:
@@ -35,6 +38,7 @@ def held_out_rows(program: Program) -> list[slice]:
 @hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """This process's rows as global arrays of `shapes`; returns while the transfer still runs."""
+
     def one(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
         places, held = {}, 0  # first row of a part in the batch -> in `array`
         for start, stop in _pieces(shape):
@@ -55,8 +59,9 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
         return [put(split, program.batch_shapes)]
-    return [put({name: array[micro] for name, array in split.items()}, program.batch_shapes)
-            for micro in range(micro_steps)]
+    return [
+        put({name: array[micro] for name, array in split.items()}, program.batch_shapes) for micro in range(micro_steps)
+    ]
 
 
 def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:

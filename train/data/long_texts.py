@@ -58,10 +58,10 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
             held = window
             continue
         if not waiting and (found := _joint(held, first, window)):
-            yield held.ids[first:found[0]]
+            yield held.ids[first : found[0]]
             held, first = window, found[1]
             continue
-        waiting += window.text[held.stop + len(waiting) - window.start:]
+        waiting += window.text[held.stop + len(waiting) - window.start :]
         if len(waiting) >= len(held.text):  # twice as long each time: the work stays in proportion to the text
             held, waiting = _longer(held, first, waiting, encode), ""
     if held is not None:
@@ -112,8 +112,11 @@ def _longer(held: Window, first: int, more: str, encode: Encode) -> Window:
     text = held.text + more
     ((ids, spans),) = encode([text])
     spans, settled = spans + held.start, min(first + AGREED // 2, len(held.ids)) if first else 0
-    if not (np.array_equal(ids[:settled], held.ids[:settled]) and np.array_equal(
-            spans[:settled], held.spans[:settled])):
-        raise UserError(f"the tokenizer's ids at character {held.start:,} of a text change by what stands more than "
-                        f"{len(held.text):,} characters behind: divide the text into shorter files")
+    if not (
+        np.array_equal(ids[:settled], held.ids[:settled]) and np.array_equal(spans[:settled], held.spans[:settled])
+    ):
+        raise UserError(
+            f"the tokenizer's ids at character {held.start:,} of a text change by what stands more than "
+            f"{len(held.text):,} characters behind: divide the text into shorter files"
+        )
     return Window(held.start, text, ids, spans)

@@ -28,8 +28,13 @@ from bytescope.train.errors import UserError
 PARTIAL = ".prepare"  # the folder inside the new one in which everything is written
 
 
-def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shard_tokens: int,
-                 advance: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+def write_shards(
+    text: Text | RecordTexts,
+    tokenizer: Tokenizer,
+    out: Path,
+    shard_tokens: int,
+    advance: Callable[[int], None] = lambda size: None,
+) -> dict[str, Any]:
     """Tokenizes `text` into shards of `shard_tokens` tokens in `out`, piece by piece. Returns what index.json holds.
 
     `advance` is called with the bytes of text that are done. Everything is written into a new folder inside `out` and
@@ -55,11 +60,18 @@ def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shar
             arrays = tokenize(counted(part.stream()), tokenizer)
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
-            raise UserError(f"{text.title!r} holds too little text to train on one part and hold out another: give "
-                            "more")
-        index = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
-                 "tokenizer_hash": tokenizer.identity, "separator": tokenizer.separator,
-                 "special_tokens": tokenizer.special_tokens, "shards": shards}
+            raise UserError(
+                f"{text.title!r} holds too little text to train on one part and hold out another: give more"
+            )
+        index = {
+            "dtype": dtype,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.name,
+            "tokenizer_hash": tokenizer.identity,
+            "separator": tokenizer.separator,
+            "special_tokens": tokenizer.special_tokens,
+            "shards": shards,
+        }
         names = [shard["file"] for shard in shards]
         if isinstance(tokenizer, JsonTokenizer):  # a copy, so that the folder can move to another machine
             index["tokenizer"] = "tokenizer.json"
@@ -75,8 +87,9 @@ def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shar
     return index
 
 
-def _write_split(folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray],
-                 shard_tokens: int) -> list[dict[str, Any]]:
+def _write_split(
+    folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray], shard_tokens: int
+) -> list[dict[str, Any]]:
     """Writes `arrays` into shards of `shard_tokens` and returns their entries of index.json."""
     shards: list[dict[str, Any]] = []
     left = (array for array in arrays if len(array))
@@ -125,24 +138,40 @@ def _refuse_used(out: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = Parser(prog="bytescope prepare", allow_abbrev=False,
-                     epilog="examples:\n  bytescope prepare --source=texts/ --out=shards/\n"
-                     "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/\n\n"
-                     "exit codes: 0 done, 2 a mistake, 130 stopped by Ctrl-C",
-                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                     description="Make token shards of text; bytescope train maps them into memory.")
-    parser.add_argument("--source", required=True, metavar="PATH",
-                        help="stdlib, or a file, folder or glob of text or records")
+    parser = Parser(
+        prog="bytescope prepare",
+        allow_abbrev=False,
+        epilog="examples:\n  bytescope prepare --source=texts/ --out=shards/\n"
+        "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/\n\n"
+        "exit codes: 0 done, 2 a mistake, 130 stopped by Ctrl-C",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Make token shards of text; bytescope train maps them into memory.",
+    )
+    parser.add_argument(
+        "--source", required=True, metavar="PATH", help="stdlib, or a file, folder or glob of text or records"
+    )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
-    parser.add_argument("--special-tokens", choices=SPECIAL_TOKENS, default="text", metavar="HOW",
-                        help="written in a text: text (default), encoded as any other, or parse")
-    parser.add_argument("--field", default="text", metavar="NAME",
-                        help="of .jsonl and .parquet: what holds the document (default text)")
-    parser.add_argument("--skip-bad", type=int, default=0, metavar="N",
-                        help="malformed records that are left out (default 0); one more is refused")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
-                        help="tokens per shard (default 100000000)")
+    parser.add_argument(
+        "--special-tokens",
+        choices=SPECIAL_TOKENS,
+        default="text",
+        metavar="HOW",
+        help="written in a text: text (default), encoded as any other, or parse",
+    )
+    parser.add_argument(
+        "--field", default="text", metavar="NAME", help="of .jsonl and .parquet: what holds the document (default text)"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="malformed records that are left out (default 0); one more is refused",
+    )
+    parser.add_argument(
+        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"
+    )
     return parser
 
 
@@ -171,11 +200,12 @@ def _prepare(args: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokenizing", total=text.bytes)
-        index = write_shards(text, tokenizer, args.out, args.shard_tokens,
-                             lambda size: progress.advance(task, size))
+        index = write_shards(text, tokenizer, args.out, args.shard_tokens, lambda size: progress.advance(task, size))
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
-    print(f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "
-          f"train on and {tokens['heldout']:,} held out; use with --config.data.source={args.out}")
+    print(
+        f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "
+        f"train on and {tokens['heldout']:,} held out; use with --config.data.source={args.out}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,8 +215,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, ReportError) as error:
         return exit_code_of(error)
     except OSError as error:  # a full disk, a folder without write permission
-        return exit_code_of(UserError(f"{error.filename or '--out'} cannot be written ({error.strerror}): "
-                                      f"{disk_remedy(error)}choose another --out"))
+        return exit_code_of(
+            UserError(
+                f"{error.filename or '--out'} cannot be written ({error.strerror}): "
+                f"{disk_remedy(error)}choose another --out"
+            )
+        )
     return 0
 
 

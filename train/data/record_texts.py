@@ -66,8 +66,9 @@ class RecordTexts:
         skipped = Skipped(self.skip_bad)
         rows = [(mark(text), held_out) for text, held_out in self._documents(skipped)]
         skipped.refuse_nothing_left(self.files.title, len(rows))
-        return Marks(np.array([row[0] for row in rows], np.uint64), np.array([row[1] for row in rows], bool),
-                     skipped.count)
+        return Marks(
+            np.array([row[0] for row in rows], np.uint64), np.array([row[1] for row in rows], bool), skipped.count
+        )
 
     def _documents(self, skipped: Skipped) -> Iterator[tuple[str, bool]]:
         for record in read(self.files, (self.field,), skipped):

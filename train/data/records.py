@@ -84,8 +84,10 @@ class Skipped:
     def refuse_nothing_left(self, title: str, left: int) -> None:
         """Raises UserError if all records of the source `title` were left out. left: number of remaining records."""
         if self.count and not left:
-            raise UserError(f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
-                            "or set data.format and data.field to what they hold")
+            raise UserError(
+                f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
+                "or set data.format and data.field to what they hold"
+            )
 
 
 def is_record_file(path: Path) -> bool:
@@ -150,7 +152,7 @@ def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterato
 def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
-        with (gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")) as file:
+        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb") as file:
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
                 place = f"{path} line {number:,}"
@@ -161,7 +163,7 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
                 try:
                     values = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
                     if not isinstance(values, dict):
-                        raise Malformed("the line is not an object such as {\"text\": ...}")
+                        raise Malformed('the line is not an object such as {"text": ...}')
                 except (ValueError, RecursionError) as error:
                     known = isinstance(error, Malformed)
                     skipped.add(place, error if known else f"not a line of JSON ({one_line(error)})")
@@ -182,8 +184,15 @@ def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
     with _tables(path) as arrow, arrow.memory_map(str(path)) as file:
         reader = arrow.ipc.open_stream(file)
         columns = _columns(path, reader.schema.names, fields)
-        yield from _rows(path, (batch.slice(start, ROWS) for whole in reader for batch in [whole.select(columns)]
-                                for start in range(0, batch.num_rows, ROWS)))
+        yield from _rows(
+            path,
+            (
+                batch.slice(start, ROWS)
+                for whole in reader
+                for batch in [whole.select(columns)]
+                for start in range(0, batch.num_rows, ROWS)
+            ),
+        )
 
 
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:

@@ -11,8 +11,13 @@ LOSS_ON = ("assistant", "all")
 TOO_LONG = ("cut", "drop")
 SPECIAL_TOKENS = ("text", "parse")
 # Key of the group `data` -> its values.
-CHOICES = {"format": FORMATS, "loss_on": LOSS_ON, "too_long": TOO_LONG, "special_tokens": SPECIAL_TOKENS,
-           "dtype": tuple(DTYPES)}
+CHOICES = {
+    "format": FORMATS,
+    "loss_on": LOSS_ON,
+    "too_long": TOO_LONG,
+    "special_tokens": SPECIAL_TOKENS,
+    "dtype": tuple(DTYPES),
+}
 _LEAST = {"seq_len": 1, "prefetch": 0, "workers": 0, "skip_bad": 0}
 
 

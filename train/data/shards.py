@@ -125,8 +125,10 @@ def open_shards(found: ShardFiles, dtype: str) -> Shards:
         path = found.folder / entry["file"]
         tokens = READERS[path.suffix](path, index["dtype"])
         if len(tokens) != entry["tokens"]:
-            raise UserError(f"{path} holds {len(tokens):,} tokens, {INDEX} says {entry['tokens']:,}: "
-                            "copy it again, or prepare the folder again")
+            raise UserError(
+                f"{path} holds {len(tokens):,} tokens, {INDEX} says {entry['tokens']:,}: "
+                "copy it again, or prepare the folder again"
+            )
         shards.append(Shard(path, tokens, entry["split"]))
     return Shards(found, tuple(shards), index)
 
@@ -139,8 +141,10 @@ def _open_bin(path: Path, dtype: str) -> np.ndarray:
     itemsize = DTYPES[dtype].itemsize
     size = _size(path)
     if size % itemsize:
-        raise UserError(f"{path} is truncated: {size:,} bytes are not a multiple of {dtype} tokens; "
-                        "copy it again, or set data.dtype to what it holds")
+        raise UserError(
+            f"{path} is truncated: {size:,} bytes are not a multiple of {dtype} tokens; "
+            "copy it again, or set data.dtype to what it holds"
+        )
     return np.memmap(path, DTYPES[dtype], mode="r")
 
 
@@ -152,11 +156,12 @@ def _open_npy(path: Path, dtype: str) -> np.ndarray:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header as Python: TokenError, SyntaxError, OverflowError, ...
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): "
-                        "save it again") from None
+        raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): save it again") from None
     if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:
-        raise UserError(f"{path} holds {tokens.dtype.name} {list(tokens.shape)}: "
-                        f"save a one-dimensional array as one of {', '.join(NPY_DTYPES)}")
+        raise UserError(
+            f"{path} holds {tokens.dtype.name} {list(tokens.shape)}: "
+            f"save a one-dimensional array as one of {', '.join(NPY_DTYPES)}"
+        )
     if not len(tokens):
         raise UserError(f"{path} is empty: leave it out, or save it again")
     return tokens
@@ -179,7 +184,7 @@ def _size(path: Path) -> int:
 def _largest(shard: Shard) -> int:
     largest = 0
     for start in range(0, len(shard.tokens), SCAN_TOKENS):
-        part = shard.tokens[start:start + SCAN_TOKENS]
+        part = shard.tokens[start : start + SCAN_TOKENS]
         if part.min() < 0:
             raise UserError(f"{shard.path} holds the token {part.min()}: token ids start at 0; save it again")
         largest = max(largest, int(part.max()))

@@ -60,11 +60,13 @@ class TokenSource:
         # A window may span several shards, so that their size changes no window.
         at, part = start, bisect_right(self._starts, start) - 1
         while at < stop:
-            tokens = self._arrays[part][at - self._starts[part]:stop - self._starts[part]]
+            tokens = self._arrays[part][at - self._starts[part] : stop - self._starts[part]]
             if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-                raise UserError(f"tokens {at:,} to {at + len(tokens):,} contain the id {tokens.max()}, outside "
-                                f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare it again")
-            window[at - start:at - start + len(tokens)] = tokens
+                raise UserError(
+                    f"tokens {at:,} to {at + len(tokens):,} contain the id {tokens.max()}, outside "
+                    f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare it again"
+                )
+            window[at - start : at - start + len(tokens)] = tokens
             at, part = at + len(tokens), part + 1
         return window
 
@@ -116,8 +118,10 @@ def open_data(config: DataConfig) -> Data:
         sources.append(_find(config, "eval_source"))
         parts = source.training_part(), sources[1].held_out_part()
         if common := parts[0].paths & parts[1].paths:
-            raise UserError(f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
-                            "run trains on: hold out other files, or leave data.eval_source empty")
+            raise UserError(
+                f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
+                "run trains on: hold out other files, or leave data.eval_source empty"
+            )
         if isinstance(parts[0], Text | RecordTexts) and type(parts[0]) is type(parts[1]):
             parts = parts[0].without(parts[1]), parts[1]
     else:
@@ -145,12 +149,15 @@ def open_data(config: DataConfig) -> Data:
 def check_vocab(data: Data, vocab_size: int) -> None:
     """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
     if data.vocab_size > vocab_size:
-        raise UserError(f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
-                        f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more")
+        raise UserError(
+            f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
+            f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more"
+        )
 
 
-def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int,
-                  position: int, config: DataConfig) -> Iterator[Batch]:
+def train_batches(
+    data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
+) -> Iterator[Batch]:
     """Returns an endless iterator over this process's rows of each batch, from sequence `position` on.
 
     Args:
@@ -171,13 +178,15 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
     # There is no remainder, but to keep one grain would round the endless length up, past what len() may return.
     numbers = sequences.batch(rows, drop_remainder=True)
     return iter(
-        numbers.map(lambda batch: source.batch(batch[mine]))
-        .to_iter_dataset(_read_options(config.workers, config.prefetch))
+        numbers.map(lambda batch: source.batch(batch[mine])).to_iter_dataset(
+            _read_options(config.workers, config.prefetch)
+        )
     )
 
 
-def heldout_batches(data: Data, *, rows: int, sequences: int | None = None,
-                    row_slices: Sequence[slice] | None = None) -> Iterator[Batch]:
+def heldout_batches(
+    data: Data, *, rows: int, sequences: int | None = None, row_slices: Sequence[slice] | None = None
+) -> Iterator[Batch]:
     """Returns an iterator that gives every held-out token as a target once, in order.
 
     Items are like those of `train_batches`. The last window and the last batch are padded with targets of
@@ -189,8 +198,7 @@ def heldout_batches(data: Data, *, rows: int, sequences: int | None = None,
     steps = -(-count // rows)
     numbers = grain.MapDataset.range(steps).map(lambda step: step * rows + mine)
     return iter(
-        numbers.map(lambda batch: source.batch(batch, count))
-        .to_iter_dataset(_read_options(workers=1, prefetch=2))
+        numbers.map(lambda batch: source.batch(batch, count)).to_iter_dataset(_read_options(workers=1, prefetch=2))
     )
 
 
@@ -222,20 +230,26 @@ def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | RecordTexts |
     tokenizer = load_tokenizer(config.tokenizer if asked else recorded[0][0], special_tokens=config.special_tokens)
     for path, identity in recorded:
         if identity != tokenizer.identity:
-            raise UserError(f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
-                            f"{tokenizer.name} ({tokenizer.identity}): leave data.tokenizer at 'bytes' to "
-                            "use theirs, or prepare them again")
+            raise UserError(
+                f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
+                f"{tokenizer.name} ({tokenizer.identity}): leave data.tokenizer at 'bytes' to "
+                "use theirs, or prepare them again"
+            )
     return tokenizer
 
 
 def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, notes: str) -> None:
     if not len(train):
-        raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on"
-                        f"{f' ({notes})' if notes else ''}, a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
-                        "give more text or lower data.seq_len")
+        raise UserError(
+            f"data.source={config.source!r} holds {train.tokens:,} tokens to train on"
+            f"{f' ({notes})' if notes else ''}, a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
+            "give more text or lower data.seq_len"
+        )
     if not len(heldout):
-        raise UserError(f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
-                        "than 2: give more data, or set data.eval_source")
+        raise UserError(
+            f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
+            "than 2: give more data, or set data.eval_source"
+        )
 
 
 def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer) -> str:
@@ -249,5 +263,7 @@ def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSourc
     if skipped := sum({part.title: part.skipped for part in parts}.values()):
         notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
     notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
-    return (f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
-            f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}")
+    return (
+        f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
+        f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}"
+    )

@@ -147,7 +147,7 @@ class JsonTokenizer:
         except UserError:  # it has no token for this letter, nor one for what it does not know
             return (), ()
         plain = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask] or [0]
-        return tuple(encoding.ids[:plain[0]]), tuple(encoding.ids[plain[-1] + 1:])
+        return tuple(encoding.ids[: plain[0]]), tuple(encoding.ids[plain[-1] + 1 :])
 
     def parsing(self) -> "JsonTokenizer":
         """The same tokenizer, to which special tokens written in a text are these tokens."""
@@ -200,8 +200,10 @@ class JsonTokenizer:
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
         encodings = self._encode(self._encoder.encode_batch, texts)
-        return [(np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
-                for encoding in encodings]
+        return [
+            (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
 
     def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         """Calls a method of the tokenizers package on the texts. Raises UserError if it fails or takes too long.

@@ -39,17 +39,30 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = Parser(prog="bytescope export", usage="%(prog)s RUN OUT [--step=N] [--dtype=DTYPE] [...]",
-                    allow_abbrev=False, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Write the model of a run as a folder that transformers and vLLM load.")
+    parser = Parser(
+        prog="bytescope export",
+        usage="%(prog)s RUN OUT [--step=N] [--dtype=DTYPE] [...]",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write the model of a run as a folder that transformers and vLLM load.",
+    )
     parser.add_argument("run", type=user_path, metavar="RUN", help="the directory of a run, as train wrote it")
     parser.add_argument("out", type=user_path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), metavar="DTYPE",
-                        help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
-                        "that of its parameters)")
-    parser.add_argument("--merge", action="store_true", help="of a run with adapters the whole model, with them added "
-                        "to its weights (default: the adapters alone, as peft loads them)")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        metavar="DTYPE",
+        help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
+        "that of its parameters)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with adapters the whole model, with them added "
+        "to its weights (default: the adapters alone, as peft loads them)",
+    )
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already")
     return parser
@@ -139,11 +152,16 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
             tell(tensor.nbytes)
     files.sync()
     count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
-    lines = [f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
-             f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}", f"text       {text.note}"]
+    lines = [
+        f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
+        f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}",
+        f"text       {text.note}",
+    ]
     if run.config.init.folder and folder is None:
-        lines.append(f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
-                     "made of config.model, and dtypes are those of the run")
+        lines.append(
+            f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
+            "made of config.model, and dtypes are those of the run"
+        )
     return lines
 
 
@@ -178,8 +196,13 @@ def _most(planned: Sequence[Tensor]) -> str:
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
     """A bar of the bytes written on a terminal; gives the function that advances it."""
     console = Console(stderr=True)
-    columns = (TextColumn("writing weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
-               TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("writing weights"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda size: bar.advance(task, size)

@@ -18,8 +18,17 @@ from bytescope.train.weights.finetune import OWN
 from bytescope.train.weights.hf_config import SCALINGS, describe
 
 # Keys of `config.model` that say how a step is computed, not what: no config.json has them.
-COMPUTED = ("scan", "unroll", "attention", "attention_chunk", "mlp_chunk", "vocab_multiple", "moe_kernel",
-            "capacity_factor", *OWN)
+COMPUTED = (
+    "scan",
+    "unroll",
+    "attention",
+    "attention_chunk",
+    "mlp_chunk",
+    "vocab_multiple",
+    "moe_kernel",
+    "capacity_factor",
+    *OWN,
+)
 HERE = "config.json"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
@@ -44,8 +53,9 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
             return raw
     nearest = min(others, key=lambda name: len(others[name]))
     named = ", ".join(f"model.{key}={_text(model[key])}" for key in others[nearest])
-    raise UserError(f"no family of transformers computes {named}: the nearest is {nearest}, and such a model cannot be "
-                    "exported")
+    raise UserError(
+        f"no family of transformers computes {named}: the nearest is {nearest}, and such a model cannot be exported"
+    )
 
 
 def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
@@ -173,10 +183,18 @@ INVERSES: Mapping[str, Callable[[Keys], Any]] = {
     "mla_q_rank": lambda model: model["mla_q_rank"] or None,
 }
 # The rows of hf_config.ROPES, ROUTED and WINDOWS: what a family without a window writes.
-ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "one, of 1e6": _rope, "one, of latents": _rope_of_latents,
-                                              "two": _ropes}
-ROUTED: Mapping[str, Callable[[Keys], Raw]] = {"none": lambda model: {}, "all": lambda model: {}, "by step": _by_step,
-                                               "after the first": _after_the_first}
+ROPES: Mapping[str, Callable[[Keys], Raw]] = {
+    "one": _rope,
+    "one, of 1e6": _rope,
+    "one, of latents": _rope_of_latents,
+    "two": _ropes,
+}
+ROUTED: Mapping[str, Callable[[Keys], Raw]] = {
+    "none": lambda model: {},
+    "all": lambda model: {},
+    "by step": _by_step,
+    "after the first": _after_the_first,
+}
 WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
     "none": lambda model: {},
     "all": lambda model: {"sliding_window": None},

@@ -47,5 +47,7 @@ def disk_told(out: Path, left: str = "nothing was left there") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): "
-                        f"{disk_remedy(error)}choose another folder; {left}") from error
+        raise UserError(
+            f"{error.filename or out} cannot be written or read ({error.strerror or error}): "
+            f"{disk_remedy(error)}choose another folder; {left}"
+        ) from error

@@ -54,8 +54,9 @@ class Merged(Parameters):
         return added
 
 
-def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None,
-                   dtype: str | None) -> list[str]:
+def write_adapters(
+    run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None, dtype: str | None
+) -> list[str]:
     """Writes the adapters of a run as peft names them; returns lines that say what they are.
 
     Raises:
@@ -68,11 +69,15 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
             others.add(name.rpartition(".")[0])
             continue
         if row.parts:
-            raise UserError(f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
-                            "would be of all of them: export with --merge")
+            raise UserError(
+                f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
+                "would be of all of them: export with --merge"
+            )
         if model.experts and ".mlp." in path:
-            raise UserError(f"peft has no name for the adapter of {path}, a dense MLP beside layers with experts: "
-                            "export with --merge, or train with --config.lora.targets=q,k,v,o")
+            raise UserError(
+                f"peft has no name for the adapter of {path}, a dense MLP beside layers with experts: "
+                "export with --merge, or train with --config.lora.targets=q,k,v,o"
+            )
         adapted.add(name.rpartition(".")[0])
         inputs_first = Pattern.of(row.pattern).theirs[0][0] == Pattern.of(row.pattern).ours[0]  # GPT-2's Conv1D
         for letter, half in zip("ab", own):
@@ -87,9 +92,18 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
     files.sync()
     (out / SINGLE).rename(out / ADAPTER)
     lora, modules = run.config.lora, module_ends(adapted, others - adapted)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
-              "lora_dropout": lora.dropout, "target_modules": modules, "bias": "none", "inference_mode": True,
-              "fan_in_fan_out": inputs_first, "base_model_name_or_path": str(folder.path) if folder else None}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": modules,
+        "bias": "none",
+        "inference_mode": True,
+        "fan_in_fan_out": inputs_first,
+        "base_model_name_or_path": str(folder.path) if folder else None,
+    }
     (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     count = sum(math.prod(tensor.shape) for tensor in planned)
     return [f"adapters   rank {lora.rank}, {count:,} parameters, of {', '.join(modules)}"]

@@ -34,8 +34,11 @@ class Files:
     def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int, begin: bool = True):
         self._folder, self._places = folder, {}
         shards = _split(tensors, most)
-        self.names = [SINGLE] if len(shards) == 1 else [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        self.names = (
+            [SINGLE]
+            if len(shards) == 1
+            else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        )
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         self._begins = {name: self._place(name, shard) for name, shard in zip(self.names, shards)}
         if begin:
@@ -52,8 +55,11 @@ class Files:
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for tensor in shard:
-            entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape,
-                                    "data_offsets": [end, end + tensor.nbytes]}
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": [end, end + tensor.nbytes],
+            }
             end += tensor.nbytes
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % ALIGNED)
@@ -71,8 +77,10 @@ class Files:
                 else:
                     file.truncate(size)
         if len(self.names) > 1:
-            index = {"metadata": {"total_size": self.nbytes},
-                     "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors}}
+            index = {
+                "metadata": {"total_size": self.nbytes},
+                "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors},
+            }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: Tensor, pieces: Iterable[np.ndarray]) -> None:

@@ -86,8 +86,14 @@ class SavedRun:
         """A parameter to be read in pieces. Raises UserError: the checkpoint is damaged."""
         array = self.arrays[path]
         with self.damage_told():
-            return StoredArray(self.folder / "state", ".".join(("params", *array.keys)), array.dtype, array.shape,
-                               array.checksum, array.order)
+            return StoredArray(
+                self.folder / "state",
+                ".".join(("params", *array.keys)),
+                array.dtype,
+                array.shape,
+                array.checksum,
+                array.order,
+            )
 
     def read(self, path: str) -> np.ndarray:
         """A parameter, verified by its checksum.
@@ -111,8 +117,10 @@ class SavedRun:
                 yield
             except Exception as error:
                 complaints.drop = True
-                raise UserError(f"checkpoint {self.step} of {self.workdir} is damaged "
-                                f"({one_line(error) or type(error).__name__}): {self.remedy}") from error
+                raise UserError(
+                    f"checkpoint {self.step} of {self.workdir} is damaged "
+                    f"({one_line(error) or type(error).__name__}): {self.remedy}"
+                ) from error
 
 
 def began_from(run: SavedRun) -> Folder | None:
@@ -127,8 +135,10 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
     known = flatten(config)
     for key, value in identity.config.items():
         if key not in known:
-            raise UserError(f"{workdir / 'config.json'} has the key {one_line(key)[:80]}, which this version does not "
-                            "know: export with the version that trained")
+            raise UserError(
+                f"{workdir / 'config.json'} has the key {one_line(key)[:80]}, which this version does not "
+                "know: export with the version that trained"
+            )
         *groups, name = key.split(".")
         node = config
         for group in groups:
@@ -146,8 +156,10 @@ def _steps(workdir: Path) -> list[int]:
     names = [path.name for path in (workdir / CHECKPOINTS).glob("*") if path.is_dir()]
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
     if not steps:
-        raise UserError(f"{workdir} has no checkpoint yet: bytescope train saves one each train.checkpoint_every "
-                        "updates and at its end")
+        raise UserError(
+            f"{workdir} has no checkpoint yet: bytescope train saves one each train.checkpoint_every "
+            "updates and at its end"
+        )
     return steps
 
 

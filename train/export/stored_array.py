@@ -30,19 +30,29 @@ class StoredArray:
       ValueError: nothing of that name, shape and dtype is there.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, shape: Sequence[int], checksum: int,
-                 order: Sequence[int] = ()):
+    def __init__(
+        self, folder: Path, name: str, dtype: str, shape: Sequence[int], checksum: int, order: Sequence[int] = ()
+    ):
         on_disk = (len(order), *shape[1:]) if order else tuple(shape)
-        context = tensorstore.Context({
-            # Never full: with what counts besides numbers, a limit of the array's bytes drops its only chunk.
-            "cache_pool": {"total_bytes_limit": 2 * math.prod(on_disk) * tensorstore.dtype(dtype).numpy_dtype.itemsize
-                           + 2**20},
-            "file_io_mode": {"mode": "memmap"}, "data_copy_concurrency": {"limit": 1}})
+        context = tensorstore.Context(
+            {
+                # Never full: with what counts besides numbers, a limit of the array's bytes drops its only chunk.
+                "cache_pool": {
+                    "total_bytes_limit": 2 * math.prod(on_disk) * tensorstore.dtype(dtype).numpy_dtype.itemsize + 2**20
+                },
+                "file_io_mode": {"mode": "memmap"},
+                "data_copy_concurrency": {"limit": 1},
+            }
+        )
         # Orbax writes one database of all arrays, or, asked to, a folder for each; in Zarr 2 or 3.
-        place = ({"driver": "ocdbt", "base": folder.as_uri(), "path": f"{name}/"}
-                 if (folder / "manifest.ocdbt").is_file() else {"driver": "file", "path": f"{folder / name}/"})
-        self._store = tensorstore.open({"driver": "auto", "kvstore": place}, context=context, read=True,
-                                       open=True).result()
+        place = (
+            {"driver": "ocdbt", "base": folder.as_uri(), "path": f"{name}/"}
+            if (folder / "manifest.ocdbt").is_file()
+            else {"driver": "file", "path": f"{folder / name}/"}
+        )
+        self._store = tensorstore.open(
+            {"driver": "auto", "kvstore": place}, context=context, read=True, open=True
+        ).result()
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
         if (self._store.shape, self.dtype.name) != (on_disk, dtype):
             raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}")
@@ -84,7 +94,7 @@ def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequen
     """What a piece adds to the checksum of its array."""
     place = np.zeros((1,) * piece.ndim, np.uint32)
     for axis, (start, stop) in enumerate(spans):
-        stride = math.prod(shape[axis + 1:])
+        stride = math.prod(shape[axis + 1 :])
         steps = (np.arange(start, stop, dtype=np.uint64) * np.uint64(stride)).astype(np.uint32)
         place = place + steps.reshape([-1 if other == axis else 1 for other in range(piece.ndim)])
     place *= _FACTOR
@@ -103,7 +113,7 @@ class Slices:
     def __init__(self, array: StoredArray, told, index: Sequence[int] = ()):
         self._array, self._told = array, told
         self._before = tuple((number, number + 1) for number in index)
-        self.shape = array.shape[len(self._before):]
+        self.shape = array.shape[len(self._before) :]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         spans = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]

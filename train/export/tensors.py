@@ -69,8 +69,9 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
 def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
     shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
     axis = _axis(parts[0][1])
-    return tuple(sum(shape[axis] for shape in shapes) if place == axis else size
-                 for place, size in enumerate(shapes[0]))
+    return tuple(
+        sum(shape[axis] for shape in shapes) if place == axis else size for place, size in enumerate(shapes[0])
+    )
 
 
 def _axis(row: Row) -> int:
@@ -95,13 +96,17 @@ class Parameters:
         stored = {path: self._stored(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - {place.array for place in stored.values() if place}):
-            raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
-                            "model alone and cannot be exported with it")
+            raise UserError(
+                f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
+                "model alone and cannot be exported with it"
+            )
         for path, place in stored.items():
             # All layers and experts are read, then, and with the last of them each stack is verified.
             if place and (found := run.arrays[place.array].shape) != (asked := (*place.sizes, *shapes[path])):
-                raise UserError(f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
-                                f"the model in its config.json {list(asked)}: restore config.json")
+                raise UserError(
+                    f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
+                    f"the model in its config.json {list(asked)}: restore config.json"
+                )
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)
 
@@ -125,16 +130,19 @@ class Parameters:
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
     """The parameters that the run does not train."""
     if folder is None:
-        raise UserError(f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
-                        "and the folder of weights that it began from is not here: set init.folder in its config.json "
-                        "to where that is")
+        raise UserError(
+            f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
+            "and the folder of weights that it began from is not here: set init.folder in its config.json "
+            "to where that is"
+        )
     if folder.fingerprint != run.identity.weights:
         raise UserError(f"{folder.path} holds other weights than {run.workdir} began from: restore them")
     return {path: leaf for path, leaf in checkpoint_leaves(folder, model).items() if path in missing}
 
 
-def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig
-           ) -> Iterator[tuple[Tensor, Iterator[np.ndarray]]]:
+def arrays(
+    tensors: list[Tensor], parameters: Parameters, model: ModelConfig
+) -> Iterator[tuple[Tensor, Iterator[np.ndarray]]]:
     """Each tensor with its values as they lie on disk, in pieces that follow each other; they have to be taken before
     the next tensor is. Those of one name come layer by layer, so that each stack of layers is decoded once.
 
@@ -156,8 +164,9 @@ def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iter
     axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # the parameters' rows alternate along the letter before their own
         for pieces in zip(*columns, strict=True):
-            rows = [piece.reshape(-1, sizes[part], piece.shape[-1])
-                    for piece, part in zip(pieces, row.parts, strict=True)]
+            rows = [
+                piece.reshape(-1, sizes[part], piece.shape[-1]) for piece, part in zip(pieces, row.parts, strict=True)
+            ]
             yield np.concatenate(rows, axis=1).reshape(-1, pieces[0].shape[-1])
     elif axis == 0:
         yield from chain(*columns)
@@ -176,13 +185,16 @@ def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor, c
         count = ours.shape[outer]
     # Each padded row, too, is read: the checksum has it.
     for start in range(0, ours.shape[outer], count):
-        stored = ours[tuple(slice(start, start + count) if axis == outer else slice(None)
-                            for axis in range(len(ours.shape)))]
-        stored = stored[tuple(slice(0, max(0, size - start) if axis == outer else size)
-                              for axis, size in enumerate(kept))]
+        stored = ours[
+            tuple(slice(start, start + count) if axis == outer else slice(None) for axis in range(len(ours.shape)))
+        ]
+        stored = stored[
+            tuple(slice(0, max(0, size - start) if axis == outer else size) for axis, size in enumerate(kept))
+        ]
         with np.errstate(over="ignore"):
             found = pattern.back(stored.astype(dtype, copy=False), sizes["y"])
         if tensor.dtype == "F16" and not np.isfinite(found).all():
-            raise UserError(f"{tensor.name} has values beyond 65,504, the largest of float16: export with "
-                            "--dtype=bfloat16")
+            raise UserError(
+                f"{tensor.name} has values beyond 65,504, the largest of float16: export with --dtype=bfloat16"
+            )
         yield found

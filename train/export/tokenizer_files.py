@@ -19,8 +19,15 @@ from bytescope.train.errors import UserError
 
 TOKENIZER, TEMPLATE, GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
 # What lies beside a tokenizer.json and says how it is used.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-              "merges.txt", TEMPLATE)
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +79,11 @@ def write_text_files(out: Path, text: Text, config: ConfigDict, folder: Path | N
     """
     if text.tokenizer == ByteTokenizer.name:
         byte_tokenizer().save(str(out / TOKENIZER))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                    "model_max_length": config.model.max_seq_len}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.model.max_seq_len,
+        }
         (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     elif text.tokenizer:
         beside = Path(text.tokenizer).parent

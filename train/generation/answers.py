@@ -49,7 +49,7 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
     if not found:
-        raise UserError(f"{flag}={path} has no line: give rows such as {{\"text\": \"Once\"}}")
+        raise UserError(f'{flag}={path} has no line: give rows such as {{"text": "Once"}}')
     return found
 
 
@@ -59,7 +59,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        raise UserError(f"{where} is no JSON object: write rows such as {{\"text\": \"Once\"}}")
+        raise UserError(f'{where} is no JSON object: write rows such as {{"text": "Once"}}')
     return row
 
 
@@ -96,8 +96,10 @@ class Answers:
             except (ValueError, TypeError, KeyError, RecursionError):
                 raise UserError(f"{where} is no answer of generate: give another file") from None
             if wanted.get(place) != digest:
-                raise UserError(f"{where} answers another request (another prompt, sampling or stop): give another "
-                                "file, or the flags that it was written with")
+                raise UserError(
+                    f"{where} answers another request (another prompt, sampling or stop): give another "
+                    "file, or the flags that it was written with"
+                )
             self.done.add(place)
         return kept
 
@@ -113,13 +115,21 @@ class Answers:
         Raises:
           UserError: the answer cannot be written.
         """
-        line = {"row": row.number, "prompt": row.prompt, "tokens": list(answer.answer), "text": text,
-                "ended": answer.ended, "request": row.digest}
+        line = {
+            "row": row.number,
+            "prompt": row.prompt,
+            "tokens": list(answer.answer),
+            "text": text,
+            "ended": answer.ended,
+            "request": row.digest,
+        }
         try:
             self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
             self._file.flush()
         except OSError as error:
             with contextlib.suppress(OSError):  # buffered bytes cannot be written either
                 self._file.close()
-            raise UserError(f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy it to "
-                            "another place; the same command answers the rest") from None
+            raise UserError(
+                f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy it to "
+                "another place; the same command answers the rest"
+            ) from None

@@ -20,33 +20,72 @@ MAX_TOKENS, TEMPERATURE = 256, 0.8
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Which weights, on how many devices, beside how large a pool."""
-    parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
-                        "wrote it, or a folder as Hugging Face has it")
+    parser.add_argument(
+        "source",
+        type=user_path,
+        metavar="RUN_OR_FOLDER",
+        help="the directory of a run, as train wrote it, or a folder as Hugging Face has it",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
     add_dtype(parser)
     add_devices(parser)
     add_pool(parser)
-    parser.add_argument("--limit", metavar="SIZE", help="bytes of a device to use, such as 20GiB (default: all that is "
-                        "available; of a CPU's memory half)")
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="bytes of a device to use, such as 20GiB (default: all that is available; of a CPU's memory half)",
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
-    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"maximum new tokens per answer (default "
-                        f"{MAX_TOKENS}, or the model's room after the prompt if that is less)")
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="T", help="sampling "
-                        f"temperature (default {TEMPERATURE}); 0 takes the most likely token, with which small models "
-                        "repeat themselves")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens, "
-                        "including ties with the K-th, as transformers does")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens "
-                        "whose probabilities add up to P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the top "
-                        "probability")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; row N of a file has seed + "
-                        "N unless it says another")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer where it says "
-                        "this; may be given again")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"maximum new tokens per answer (default "
+        f"{MAX_TOKENS}, or the model's room after the prompt if that is less)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=TEMPERATURE,
+        metavar="T",
+        help="sampling "
+        f"temperature (default {TEMPERATURE}); 0 takes the most likely token, with which small models "
+        "repeat themselves",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens, including ties with the K-th, as transformers does",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities add up to P",
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the top probability"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of what is drawn; row N of a file has seed + N unless it says another",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer where it says this; may be given again",
+    )
     parser.add_argument("--ignore-end", action="store_true", help="go on behind the token that ends a text")
 
 
@@ -78,8 +117,11 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--limit={args.limit}: give more than 0")
 
 
-def run(argv: Sequence[str], parse: Callable[[Sequence[str]], argparse.Namespace],
-        command: Callable[[argparse.Namespace], int]) -> int:
+def run(
+    argv: Sequence[str],
+    parse: Callable[[Sequence[str]], argparse.Namespace],
+    command: Callable[[argparse.Namespace], int],
+) -> int:
     """Runs a command that takes weights, on the devices that it asks for; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 

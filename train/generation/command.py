@@ -34,15 +34,23 @@ exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = Parser(prog="bytescope generate", allow_abbrev=False, epilog=EPILOG,
-                    usage="%(prog)s RUN_OR_FOLDER [--prompt=TEXT | --prompts=FILE] [...]",
-                    formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Generate text from a run or a folder of weights; without a prompt, as you type.")
+    parser = Parser(
+        prog="bytescope generate",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        usage="%(prog)s RUN_OR_FOLDER [--prompt=TEXT | --prompts=FILE] [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Generate text from a run or a folder of weights; without a prompt, as you type.",
+    )
     arguments.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this one, as the answer is made")
     parser.add_argument("--prompts", type=user_path, metavar="FILE", help="answer each row of a file of JSON lines")
-    parser.add_argument("--out", type=user_path, metavar="FILE", help="with --prompts: append each answer as it is "
-                        "finished; what is there already is not asked again")
+    parser.add_argument(
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help="with --prompts: append each answer as it is finished; what is there already is not asked again",
+    )
     parser.add_argument("--chat", action="store_true", help="a text is a user's message: put it into the chat template")
     arguments.add_sampling(parser)
     return parser
@@ -131,9 +139,11 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         longest = max(left, key=lambda row: len(row.asked.tokens) + row.asked.most)
         needed = len(longest.asked.tokens) + longest.asked.most
         if needed > source.length:
-            raise UserError(f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
-                            f"--max-tokens={longest.asked.most} are more than the model's {source.length} positions: "
-                            "shorten one of them")
+            raise UserError(
+                f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
+                f"--max-tokens={longest.asked.most} are more than the model's {source.length} positions: "
+                "shorten one of them"
+            )
         engine = open_engine(args, source, needed, len(left), args.temperature > 0)
         return _answer(engine, source, left, len(rows), out)
 
@@ -177,8 +187,10 @@ def _put(row: Row, one, text: str | None, out: Answers | None) -> None:
         return
     shown = safe if sys.stdout.isatty() else str
     prompt = row.prompt if isinstance(row.prompt, str) else " ".join(map(str, row.prompt))
-    print(f"[{row.number}] {shown(prompt)}\n{shown(text) if text is not None else ' '.join(map(str, one.answer))}\n",
-          flush=True)
+    print(
+        f"[{row.number}] {shown(prompt)}\n{shown(text) if text is not None else ' '.join(map(str, one.answer))}\n",
+        flush=True,
+    )
 
 
 @contextlib.contextmanager

@@ -54,11 +54,15 @@ class Engine:
         if not asked.tokens:
             raise UserError("an empty prompt: give at least one token")
         if length > self.sizes.length:
-            raise UserError(f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than "
-                            f"{self.sizes.length} positions, the most of a sequence here: shorten one of them")
+            raise UserError(
+                f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than "
+                f"{self.sizes.length} positions, the most of a sequence here: shorten one of them"
+            )
         if -(-length // PAGE) > self.sizes.pages - 1:
-            raise UserError(f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
-                            f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory")
+            raise UserError(
+                f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
+                f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory"
+            )
         one = Running(self._asked, asked, list(asked.tokens))
         self._asked += 1
         self._waiting.append(one)
@@ -114,12 +118,20 @@ class Engine:
             left -= taken
             wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
         self._room(wanted)
-        return self._run([(one, start) for one in behind if one in self.running
-                          for start in range(one.computed, wanted[one.number], width)], width)
+        return self._run(
+            [
+                (one, start)
+                for one in behind
+                if one in self.running
+                for start in range(one.computed, wanted[one.number], width)
+            ],
+            width,
+        )
 
     def _width(self, behind: Sequence[Running]) -> int:
         """Tokens of a piece, so that a step of them computes as many tokens of these prompts as it can; wide ones where
         it does not matter, since the tokens of a piece read the pages of their sequence together."""
+
         def useful(width: int) -> int:
             left, found = self.sizes.chunk // width, 0
             for one in behind:
@@ -160,13 +172,21 @@ class Engine:
         table, last = np.full((rows, self.sizes.table), NOBODY, np.int32), np.zeros(rows, np.int32)
         for row, (one, start) in enumerate(pieces):
             count = min(len(one.tokens) - start, width)
-            tokens[row, :count] = one.tokens[start:start + count]
+            tokens[row, :count] = one.tokens[start : start + count]
             positions[row, :count] = np.arange(start, start + count)
-            table[row, :len(one.pages)], last[row] = one.pages, count - 1
+            table[row, : len(one.pages)], last[row] = one.pages, count - 1
             one.computed = start + count
         drawing = any(one.asked.temperature > 0 for one, _ in pieces)
-        chosen, self._pools = self._steps.run(self.sizes, drawing, self._params, self._pools, tokens,
-                                              View(positions, table), last, _draws([one for one, _ in pieces], rows))
+        chosen, self._pools = self._steps.run(
+            self.sizes,
+            drawing,
+            self._params,
+            self._pools,
+            tokens,
+            View(positions, table),
+            last,
+            _draws([one for one, _ in pieces], rows),
+        )
         self.count += 1
         more = []
         for row, (one, start) in enumerate(pieces):
@@ -174,7 +194,7 @@ class Engine:
                 more.append((one, int(chosen[row])))
         for one, token in more:
             if one.computed // PAGE > one.known:  # a page is full
-                self.pages.computed(one.pages, one.tokens[:one.computed])
+                self.pages.computed(one.pages, one.tokens[: one.computed])
                 one.known = one.computed // PAGE
             one.take(token)
             if one.ended:
@@ -185,10 +205,16 @@ class Engine:
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
     """How the tokens of these rows are chosen; rows of nobody take the likeliest."""
+
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)
-        out[:len(some)] = [getattr(one.asked, field) for one in some]
+        out[: len(some)] = [getattr(one.asked, field) for one in some]
         return out
 
-    return Draws(column("temperature", np.float32), column("top_k", np.int32), column("top_p", np.float32),
-                 column("min_p", np.float32), column("seed", np.uint32))
+    return Draws(
+        column("temperature", np.float32),
+        column("top_k", np.int32),
+        column("top_p", np.float32),
+        column("min_p", np.float32),
+        column("seed", np.uint32),
+    )

@@ -54,8 +54,14 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
 
 
-def budget(steps: Steps, sizes: Sizes, limit: int, drawing: Sequence[bool], target: Target,
-           tell: Callable[[str], None] = lambda name: None) -> tuple[Budget, dict[str, Report]]:
+def budget(
+    steps: Steps,
+    sizes: Sizes,
+    limit: int,
+    drawing: Sequence[bool],
+    target: Target,
+    tell: Callable[[str], None] = lambda name: None,
+) -> tuple[Budget, dict[str, Report]]:
     """The pool that fits the limit with these steps, which are compiled; and the report of each.
 
     drawing: whether tokens are drawn; both where nobody knows yet.
@@ -119,9 +125,11 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
     weights = jax.numpy.dtype(steps.model.precision.compute).name
     if base != WIDE:
         weights = f"{FORMATS[base].summary}, the rest {weights}"
-    facts = (f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
-             f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
-             f"{sizes.chunk} tokens")
+    facts = (
+        f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
+        f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
+        f"{sizes.chunk} tokens",
+    )
     return Planned(called(name), facts, found, reports)
 
 
@@ -139,11 +147,20 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
         status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
-        found, _ = budget(steps, sizes, limit, (drawing,), targets.parse("local"),
-                          lambda name: status.update(f"compiling the step of {name}") if status else None)
+        found, _ = budget(
+            steps,
+            sizes,
+            limit,
+            (drawing,),
+            targets.parse("local"),
+            lambda name: status.update(f"compiling the step of {name}") if status else None,
+        )
     if console.is_terminal:
-        console.print(f"weights {human(found.weights)}, pool {human(found.pool)} for {found.positions:,} positions, "
-                      f"largest step {human(found.step)}; {human(found.limit)} available", highlight=False)
+        console.print(
+            f"weights {human(found.weights)}, pool {human(found.pool)} for {found.positions:,} positions, "
+            f"largest step {human(found.step)}; {human(found.limit)} available",
+            highlight=False,
+        )
     with _bar(console) as tell:
         params = source.read(steps.model, tell)
     return Engine(steps, params, with_pages(sizes, found.pages))
@@ -159,9 +176,11 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
     limit = limit_here(args, device)
     scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
     if scorer.bytes > limit:
-        raise DoesNotFit(f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "
-                         f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
-                         "devices (--tensor=N or --fsdp=N)")
+        raise DoesNotFit(
+            f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "
+            f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
+            "devices (--tensor=N or --fsdp=N)"
+        )
     with _bar(Console(stderr=True)) as tell:
         return scorer, source.read(steps.model, tell)
 
@@ -169,8 +188,13 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar of the bytes read on a terminal; gives the function that is told of them."""
-    columns = (TextColumn("reading weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
-               TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("reading weights"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

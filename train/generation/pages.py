@@ -99,6 +99,6 @@ def names(tokens: Sequence[int]) -> list[bytes]:
     """For each full page of a sequence a digest of all tokens up to its end."""
     digest, found = blake2b(digest_size=16), []
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
-        digest.update(np.asarray(tokens[start:start + PAGE], np.int32).tobytes())
+        digest.update(np.asarray(tokens[start : start + PAGE], np.int32).tobytes())
         found.append(digest.digest())
     return found

@@ -54,7 +54,7 @@ class Running:
     @property
     def answer(self) -> Sequence[int]:
         """The tokens that were generated, a stop left out."""
-        made = self.tokens[len(self.asked.tokens):]
+        made = self.tokens[len(self.asked.tokens) :]
         return made[:-1] if self.ended == "stop" else made
 
     @property
@@ -74,5 +74,13 @@ class Running:
 def request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Asked:
     """Returns the request that a command's flags make to `source` for a prompt."""
     max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
-    return Asked(tokens, max_tokens, frozenset() if args.ignore_end else source.ends, args.temperature, args.top_k,
-                 args.top_p, args.min_p, args.seed if seed is None else seed)
+    return Asked(
+        tokens,
+        max_tokens,
+        frozenset() if args.ignore_end else source.ends,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed if seed is None else seed,
+    )

@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B"],
-         meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Draws:
     """How the tokens of a batch are chosen.

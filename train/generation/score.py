@@ -53,14 +53,15 @@ class Scorer:
         while order:
             width = next((width for width in self.sizes.widths if width >= len(texts[order[0]])), self.sizes.chunk)
             some = [number for number in order if len(texts[number]) <= width] or order[:1]
-            some = some[:self.sizes.chunk // width]
-            order = order[len(some):]
+            some = some[: self.sizes.chunk // width]
+            order = order[len(some) :]
             found, pools = self._batch(params, pools, [texts[number] for number in some], width)
             for number, logprobs in zip(some, found):
                 yield Scored(number, texts[number], logprobs)
 
-    def _batch(self, params: Any, pools: Any, texts: Sequence[Sequence[int]],
-               width: int) -> tuple[list[np.ndarray], Any]:
+    def _batch(
+        self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
+    ) -> tuple[list[np.ndarray], Any]:
         """(the log-probabilities of texts, a row each, a step of `width` tokens of each after the other; the pools)."""
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
@@ -73,13 +74,13 @@ class Scorer:
             tokens, targets = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
             positions = np.full((rows, width), -1, np.int32)
             for row, text in enumerate(texts):
-                here, after = text[start:start + width], text[start + 1:start + width + 1]
-                tokens[row, :len(here)], targets[row, :len(after)] = here, after
-                positions[row, :len(here)] = np.arange(start, start + len(here))
+                here, after = text[start : start + width], text[start + 1 : start + width + 1]
+                tokens[row, : len(here)], targets[row, : len(after)] = here, after
+                positions[row, : len(here)] = np.arange(start, start + len(here))
             found_BT, pools = self._compiled(width)(params, pools, tokens, targets, View(positions, table))
             logprobs = np.asarray(found_BT)
             for row, text in enumerate(texts):
-                found[row].append(logprobs[row, :max(len(text[start + 1:start + width + 1]), 0)])
+                found[row].append(logprobs[row, : max(len(text[start + 1 : start + width + 1]), 0)])
         return [np.concatenate(pieces) for pieces in found], pools
 
     def _compiled(self, width: int) -> jax.stages.Compiled:
@@ -94,8 +95,9 @@ class Scorer:
             places = jax.tree.map(lambda leaf: leaf.sharding, pools)
             run = jax.jit(self._step, donate_argnums=1, out_shardings=(everywhere, places))
             with kept_back(), steps.for_kernels():
-                self._made[width] = run.lower(steps.model.shapes, pools, array(width), array(width),
-                                              View(array(width), array(self.sizes.table))).compile()
+                self._made[width] = run.lower(
+                    steps.model.shapes, pools, array(width), array(width), View(array(width), array(self.sizes.table))
+                ).compile()
         return self._made[width]
 
     def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):

@@ -31,16 +31,25 @@ exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = Parser(prog="bytescope score", allow_abbrev=False, epilog=EPILOG,
-                    usage="%(prog)s RUN_OR_FOLDER --text=TEXT | --texts=FILE [...]",
-                    formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Show the log-probabilities and perplexity of texts.")
+    parser = Parser(
+        prog="bytescope score",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        usage="%(prog)s RUN_OR_FOLDER --text=TEXT | --texts=FILE [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show the log-probabilities and perplexity of texts.",
+    )
     arguments.add_model(parser)
     parser.add_argument("--text", help="score this one, token by token")
-    parser.add_argument("--texts", type=user_path, metavar="FILE", help="score each row of a file of JSON lines, or a "
-                        "file of text as a whole")
-    parser.add_argument("--out", type=user_path, metavar="FILE", help="write a row of JSON for each text: tokens, "
-                        "logprobs, perplexity")
+    parser.add_argument(
+        "--texts",
+        type=user_path,
+        metavar="FILE",
+        help="score each row of a file of JSON lines, or a file of text as a whole",
+    )
+    parser.add_argument(
+        "--out", type=user_path, metavar="FILE", help="write a row of JSON for each text: tokens, logprobs, perplexity"
+    )
     return parser
 
 
@@ -73,8 +82,12 @@ def score(args: argparse.Namespace) -> int:
         raise UserError(f"--length={args.length}: the model takes {source.length} positions; give at most that")
     texts = _texts(args, source)
     length = args.length or source.length
-    windows = [(number, text[start:start + length]) for number, text in enumerate(texts)
-               for start in range(0, len(text), length) if len(text) - start > 1]
+    windows = [
+        (number, text[start : start + length])
+        for number, text in enumerate(texts)
+        for start in range(0, len(text), length)
+        if len(text) - start > 1
+    ]
     if not windows:
         raise UserError("nothing to score: give a text of two tokens or more")
     scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
@@ -136,8 +149,11 @@ def _rows(scored: dict[int, list[Scored]]) -> str:
     """Returns one line of JSON per text."""
     lines = []
     for number, found in scored.items():
-        row = {"row": number, "tokens": [token for one in found for token in one.tokens],
-               "logprobs": [round(float(value), 6) for one in found for value in one.logprobs],
-               "perplexity": math.exp(min(mean_of(found)[1], 700))}
+        row = {
+            "row": number,
+            "tokens": [token for one in found for token in one.tokens],
+            "logprobs": [round(float(value), 6) for one in found for value in one.logprobs],
+            "perplexity": math.exp(min(mean_of(found)[1], 700)),
+        }
         lines.append(json.dumps(row) + "\n")
     return "".join(lines)

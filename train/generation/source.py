@@ -91,8 +91,10 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if step is not None:
         raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
     if not os.path.isfile(path / CONFIG):
-        raise UserError(f"{path} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
-                        "or one with a config.json as transformers has it")
+        raise UserError(
+            f"{path} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
+            "or one with a config.json as transformers has it"
+        )
     config, folder = config_of(str(path), leave_out=(PACKED,)), Folder.open(path)
     model = ModelConfig.from_dict(config.model)
     packed = PackedFolder.open(folder, model)
@@ -106,15 +108,26 @@ def open_source(path: Path, step: int | None = None) -> Source:
     elif config.data.tokenizer == ByteTokenizer.name:  # train reads a vocabulary of 256 as bytes too
         tokenizer = ByteTokenizer()
     if packed:
+
         def read(model: Model, tell: Tell) -> Any:
             return load_packed(packed, model.shapes, tell)
     else:
+
         def read(model: Model, tell: Tell) -> Any:
             return load_params(folder, model.config, model.shapes, tell)
+
     leaves = functools.cache(lambda: checkpoint_leaves(folder, model))
-    return Source(str(path), config, read, None if packed else lambda name: leaves()[name].read(), tokenizer,
-                  tokenizer.around[0] if tokenizer else (), frozenset(ends),
-                  min(config.model.max_seq_len, window or config.model.max_seq_len), packed.base if packed else WIDE)
+    return Source(
+        str(path),
+        config,
+        read,
+        None if packed else lambda name: leaves()[name].read(),
+        tokenizer,
+        tokenizer.around[0] if tokenizer else (),
+        frozenset(ends),
+        min(config.model.max_seq_len, window or config.model.max_seq_len),
+        packed.base if packed else WIDE,
+    )
 
 
 def _of_run(run: SavedRun) -> Source:
@@ -126,8 +139,10 @@ def _of_run(run: SavedRun) -> Source:
     def parameter(name: str) -> np.ndarray:
         array = whole(parameters.read(name))
         if count := int(np.count_nonzero(~np.isfinite(array))):
-            raise UserError(f"step {run.step} of {run.workdir}: {count:,} of the {array.size:,} values of {name} are "
-                            f"NaN or infinite: {run.remedy}")
+            raise UserError(
+                f"step {run.step} of {run.workdir}: {count:,} of the {array.size:,} values of {name} are "
+                f"NaN or infinite: {run.remedy}"
+            )
         return array
 
     def read(model: Model, tell: Tell) -> Any:
@@ -143,13 +158,21 @@ def _of_run(run: SavedRun) -> Source:
             tell(done, total)
         return tree.unflatten(found)
 
-    return Source(f"step {run.step} of {run.workdir}", run.config, read, parameter,
-                  load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
-                  (), frozenset(() if text.end is None else [text.end]), run.config.model.max_seq_len)
+    return Source(
+        f"step {run.step} of {run.workdir}",
+        run.config,
+        read,
+        parameter,
+        load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
+        (),
+        frozenset(() if text.end is None else [text.end]),
+        run.config.model.max_seq_len,
+    )
 
 
-def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
-                   dtype: str = "", base: str = WIDE) -> Model:
+def describe_model(
+    config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1, dtype: str = "", base: str = WIDE
+) -> Model:
     """The model of a config on fsdp x tensor devices.
 
     dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere. base: how the
@@ -159,9 +182,10 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
       UserError: it does not divide over them, or inputs of a weight are no whole groups.
     """
     if fsdp * tensor > len(devices):
-        raise UserError(f"--fsdp={fsdp} --tensor={tensor}: {fsdp * tensor} devices are needed, and there are "
-                        f"{len(devices)}")
-    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[:fsdp * tensor]))
+        raise UserError(
+            f"--fsdp={fsdp} --tensor={tensor}: {fsdp * tensor} devices are needed, and there are {len(devices)}"
+        )
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[: fsdp * tensor]))
     platform = devices[0].platform
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
     if keys["experts"] and keys["moe_kernel"] == "capacity":
@@ -171,8 +195,9 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
         model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
     if base != WIDE and (model.experts or model.attention_kind != "gqa"):
         what = "experts" if model.experts else "latent attention"
-        raise UserError(f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave "
-                        "--weights out")
+        raise UserError(
+            f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave --weights out"
+        )
     precision = precision_of(dtype, platform)
     precision = dataclasses.replace(precision, param=precision.compute)
     try:
@@ -188,8 +213,9 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
             raise UserError(f"--fsdp={fsdp} --tensor={tensor}: {error}") from None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.stored(axes))
 
-    shapes = jax.tree_util.tree_map_with_path(place, logical_axes(abstract), nnx.to_pure_dict(state),
-                                              is_leaf=lambda node: isinstance(node, tuple))
+    shapes = jax.tree_util.tree_map_with_path(
+        place, logical_axes(abstract), nnx.to_pure_dict(state), is_leaf=lambda node: isinstance(node, tuple)
+    )
     return Model(model, precision, graph, shapes, layout)
 
 

@@ -64,8 +64,17 @@ class Sizes:
         return min(found, self.sequences)
 
 
-def run_step(graph: nnx.GraphDef, kernel: str, drawing: bool, params: Any, pools: Sequence[Any], tokens_BT: jax.Array,
-             view: View, last_B: jax.Array, draws: Draws) -> tuple[jax.Array, list[Any]]:
+def run_step(
+    graph: nnx.GraphDef,
+    kernel: str,
+    drawing: bool,
+    params: Any,
+    pools: Sequence[Any],
+    tokens_BT: jax.Array,
+    view: View,
+    last_B: jax.Array,
+    draws: Draws,
+) -> tuple[jax.Array, list[Any]]:
     """(int32 [B], the token that follows the one at `last_B` of each row; the pools)."""
     model = nnx.merge(graph, params)
     x_BTD, pools = decode.step(model, tokens_BT, view, pools, kernel)
@@ -88,8 +97,9 @@ class Steps:
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):
         mesh = model.layout.mesh
         if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
-            raise UserError(f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it is for one GPU; "
-                            "leave it out")
+            raise UserError(
+                f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it is for one GPU; leave it out"
+            )
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
         self._made: dict[tuple, Compilation] = {}
 
@@ -117,15 +127,18 @@ class Steps:
             spec = PartitionSpec(None, None, tuple(axes) or None, *(None,) * (leaf.ndim - 3))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-        shapes = jax.eval_shape(partial(decode.make_pools, self.model.config, pages, self.stored,
-                                        self.model.precision.compute))
+        shapes = jax.eval_shape(
+            partial(decode.make_pools, self.model.config, pages, self.stored, self.model.precision.compute)
+        )
         return jax.tree.map(one, shapes)
 
     def make_pools(self, pages: int) -> list[Any]:
         """The empty pools."""
         places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
-        return jax.jit(lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
-                       out_shardings=places)()
+        return jax.jit(
+            lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
+            out_shardings=places,
+        )()
 
     def traced(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
         """The step of `rows` pieces of `width` tokens."""
@@ -135,16 +148,27 @@ class Steps:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         pools = self.pool_shapes(sizes.pages)
-        draws = Draws(array(rows, dtype=jnp.float32), array(rows), array(rows, dtype=jnp.float32),
-                      array(rows, dtype=jnp.float32), array(rows, dtype=jnp.uint32))
+        draws = Draws(
+            array(rows, dtype=jnp.float32),
+            array(rows),
+            array(rows, dtype=jnp.float32),
+            array(rows, dtype=jnp.float32),
+            array(rows, dtype=jnp.uint32),
+        )
 
         def step(params, pools, tokens, view, last, draws):  # its arguments' names are those of reports
             return run_step(self.model.graph, self.kernel, drawing, params, pools, tokens, view, last, draws)
 
         places = jax.tree.map(lambda leaf: leaf.sharding, pools)
         run = jax.jit(step, donate_argnums=1, out_shardings=(everywhere, places))
-        return run.trace(self.model.shapes, pools, array(rows, width),
-                         View(array(rows, width), array(rows, sizes.table)), array(rows), draws)
+        return run.trace(
+            self.model.shapes,
+            pools,
+            array(rows, width),
+            View(array(rows, width), array(rows, sizes.table)),
+            array(rows),
+            draws,
+        )
 
     def compilation(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> Compilation:
         """The same, compiled."""
@@ -168,9 +192,19 @@ class Steps:
         """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
-    def run(self, sizes: Sizes, drawing: bool, params: Any, pools: Sequence[Any], tokens: np.ndarray, view: View,
-            last: np.ndarray, draws: Draws) -> tuple[np.ndarray, list[Any]]:
+    def run(
+        self,
+        sizes: Sizes,
+        drawing: bool,
+        params: Any,
+        pools: Sequence[Any],
+        tokens: np.ndarray,
+        view: View,
+        last: np.ndarray,
+        draws: Draws,
+    ) -> tuple[np.ndarray, list[Any]]:
         """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
         found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
-            params, pools, tokens, view, last, draws)
+            params, pools, tokens, view, last, draws
+        )
         return np.asarray(found), pools

@@ -66,7 +66,7 @@ class Growing:
             self.stopped, end = True, min(found)
         else:
             end = len(whole) if final else len(whole) - max((_begun(whole, stop) for stop in self.stops), default=0)
-        new, self.text = whole[len(self.text):end], whole[:max(end, len(self.text))]
+        new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
 
 
@@ -122,8 +122,10 @@ class Prompts:
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
         """The tokens of a conversation, up to where its next answer begins."""
-        if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-                   for turn in messages):
+        if not all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in messages
+        ):
             raise UserError(f"{where}: each message is to have a role and a content, both texts")
         tokenizer = self._tokenizer()
         if self._renderer is None:
@@ -137,8 +139,10 @@ class Prompts:
 
     def _tokenizer(self) -> Tokenizer:
         if self.source.tokenizer is None:
-            raise UserError(f"{self.source.title} has no tokenizer: give token ids, in rows such as "
-                            '{"tokens": [1, 2]} of a .jsonl file')
+            raise UserError(
+                f"{self.source.title} has no tokenizer: give token ids, in rows such as "
+                '{"tokens": [1, 2]} of a .jsonl file'
+            )
         return self.source.tokenizer
 
 
@@ -155,8 +159,9 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
         return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of text, or rows in a .jsonl "
-                        "file") from None
+        raise UserError(
+            f"{flag}={path} cannot be read ({reason}): give a file of text, or rows in a .jsonl file"
+        ) from None
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:

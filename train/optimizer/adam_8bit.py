@@ -47,8 +47,7 @@ class EightBitState(NamedTuple):
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
     """The polygon through the points (xs, ys) at `x`: a sum of ramps, which compilers fuse, unlike a table look-up."""
-    ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0)
-             for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
+    ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
 
@@ -81,7 +80,7 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     where that gives fewer than 64 elements.
     """
     matrix = matrix_of(path)
-    if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs:]) < LEAST_SIZE:
+    if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < LEAST_SIZE:
         return None
     block = [1] * len(shape)
     for limit, axis in zip((BLOCK, *[SHORT_BLOCK] * len(matrix.block)), matrix.block):
@@ -120,18 +119,23 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
 
     The update is computed from the new moments before they are quantized.
     """
+
     def init(params):
         blocks = [block_shape(path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
         leaves, tree = jax.tree.flatten(params)
 
         def codes(dtype):
-            return tree.unflatten([jnp.zeros(leaf.shape, dtype if block else jnp.float32)
-                                   for leaf, block in zip(leaves, blocks)])
+            return tree.unflatten(
+                [jnp.zeros(leaf.shape, dtype if block else jnp.float32) for leaf, block in zip(leaves, blocks)]
+            )
 
         def scales():
-            return tree.unflatten([
-                jnp.zeros([size // own for size, own in zip(leaf.shape, block)]) if block else optax.MaskedNode()
-                for leaf, block in zip(leaves, blocks)])
+            return tree.unflatten(
+                [
+                    jnp.zeros([size // own for size, own in zip(leaf.shape, block)]) if block else optax.MaskedNode()
+                    for leaf, block in zip(leaves, blocks)
+                ]
+            )
 
         return EightBitState(jnp.zeros((), jnp.int32), codes(jnp.int8), codes(jnp.uint8), scales(), scales())
 
@@ -147,8 +151,11 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
 
         def quantized(grad, mu, root_nu, mu_scale, nu_scale):
             block = tuple(size // blocks for size, blocks in zip(mu.shape, mu_scale.shape))
-            step, mu, root_nu = one(grad, dequantize(mu, mu_scale, block, decode_signed),
-                                    dequantize(root_nu, nu_scale, block, decode_unsigned))
+            step, mu, root_nu = one(
+                grad,
+                dequantize(mu, mu_scale, block, decode_signed),
+                dequantize(root_nu, nu_scale, block, decode_unsigned),
+            )
             mu, mu_scale = quantize(mu, block, encode_signed)
             root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
             return step, mu, root_nu, mu_scale, nu_scale

@@ -45,8 +45,16 @@ class FusedBackward:
     update: PartwiseUpdate
     dropout: bool
 
-    def __call__(self, params: Any, opt_state: Any, batch: Batch, key_B: jax.Array, tokens: jax.Array,
-                 rounding: jax.Array, frozen: Any = None) -> tuple[jax.Array, Any, Any]:
+    def __call__(
+        self,
+        params: Any,
+        opt_state: Any,
+        batch: Batch,
+        key_B: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+        frozen: Any = None,
+    ) -> tuple[jax.Array, Any, Any]:
         base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
         key_B = key_B if self.dropout else None
@@ -72,12 +80,13 @@ class FusedBackward:
         # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
         stack = None if computed is params else computed["blocks"]
         blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
-        d_begin, = pull_begin(d_BLD)
+        (d_begin,) = pull_begin(d_BLD)
         grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
-    def _forward(self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None,
-                 packed: Packed | None) -> tuple[jax.Array, list]:
+    def _forward(
+        self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> tuple[jax.Array, list]:
         """(output of the last block, per segment its pullbacks, residuals [layers, ...], layer numbers and unroll)."""
         out = []
         for run, block in model.layers():
@@ -87,7 +96,8 @@ class FusedBackward:
                 own = jax.tree.map(row_major, fetch(row_of(stack, number)))
                 fixed = jax.tree.map(row_major, row_of(base, number))
                 y_BLD, pullback = jax.vjp(
-                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own)
+                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own
+                )
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
 
             numbers = jnp.arange(segment.start, segment.stop)
@@ -96,8 +106,17 @@ class FusedBackward:
             out.append((partial(recipe.join, shared=jax.tree.leaves(packed)), kept, numbers, at_once))
         return x_BLD, out
 
-    def _backward(self, params: Any, opt_state: Any, copies: Any, base: Any, segments: list, d_BLD: jax.Array,
-                  tokens: jax.Array, rounding: jax.Array) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
+    def _backward(
+        self,
+        params: Any,
+        opt_state: Any,
+        copies: Any,
+        base: Any,
+        segments: list,
+        d_BLD: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+    ) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
         """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
         # XLA's GPU compiler transposes what is gathered or scattered over its last dimension. Without `row_major` it
         # transposes the stacks instead, those of the optimizer too, and holds copies of all layers.
@@ -117,14 +136,18 @@ class FusedBackward:
                 grads = [row_major(grad) for grad in grads]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
-                stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse),
-                                           rounding)
+                stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse), rounding)
             return (d_BLD, stacks, total + square), None
 
         carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
         for join, kept, numbers, at_once in reversed(segments):
-            carry, _ = jax.lax.scan(lambda carry, xs, join=join: layer(carry, xs, join), carry, (kept, numbers),
-                                    reverse=True, unroll=at_once)
+            carry, _ = jax.lax.scan(
+                lambda carry, xs, join=join: layer(carry, xs, join),
+                carry,
+                (kept, numbers),
+                reverse=True,
+                unroll=at_once,
+            )
         return carry[1], carry[2], carry[0]
 
     def _kept_as(self, grads: Any) -> Any:
@@ -132,8 +155,16 @@ class FusedBackward:
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
-    def _finish(self, params: Any, opt_state: Any, blocks: tuple[Leaves, Leaves], grads: Any, total: jax.Array,
-                tokens: jax.Array, rounding: jax.Array) -> tuple[Any, Any]:
+    def _finish(
+        self,
+        params: Any,
+        opt_state: Any,
+        blocks: tuple[Leaves, Leaves],
+        grads: Any,
+        total: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+    ) -> tuple[Any, Any]:
         """(new params, new opt_state): updates everything outside of the blocks and joins it with them."""
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])

@@ -45,8 +45,11 @@ def device_bytes(tree: Any) -> int:
 
 def device_sizes(tree: Any) -> list[int]:
     """The same of each leaf that is not in host memory."""
-    return [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree) if not is_hosted(leaf)]
+    return [
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if not is_hosted(leaf)
+    ]
 
 
 def is_hosted(leaf: Any) -> bool:
@@ -73,6 +76,7 @@ def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def hosted_state(state: Any, offload: ConfigDict) -> Any:
     """The abstract state with what `config.offload` names in host memory: arrays, not the counters."""
+
     def move(leaf):
         return described(leaf) if leaf.ndim else leaf
 
@@ -110,6 +114,7 @@ def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> An
 
     The other leaves are never computed.
     """
+
     def some(*args):
         everything = jax.tree.leaves(make(*args))
         return [everything[place] for place in places]

@@ -63,8 +63,9 @@ class Scaling:
         """The state after an update whose gradients were `finite` or not (a boolean array of no dimensions)."""
         good = jnp.where(finite, state.good + 1, 0)
         grown = good >= self.growth_every
-        scale = jnp.where(finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, GREATEST), state.scale),
-                          0.5 * state.scale)
+        scale = jnp.where(
+            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, GREATEST), state.scale), 0.5 * state.scale
+        )
         return LossScale(scale, jnp.where(grown, 0, good), state.skipped + ~finite)
 
 

@@ -31,11 +31,22 @@ class Matrix(NamedTuple):
 
 _PROJECTION, _UP, _DOWN = Matrix(1, 2, (-1, -2)), Matrix(1, 1, (-1,)), Matrix(1, 1, (-2,))
 MATRICES = {
-    "w_q": _PROJECTION, "w_k": _PROJECTION, "w_v": _PROJECTION, "w_o": Matrix(2, 1, (-2, -3)),
-    "w_q_down": _UP, "w_kv_down": _UP, "w_q_up": _PROJECTION, "w_k_up": _PROJECTION, "w_v_up": _PROJECTION,
-    "w_up": _UP, "w_gate": _UP, "w_down": _DOWN,
-    "w_token": Matrix(1, 1, (-1,), hidden=False), "w_position": Matrix(1, 1, (-1,), hidden=False),
-    "w_head": Matrix(1, 1, (-2,), hidden=False), "w_router": Matrix(1, 1, (-1, -2), hidden=False),
+    "w_q": _PROJECTION,
+    "w_k": _PROJECTION,
+    "w_v": _PROJECTION,
+    "w_o": Matrix(2, 1, (-2, -3)),
+    "w_q_down": _UP,
+    "w_kv_down": _UP,
+    "w_q_up": _PROJECTION,
+    "w_k_up": _PROJECTION,
+    "w_v_up": _PROJECTION,
+    "w_up": _UP,
+    "w_gate": _UP,
+    "w_down": _DOWN,
+    "w_token": Matrix(1, 1, (-1,), hidden=False),
+    "w_position": Matrix(1, 1, (-1,), hidden=False),
+    "w_head": Matrix(1, 1, (-2,), hidden=False),
+    "w_router": Matrix(1, 1, (-1, -2), hidden=False),
     # Adapters: inputs by rank, rank by outputs.
     **{f"w_{target}_a": Matrix(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
     **{f"w_{target}_b": _PROJECTION if target in ("q", "k", "v") else _UP for target in TARGETS},
@@ -65,7 +76,7 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     inputs = outputs - matrix.inputs
     matrix_shape = (math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
     if _of_experts(path):
-        return (math.prod(shape[:inputs - 1]), shape[inputs - 1], *matrix_shape)
+        return (math.prod(shape[: inputs - 1]), shape[inputs - 1], *matrix_shape)
     return (math.prod(shape[:inputs]), *matrix_shape)
 
 
@@ -97,8 +108,9 @@ def _of_experts(path: tuple) -> bool:
     return "experts" in keys and keys[-1] != "w_router"
 
 
-def each_matrix(inner: Callable[[int], optax.GradientTransformation],
-                vocabulary: int | None = None) -> optax.GradientTransformation:
+def each_matrix(
+    inner: Callable[[int], optax.GradientTransformation], vocabulary: int | None = None
+) -> optax.GradientTransformation:
     """`inner(elements)` applied to every matrix and vector by itself; its state is a tree like the parameters, batched
     on a first axis, of experts on two (`as_matrices`).
 
@@ -106,6 +118,7 @@ def each_matrix(inner: Callable[[int], optax.GradientTransformation],
       inner: from the elements of a matrix, without the padding of a vocabulary, to the transformation of it.
       vocabulary: tokens of it; None where no table is padded.
     """
+
     def rule(path, shape):
         batched = as_matrices(path, shape)
         batches = len(batched) - (2 if matrix_of(path) else 1)
@@ -131,9 +144,12 @@ def each_matrix(inner: Callable[[int], optax.GradientTransformation],
             return new.reshape(grad.shape), own
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(
-            updates, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-        moved = [one(path, grad, own, param) for (path, grad), own, param in
-                 zip(leaves, tree.flatten_up_to(state), tree.flatten_up_to(params))]
+            updates, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+        )
+        moved = [
+            one(path, grad, own, param)
+            for (path, grad), own, param in zip(leaves, tree.flatten_up_to(state), tree.flatten_up_to(params))
+        ]
         return tree.unflatten([new for new, _ in moved]), tree.unflatten([own for _, own in moved])
 
     return optax.GradientTransformation(init, update)
@@ -146,6 +162,7 @@ def _batched(function: Callable, batches: int) -> Callable:
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:
     """Scales an update down to an RMS of 1 over `elements`, all others being zeros (padding)."""
+
     def update(updates, state, params=None):
         del params
         rms = jnp.sqrt(jnp.sum(jnp.square(updates)) / elements)
@@ -161,6 +178,7 @@ def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
     update of each has an RMS of at most 1, in which the padding of a table of `vocabulary` tokens does not count. Left
     out is the paper's scaling by the parameter's own RMS: the learning rate is absolute, as for all rows.
     """
+
     def inner(elements):
         return optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), _clip_rms(elements))
 
@@ -191,11 +209,12 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
     That is the RMS of an AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv
     2502.16982). All parameters must be rows of MATRICES. Layers take turns, so that devices gather one layer at a time.
     """
+
     def direction(path, mean):
         shape = as_matrices(path, mean.shape)[-2:]
 
         def one(matrix):
-            return (0.2 * max(shape) ** 0.5 * orthogonalized(matrix.reshape(shape))).reshape(matrix.shape),
+            return ((0.2 * max(shape) ** 0.5 * orthogonalized(matrix.reshape(shape))).reshape(matrix.shape),)
 
         return by_layer(one, path, mean)[0]
 
@@ -210,9 +229,11 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
 
 def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices, `rest` for all other parameters."""
+
     def label(path, _):
         matrix = matrix_of(path)
         return "muon" if matrix and matrix.hidden else "rest"
 
-    return optax.partition({"muon": scale_by_muon(momentum), "rest": rest},
-                           lambda params: jax.tree_util.tree_map_with_path(label, params))
+    return optax.partition(
+        {"muon": scale_by_muon(momentum), "rest": rest}, lambda params: jax.tree_util.tree_map_with_path(label, params)
+    )

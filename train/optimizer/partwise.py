@@ -139,8 +139,7 @@ class PartwiseUpdate:
         inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
-    def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array,
-                 key: jax.Array) -> tuple[Any, Any]:
+    def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any]:
         """(new params, new opt_state) from gradients summed over `tokens`; leaves stay in the memory that they are in.
 
         `key`: of the rounding of updated parameters.
@@ -152,12 +151,16 @@ class PartwiseUpdate:
         params, inner = self._update(params, summed, opt_state.inner_opt_state, tokens, key, last)
         summed = self._after(summed, jax.tree.leaves(params)[0])
         return params, optax.MultiStepsState(
-            mini_step=(opt_state.mini_step + 1) % self.every, gradient_step=opt_state.gradient_step + last,
-            inner_opt_state=inner, acc_grads=jax.tree.map(lambda grad: jnp.where(last, 0.0, grad), summed),
-            skip_state=opt_state.skip_state)
+            mini_step=(opt_state.mini_step + 1) % self.every,
+            gradient_step=opt_state.gradient_step + last,
+            inner_opt_state=inner,
+            acc_grads=jax.tree.map(lambda grad: jnp.where(last, 0.0, grad), summed),
+            skip_state=opt_state.skip_state,
+        )
 
-    def _update(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array,
-                when: jax.Array | None) -> tuple[Any, Any]:
+    def _update(
+        self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
+    ) -> tuple[Any, Any]:
         """The update; nothing changes where `when` is False: then the loops over parts take no turn."""
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
@@ -165,8 +168,17 @@ class PartwiseUpdate:
         self.run(self.parts[0], p, s, g, shared, scales, key, when)
         return self.result(p, s, shared, norm, opt_state[0], when)
 
-    def run(self, parts: Sequence[Part], p: Leaves, s: Leaves, g: Leaves, shared: Leaves, scales: dict[str, jax.Array],
-            key: jax.Array, when: jax.Array | None = None) -> None:
+    def run(
+        self,
+        parts: Sequence[Part],
+        p: Leaves,
+        s: Leaves,
+        g: Leaves,
+        shared: Leaves,
+        scales: dict[str, jax.Array],
+        key: jax.Array,
+        when: jax.Array | None = None,
+    ) -> None:
         """Updates `parts` in the lists of all parameters `p` and state `s`, from gradients `g` at the same places."""
         after = None
         for part in parts:
@@ -178,8 +190,9 @@ class PartwiseUpdate:
                     leaves[place] = value
             after = new[0][0]
 
-    def result(self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState,
-               when: jax.Array | None = None) -> tuple[Any, Any]:
+    def result(
+        self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState, when: jax.Array | None = None
+    ) -> tuple[Any, Any]:
         """The lists of leaves as (params, opt_state), with the counters advanced."""
         for place, value in zip(self.parts[1], self.counted(shared)):
             s[place] = value if when is None else jnp.where(when, value, s[place])
@@ -201,8 +214,9 @@ class PartwiseUpdate:
         with jax.named_scope("grad_norm"):
             if not self.by_layer and not any(map(is_hosted, grads)):  # bit-equal to `mean_and_clip`
                 norm = optax.tree.norm([grad.astype(jnp.float32) for grad in grads]) * inverse
-                return dict.fromkeys((part.group for part in self.parts[0]),
-                                     clip_scale(norm, inverse, self.max_norm)), norm
+                return dict.fromkeys(
+                    (part.group for part in self.parts[0]), clip_scale(norm, inverse, self.max_norm)
+                ), norm
             total, groups = jnp.zeros((), jnp.float32), {}
             for part in self.parts[0]:
                 own = self._squares(part, [grads[i] for i in part.params])
@@ -210,8 +224,9 @@ class PartwiseUpdate:
                 total = total + own.sum()
             norm = jnp.sqrt(total) * inverse
             if self.by_layer:
-                scales = {name: clip_scale(jnp.sqrt(own) * inverse, inverse, self.max_norm)
-                          for name, own in groups.items()}
+                scales = {
+                    name: clip_scale(jnp.sqrt(own) * inverse, inverse, self.max_norm) for name, own in groups.items()
+                }
             else:
                 scales = dict.fromkeys(groups, clip_scale(norm, inverse, self.max_norm))
         return scales, norm
@@ -231,8 +246,17 @@ class PartwiseUpdate:
         """`shared` after the update."""
         return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
 
-    def _part(self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves, scale: jax.Array,
-              key: jax.Array, when: jax.Array | None) -> tuple[Leaves, Leaves]:
+    def _part(
+        self,
+        part: Part,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+        when: jax.Array | None,
+    ) -> tuple[Leaves, Leaves]:
         if not part.turns:
             if when is None:
                 return self.turn(part, params, kept, grads, shared, scale, key)
@@ -249,26 +273,52 @@ class PartwiseUpdate:
         turns = part.turns if when is None else jnp.where(when, part.turns, 0)
         return jax.lax.fori_loop(0, turns, layer, (params, kept))
 
-    def layer(self, part: Part, index: jax.Array, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves,
-              scale: jax.Array, key: jax.Array) -> tuple[Leaves, Leaves]:
+    def layer(
+        self,
+        part: Part,
+        index: jax.Array,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+    ) -> tuple[Leaves, Leaves]:
         """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
         new = self.turn(part, *old, grads, shared, scale, key, index)
-        return tuple([jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
-                      for leaf, piece in zip(stacks, pieces)] for stacks, pieces in zip((params, kept), new))
+        return tuple(
+            [
+                jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
+                for leaf, piece in zip(stacks, pieces)
+            ]
+            for stacks, pieces in zip((params, kept), new)
+        )
 
-    def turn(self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves, scale: jax.Array,
-             key: jax.Array, index: jax.Array | int = 0) -> tuple[Leaves, Leaves]:
+    def turn(
+        self,
+        part: Part,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+        index: jax.Array | int = 0,
+    ) -> tuple[Leaves, Leaves]:
         """New (params, kept) of one part or of its piece `index`; each leaf stays in its memory."""
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         here = fetch(params)
         updates, new_kept, _ = self._rule(part, here, fetch(kept), mean, shared)
-        new = [apply_update(param, update, self.precision, key, number, index * param.shape[0] if param.ndim else 0)
-               for number, param, update in zip(part.params, here, updates)]
+        new = [
+            apply_update(param, update, self.precision, key, number, index * param.shape[0] if param.ndim else 0)
+            for number, param, update in zip(part.params, here, updates)
+        ]
         return stow(new, params), stow(new_kept, kept)
 
-    def _rule(self, part: Part, params: Leaves, kept: Leaves, grads: Leaves,
-              shared: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+    def _rule(
+        self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
+    ) -> tuple[Leaves, Leaves, Leaves]:
         """The rule on one part: what is added to its parameters, and (kept, shared) after it."""
         tree, kept_tree = self._trees
         params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
@@ -276,12 +326,12 @@ class PartwiseUpdate:
         state = kept_tree.unflatten(_spread(places, [*kept, *shared], kept_tree.num_leaves))
         updates, state = self.rule.update(grads, state, params)
         new = dict(zip(sorted(places), jax.tree.leaves(state)))
-        return (jax.tree.leaves(updates), [new[place] for place in part.kept],
-                [new[place] for place in self.parts[1]])
+        return (jax.tree.leaves(updates), [new[place] for place in part.kept], [new[place] for place in self.parts[1]])
 
 
-def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int,
-                  state: Any) -> PartwiseUpdate | None:
+def make_partwise(
+    config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int, state: Any
+) -> PartwiseUpdate | None:
     """The update by parts where the config needs it (state in host memory, clipping by layer, fused backward), or None.
 
     `every`: as of PartwiseUpdate; `state`: the abstract TrainState. Raises ValueError as `checks.check_partwise`.
@@ -289,9 +339,16 @@ def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Preci
     if not check_partwise(config, precision):
         return None
     return PartwiseUpdate(
-        make_rule(config.optimizer, schedule, config.model.vocab_size), config.optimizer.clip_norm,
-        config.optimizer.clip == "layer", every, config.model.scan, config.optimizer.name in ROW_BY_ROW, precision,
-        state.params, state.opt_state)
+        make_rule(config.optimizer, schedule, config.model.vocab_size),
+        config.optimizer.clip_norm,
+        config.optimizer.clip == "layer",
+        every,
+        config.model.scan,
+        config.optimizer.name in ROW_BY_ROW,
+        precision,
+        state.params,
+        state.opt_state,
+    )
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:

@@ -43,8 +43,9 @@ def round_stochastic(x: jax.Array, key: jax.Array, first: jax.Array | int = 0) -
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key: jax.Array, number: int,
-                 first: jax.Array | int = 0) -> jax.Array:
+def apply_update(
+    param: jax.Array, update: jax.Array, precision: Precision, key: jax.Array, number: int, first: jax.Array | int = 0
+) -> jax.Array:
     """`param + update`, summed in float32 and rounded to the parameter's dtype as `precision.rounding` says.
 
     `key`: of this update; parameter `number` of the tree derives its own. `first` as in `random_bits`.
@@ -58,5 +59,9 @@ def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key:
 def apply_updates(params: Any, updates: Any, precision: Precision, key: jax.Array) -> Any:
     """`apply_update` for every parameter of the tree; `updates` is a tree like it, `key` that of this update."""
     leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten([apply_update(*pair, precision, key, number)
-                           for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates)))])
+    return tree.unflatten(
+        [
+            apply_update(*pair, precision, key, number)
+            for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates)))
+        ]
+    )

@@ -30,6 +30,7 @@ def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     `factor`: what the loss was multiplied by (train/optimizer/loss_scale.py). `max_norm`: 0 for no clipping. The norm
     is kept in the state, for the metrics.
     """
+
     def init(params):
         del params
         return ClipState(jnp.zeros((), jnp.float32))
@@ -52,6 +53,7 @@ def _float32(tree: Any) -> Any:
 
 def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """`rule` for parameters of any dtype as if they were float32: so is its state, except where the rule narrows it."""
+
     def init(params):
         # Of zeros: parameters may be abstract here.
         return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
@@ -79,7 +81,8 @@ def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
     """Number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at `steps`."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
     return optax.schedules.warmup_cosine_decay_schedule(
-        peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction)
+        peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction
+    )
 
 
 # How a learning rate follows the batch, as a power of its tokens: linear for SGD (Goyal et al. 2017, arXiv
@@ -97,8 +100,10 @@ def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlg
     if not power:
         return schedule
     if base < 1:
-        raise ValueError(f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
-                         "give the tokens of the batch that optimizer.learning_rate was found for")
+        raise ValueError(
+            f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
+            "give the tokens of the batch that optimizer.learning_rate was found for"
+        )
     unit = batch.rows * batch.seq_len / base
     return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
 
@@ -127,6 +132,7 @@ def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTran
 
 def _adagrad(eps: float) -> optax.GradientTransformation:
     """Adagrad with eps beside the root, as PyTorch has it; optax puts it inside, where 1e-8 is a floor of 1e-4."""
+
     def update(updates, state, params=None):
         del params
         sums = jax.tree.map(lambda g, t: jnp.square(g) + t, updates, state.sum_of_squares)
@@ -157,19 +163,30 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict, int | None], optax.GradientTransf
 ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
 
 
-def make_rule(config: ConfigDict, schedule: optax.Schedule,
-              vocabulary: int | None = None) -> optax.GradientTransformation:
+def make_rule(
+    config: ConfigDict, schedule: optax.Schedule, vocabulary: int | None = None
+) -> optax.GradientTransformation:
     """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
 
     `config`: the group `optimizer`; `vocabulary`: its tokens, None where no table is padded.
     """
-    return in_float32(optax.chain(
-        OPTIMIZERS[config.name](config, vocabulary), optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale_by_learning_rate(schedule)))
+    return in_float32(
+        optax.chain(
+            OPTIMIZERS[config.name](config, vocabulary),
+            optax.add_decayed_weights(config.weight_decay, decayed),
+            optax.scale_by_learning_rate(schedule),
+        )
+    )
 
 
-def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, vocabulary: int | None = None,
-                   multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
+def make_optimizer(
+    config: ConfigDict,
+    schedule: optax.Schedule,
+    *,
+    vocabulary: int | None = None,
+    multisteps: int | Callable[[jax.Array], jax.Array],
+    accumulator: DTypeLike = jnp.float32,
+) -> Any:
     """The optimizer of `config`, the group `optimizer`; its update takes `tokens`, the unmasked tokens of the update.
 
     `vocabulary`: as of `make_rule`.

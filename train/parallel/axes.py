@@ -56,8 +56,12 @@ SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
 # one half has, the other's rank is sharded, and so is that of latents in matrices that make heads. The devices that
 # share a sequence share state as well: to gradients they are data-parallel ranks.
 SHARDS = ("fsdp", "expert", "context")
-STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS, "latent_state": SHARDS,
-                 "expert_width": ("fsdp", "context")}
+STATE_SHARDED = {
+    "d_model": SHARDS,
+    "adapter_state": SHARDS,
+    "latent_state": SHARDS,
+    "expert_width": ("fsdp", "context"),
+}
 TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
@@ -82,8 +86,9 @@ STRATEGIES: Mapping[str, Strategy] = {
     "ddp": Strategy("every device holds all state; gradients are summed", reduce_once=True),
     "zero1": Strategy("master parameters and optimizer state sharded", stored=True, reduce_once=True),
     "zero2": Strategy("gradients sharded too", stored=True, gradients=True),
-    "zero3": Strategy("parameters sharded too, gathered layer by layer (FSDP)", stored=True, gradients=True,
-                      by_layer=True),
+    "zero3": Strategy(
+        "parameters sharded too, gathered layer by layer (FSDP)", stored=True, gradients=True, by_layer=True
+    ),
 }
 
 
@@ -125,7 +130,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
         if size > 1:
             taken.append(f"mesh.{axis}={size}")
     if left > 1 and not free:
-        raise ValueError(f"mesh {shown} takes {len(devices) // left} of {len(devices)} devices: set one of these "
-                         "sizes, such as mesh.fsdp, to -1")
+        raise ValueError(
+            f"mesh {shown} takes {len(devices) // left} of {len(devices)} devices: set one of these "
+            "sizes, such as mesh.fsdp, to -1"
+        )
     sizes = {axis: left if axis in free else sizes[axis] for axis in AXES}
     return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)

@@ -175,9 +175,14 @@ class Layout(Placement):
             x_BLD, grads = function(inner, *arrays, weights)
             return x_BLD, [grad[None] for grad in grads]
 
-        x_BLD, grads = jax.shard_map(one, in_specs=(spec, PartitionSpec()), out_specs=(spec, PartitionSpec(axes)),
-                                     axis_names=set(taken) - set(self.manual), check_vma=False, **self._of_mesh)(
-            arrays, weights)
+        x_BLD, grads = jax.shard_map(
+            one,
+            in_specs=(spec, PartitionSpec()),
+            out_specs=(spec, PartitionSpec(axes)),
+            axis_names=set(taken) - set(self.manual),
+            check_vma=False,
+            **self._of_mesh,
+        )(arrays, weights)
         # In the dtype of the gradients: `sum` would send float32.
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
@@ -204,8 +209,14 @@ class Layout(Placement):
         if self.manual == ("stage",) or (experts and not self.manual):
             # XLA's GPU compiler gathers along the first dimension in memory. It would not transpose the narrow part of
             # a layer to that end, but before the loop over layers the parameters of all of them, in the wide dtype.
-            w = jax.shard_map(row_major, in_specs=stored, out_specs=stored, check_vma=False,
-                              axis_names=set(AXES) - set(self.manual), **self._of_mesh)(w)
+            w = jax.shard_map(
+                row_major,
+                in_specs=stored,
+                out_specs=stored,
+                check_vma=False,
+                axis_names=set(AXES) - set(self.manual),
+                **self._of_mesh,
+            )(w)
         return self._constrain(w, self.spec(axes))
 
     def held(self, w: jax.Array, axes: Axes) -> jax.Array:
@@ -241,8 +252,9 @@ class Layout(Placement):
             return tuple(map(jax.lax.psum, results, over)) if over else results
 
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
-        return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
-                             axis_names=left, **self._of_mesh)
+        return jax.shard_map(
+            part, in_specs=specs[0], out_specs=specs[1], check_vma=False, axis_names=left, **self._of_mesh
+        )
 
     @property
     def _of_mesh(self) -> dict[str, Mesh]:
@@ -261,8 +273,9 @@ class Layout(Placement):
             over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
                 shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
-                raise ValueError(f"parameter {name}: {axis}={size} is not divisible by {shown}; "
-                                 "change the mesh or the size")
+                raise ValueError(
+                    f"parameter {name}: {axis}={size} is not divisible by {shown}; change the mesh or the size"
+                )
 
 
 def _entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -283,8 +296,10 @@ def match_parameters(state, params, shardings, default: NamedSharding):
     dimensions divide the parameter's (the scales of blocks) is sharded like it along the dimensions that are divisible
     by the mesh axes. Every other leaf takes `default`.
     """
-    known = {path: (leaf.shape, sharding) for (path, leaf), sharding in
-             zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings))}
+    known = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings))
+    }
 
     def pick(path, leaf):
         for start in range(len(path)):
@@ -300,6 +315,7 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """The sharding for an array of fewer elements: a dimension that is not divisible is replicated."""
+
     def kept(dim, size):
         axes = (dim,) if isinstance(dim, str) else dim or ()
         return None if size % math.prod(sharding.mesh.shape[axis] for axis in axes) else dim

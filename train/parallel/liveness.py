@@ -38,8 +38,14 @@ class Link:
     That thread alone ends this process, by `leave(exit code)`: at once, without waiting for collectives that hang.
     """
 
-    def __init__(self, index: int, count: int, peers: dict[int, Peer], leave: Callable[[int], Any] = os._exit,
-                 stall_timeout: float = 0.0):
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        peers: dict[int, Peer],
+        leave: Callable[[int], Any] = os._exit,
+        stall_timeout: float = 0.0,
+    ):
         self.index, self.count, self._peers, self._leave = index, count, peers, leave
         self._lock = threading.RLock()  # of the connections, the votes and the verdict
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()

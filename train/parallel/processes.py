@@ -19,8 +19,15 @@ from bytescope.train.parallel.token import Token
 from bytescope.train.run.signals import INTERRUPTED, leave_at_once
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
-LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
-             "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+LAUNCHERS = (
+    "SLURM_STEP_NODELIST",
+    "OMPI_MCA_orte_hnp_uri",
+    "OMPI_COMM_WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_WORKER_HOSTNAMES",
+    "MEGASCALE_COORDINATOR_ADDRESS",
+)
 FLAGS = ("coordinator", "process", "processes")
 LONGEST_S = 10**6  # maximum seconds to wait until other processes connect or continue: eleven days
 NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
@@ -45,8 +52,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS",
-                       help="seconds to wait until all are connected (default 300)")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="seconds to wait until all are connected (default 300)",
+    )
 
 
 def find(args: argparse.Namespace) -> Address | None:
@@ -66,8 +78,10 @@ def find(args: argparse.Namespace) -> Address | None:
         return _launched(args.timeout)
     host, port = _host_port(args.coordinator)
     if args.processes < 1 or not 0 <= args.process < args.processes:
-        raise UserError(f"--process={args.process} --processes={args.processes}: processes are numbered from 0 "
-                        "to one less than their number")
+        raise UserError(
+            f"--process={args.process} --processes={args.processes}: processes are numbered from 0 "
+            "to one less than their number"
+        )
     return Address(host, port, args.process, args.processes, False) if args.processes > 1 else None
 
 
@@ -85,10 +99,12 @@ def _launched(timeout: float) -> Address | None:
 
     try:
         address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, int(timeout))
+            None, None, None, None, None, int(timeout)
+        )
     except Exception as error:  # whatever a launcher's environment lacks
-        raise UserError(f"the launcher's environment cannot be read ({error}): give --coordinator, --process and "
-                        "--processes") from error
+        raise UserError(
+            f"the launcher's environment cannot be read ({error}): give --coordinator, --process and --processes"
+        ) from error
     if address is None or count is None or index is None or count == 1:
         return None
     return Address(*_host_port(address), index, count, True)
@@ -173,8 +189,9 @@ def start(address: Address | None, args: argparse.Namespace, stall_timeout: floa
     if address is None:
         return ALONE
     began = time.monotonic()
-    peers = meet(address.host, address.port, address.index, address.count, args.timeout,
-                 Token(args.workdir, address.port))
+    peers = meet(
+        address.host, address.port, address.index, address.count, args.timeout, Token(args.workdir, address.port)
+    )
     link = Link(address.index, address.count, peers, stall_timeout=stall_timeout)
     processes = Processes(address.index, address.count, link)
     with processes.together():
@@ -193,10 +210,14 @@ def _start_jax(address: Address, timeout: float) -> None:
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
     here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
     jax.distributed.initialize(
-        str(address), address.count, address.index, initialization_timeout=int(timeout),
+        str(address),
+        address.count,
+        address.index,
+        initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=LONGEST_S,
         coordinator_bind_address=str(address._replace(host=here)) if here else None,
-        cluster_detection_method=None if address.launched else "deactivate")
+        cluster_detection_method=None if address.launched else "deactivate",
+    )
 
 
 def _await_port(address: Address, timeout: float) -> None:

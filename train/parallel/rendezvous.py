@@ -122,8 +122,10 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
             strangers = _Door(listener, count, token, peers).watch(time.monotonic() + timeout)
         if missing := sorted(set(range(1, count)) - set(peers)):
             turned = f" ({strangers} connections of others were turned away)" if strangers else ""
-            raise Lost(f"{_name(missing)} of {count} did not connect within {timeout:g} s{turned}: look at their "
-                       "output, or give a longer --timeout")
+            raise Lost(
+                f"{_name(missing)} of {count} did not connect within {timeout:g} s{turned}: look at their "
+                "output, or give a longer --timeout"
+            )
     except UserError as error:
         for peer in peers.values():
             peer.send("end", error.exit_code, str(error))
@@ -213,8 +215,9 @@ class _Door:
                 known.close()
             raise UserError(text)
         if theirs != count:
-            raise UserError(f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the "
-                            "same")
+            raise UserError(
+                f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the same"
+            )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -227,8 +230,9 @@ def _listen(host: str, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         return socket.create_server(("", port), backlog=1024)
     except OSError as error:
-        raise UserError(f"process 0 cannot listen on port {port} ({error.strerror}): "
-                        "choose another port for --coordinator") from error
+        raise UserError(
+            f"process 0 cannot listen on port {port} ({error.strerror}): choose another port for --coordinator"
+        ) from error
 
 
 def _join(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> Peer:
@@ -253,8 +257,10 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
         peer.close()  # it closed the connection without an answer, and may start again
         time.sleep(RETRY_S)
     shown = f" ({reason})" if reason else ""
-    raise Lost(f"process 0 did not answer at {host}:{port} within {timeout:g} s{shown}: check that it runs and that "
-               "the address is right")
+    raise Lost(
+        f"process 0 did not answer at {host}:{port} within {timeout:g} s{shown}: check that it runs and that "
+        "the address is right"
+    )
 
 
 def _answer(peer: Peer, seconds: float) -> list[Any] | None:

@@ -24,8 +24,9 @@ class Stalls:
       tell: prints a line. clock: seconds, monotonic.
     """
 
-    def __init__(self, index: int, timeout: float, tell: Callable[[str], None],
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, index: int, timeout: float, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ):
         self.doing = ""
         self._index, self._timeout, self._tell, self._clock = index, timeout, tell, clock
         self._moved = self._looked = clock()
@@ -66,8 +67,10 @@ class Stalls:
     def _who(self, now: float) -> str:
         """The processes that hold the others up, in words; "" for one whose part it is not to say that."""
         if silent := self.silent():
-            named = [f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
-                     for index, where in silent.items()]
+            named = [
+                f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
+                for index, where in silent.items()
+            ]
             return _first(named)
         if self._index:
             return ""  # process 0 hears all, and tells it
@@ -75,8 +78,11 @@ class Stalls:
         usual, count = Counter(where.partition(" on ")[0] for where in places.values()).most_common(1)[0]
         if count == len(places):
             return f"all {count} processes are alive, {usual}"
-        others = [f"process {index} is {where}" for index, where in sorted(places.items())
-                  if where.partition(" on ")[0] != usual]
+        others = [
+            f"process {index} is {where}"
+            for index, where in sorted(places.items())
+            if where.partition(" on ")[0] != usual
+        ]
         return f"{_first(others)}; {count} of {len(places)} are {usual}"
 
 

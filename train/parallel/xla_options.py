@@ -24,13 +24,19 @@ _BUFFERED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDI
 # key of the group -> value -> options. Levels by number (jax.config's O0 to O3): jax 0.10 takes no names here.
 TABLE: Mapping[str, Mapping[str, Options]] = {
     "optimization_level": {f"O{level}": {"optimization_level": 10 * level + 9} for level in range(4)},
-    "latency_hiding": {"on": {"xla_gpu_enable_latency_hiding_scheduler": True},
-                       "off": {"xla_gpu_enable_latency_hiding_scheduler": False}},
-    "command_buffers": {"off": {"xla_gpu_enable_command_buffer": ""},
-                        "kernels": {"xla_gpu_enable_command_buffer": "FUSION"},
-                        "loops": {"xla_gpu_enable_command_buffer": f"{_BUFFERED},WHILE"}},
-    "gemm": {"cublas": {"xla_gpu_enable_triton_gemm": False},
-             "triton": {"xla_gpu_cublas_fallback": False, "xla_gpu_triton_gemm_any": True}},
+    "latency_hiding": {
+        "on": {"xla_gpu_enable_latency_hiding_scheduler": True},
+        "off": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    },
+    "command_buffers": {
+        "off": {"xla_gpu_enable_command_buffer": ""},
+        "kernels": {"xla_gpu_enable_command_buffer": "FUSION"},
+        "loops": {"xla_gpu_enable_command_buffer": f"{_BUFFERED},WHILE"},
+    },
+    "gemm": {
+        "cublas": {"xla_gpu_enable_triton_gemm": False},
+        "triton": {"xla_gpu_cublas_fallback": False, "xla_gpu_triton_gemm_any": True},
+    },
     "autotune_level": {str(level): {"xla_gpu_autotune_level": level} for level in range(5)},
 }
 # Collectives of one turn of the loop over layers may start in the turn before. The first jaxlib that knows an option
@@ -63,8 +69,9 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
         if value not in rows:
             raise ValueError(f"xla.{key}={value!r}: {remedy_for(value, rows)}, or leave it empty for XLA's default")
         if platform not in GPUS:
-            raise ValueError(f"xla.{key}={value} is for XLA's GPU compiler, and the platform is {platform}: leave it "
-                             "empty")
+            raise ValueError(
+                f"xla.{key}={value} is for XLA's GPU compiler, and the platform is {platform}: leave it empty"
+            )
         options |= rows[value]
     return options
 

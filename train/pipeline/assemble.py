@@ -19,20 +19,33 @@ from bytescope.train.step.state import TrainState
 from bytescope.train.step.weights import Weights
 
 
-def make_pipeline(choices: Choices, graph: nnx.GraphDef,
-                  weights: Weights) -> tuple[PipelineGradients, Callable[..., Any]]:
+def make_pipeline(
+    choices: Choices, graph: nnx.GraphDef, weights: Weights
+) -> tuple[PipelineGradients, Callable[..., Any]]:
     """(gradients of an update's micro-batches, loss of a held-out one)."""
     config, precision = choices.config, choices.precision
-    units = tuple(stack_units(choices.abstract(place=choices.layout.staged), choices.stages.stacks, weights,
-                              choices.schedule))
+    units = tuple(
+        stack_units(choices.abstract(place=choices.layout.staged), choices.stages.stacks, weights, choices.schedule)
+    )
     cross_entropy = make_cross_entropy(config, choices.layout, precision, choices.batch.micro, choices.frozen)
     routed = choices.model.routed
     coefficients = tuple(value / routed[0] if routed else 0.0 for value in (config.loss.balance, config.loss.router_z))
     drops = choices.abstract().drops
     mask = partial(token_mask, config=config, layout=choices.layout)
     pooled = bool(routed) and config.loss.balance_layers == "pooled"
-    gradients = PipelineGradients(graph, cross_entropy, choices.schedule, units, weights, precision.accumulator, drops,
-                                  coefficients, choices.model.experts, pooled, mask)
+    gradients = PipelineGradients(
+        graph,
+        cross_entropy,
+        choices.schedule,
+        units,
+        weights,
+        precision.accumulator,
+        drops,
+        coefficients,
+        choices.model.experts,
+        pooled,
+        mask,
+    )
     return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy, mask)
 
 
@@ -42,18 +55,30 @@ def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:
     if schedule is None:
         return ()
     empty = _empty_rows(choices.stages, state)
-    padding = (f"{empty:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
-               "fullest",) if empty else ()
+    padding = (
+        (
+            f"{empty:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
+            "fullest",
+        )
+        if empty
+        else ()
+    )
     found, (formula, least) = simulate(schedule), expected_bubble(schedule)
-    return (f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * found.bubble:.1f} % by its table "
-            f"({formula} is {100 * float(least):.1f} %); each stage needs "
-            f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
-            "allocate for residuals",
-            f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
-            "full, idle stages included; the timeline between the first and the last tick is that of one", *padding)
+    return (
+        f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * found.bubble:.1f} % by its table "
+        f"({formula} is {100 * float(least):.1f} %); each stage needs "
+        f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
+        "allocate for residuals",
+        f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
+        "full, idle stages included; the timeline between the first and the last tick is that of one",
+        *padding,
+    )
 
 
 def _empty_rows(stages: Stages, state: TrainState) -> int:
     """Parameters in rows of the stacks that hold no layer."""
-    return sum(math.prod(leaf.shape) * rows.order.count(-1) // len(rows.order) for rows in stages.stacks
-               for leaf in jax.tree.leaves(state.model_params[rows.stack]))
+    return sum(
+        math.prod(leaf.shape) * rows.order.count(-1) // len(rows.order)
+        for rows in stages.stacks
+        for leaf in jax.tree.leaves(state.model_params[rows.stack])
+    )

@@ -23,15 +23,22 @@ class PipelineForward:
     schedule: Schedule
     units: tuple[StackUnit, ...]
 
-    def hidden(self, params: Any, tokens_BL: jax.Array, frozen: Any = None,
-               segments_BL: jax.Array | None = None, real_BL: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        params: Any,
+        tokens_BL: jax.Array,
+        frozen: Any = None,
+        segments_BL: jax.Array | None = None,
+        real_BL: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments as for
         `Transformer.hidden_and_load`."""
         model = nnx.merge(self.graph, joined(params, frozen))
         packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
-        stacks, fixed = ({unit.rows.stack: tree.get(unit.rows.stack, {}) for unit in self.units}
-                         for tree in (params, frozen or {}))
+        stacks, fixed = (
+            {unit.rows.stack: tree.get(unit.rows.stack, {}) for unit in self.units} for tree in (params, frozen or {})
+        )
         micro = Micro(None, packed, jnp.zeros((), jnp.int32), jnp.zeros(2))
         counts = [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.units]
 
@@ -40,8 +47,9 @@ class PipelineForward:
             mine, y_BLD = jax.lax.axis_index(STAGE) == stage, x_BLD
             for unit, (count, first) in zip(self.units, counts):
                 name = unit.rows.stack
-                y_BLD = unit.run(chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name],
-                                 fixed[name], micro)
+                y_BLD = unit.run(
+                    chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name], fixed[name], micro
+                )
             return of_one(model.place, y_BLD, mine)
 
         run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
@@ -55,12 +63,14 @@ class PipelineForward:
             x_BLD, _ = jax.lax.scan(turn, x_BLD, tuple(jnp.asarray(places, jnp.int32).T))
         return model.finish(x_BLD)
 
-    def loss(self, cross_entropy: Callable[..., jax.Array],
-             mask: Callable[[Batch], jax.Array | None]) -> Callable[..., Any]:
+    def loss(
+        self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
+    ) -> Callable[..., Any]:
         """Returns a loss like `train.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
 
         `mask`: see `PipelineGradients`.
         """
+
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
             model = nnx.merge(self.graph, joined(params, frozen))
             x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), mask(batch))

@@ -52,8 +52,9 @@ class PipelineGradients:
     pooled: bool
     mask: Callable[[Batch], jax.Array | None]
 
-    def __call__(self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
-                 frozen: Any) -> tuple[Tally, Any]:
+    def __call__(
+        self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
+    ) -> tuple[Tally, Any]:
         stacks = {unit.rows.stack: weights.get(unit.rows.stack, {}) for unit in self.units}
         rest = {name: tree for name, tree in weights.items() if name not in stacks}
         fixed = {name: (frozen or {}).get(name) for name in stacks}
@@ -72,8 +73,9 @@ class PipelineGradients:
         """The model outside of the stages."""
         return nnx.merge(self.graph, joined({**rest, **stacks}, frozen))
 
-    def _micros(self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array,
-                factor: jax.Array | None) -> Micro:
+    def _micros(
+        self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
+    ) -> Micro:
         """What the blocks read of each micro-batch, leaves [A, ...]."""
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
@@ -114,17 +116,26 @@ class _Run:
         shape, dtype = self._stream
         between = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
-        stash = [[self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
-                 for unit, kept in zip(whole.units, self._residuals())]
+        stash = [
+            [self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
+            for unit, kept in zip(whole.units, self._residuals())
+        ]
         sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
         sums = whole.weights.totals(sums)
         loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
         pool = None
         if whole.pooled:
             pool = self._spread(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
-        return {"x": self._stream_of(between), "d": self._stream_of(between), "stash": stash, "loads": loads,
-                "pool": pool, "sums": sums, "loss": jnp.zeros((), jnp.float32),
-                "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype)}
+        return {
+            "x": self._stream_of(between),
+            "d": self._stream_of(between),
+            "stash": stash,
+            "loads": loads,
+            "pool": pool,
+            "sums": sums,
+            "loss": jnp.zeros((), jnp.float32),
+            "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype),
+        }
 
     @cached_property
     def _stream(self) -> tuple[tuple[int, ...], Any]:
@@ -134,6 +145,7 @@ class _Run:
 
     def _residuals(self) -> list[list[jax.ShapeDtypeStruct]]:
         """What a layer of each stack keeps."""
+
         def kept(stacks, fixed, micros, x_BLD):
             micro = jax.tree.map(lambda leaf: leaf[0], micros)
             found = []
@@ -179,8 +191,12 @@ class _Run:
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
         """Returns the output of each stage [stages, B, L, D]; replaces stash, loads and pool in the carry."""
-        entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
-                        jnp.zeros(*self._stream), self._once)
+        entering = when(
+            table.enter >= 0,
+            lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
+            jnp.zeros(*self._stream),
+            self._once,
+        )
         stage, chunk = self.whole.schedule.place_of(0)
 
         def forward(unit, counts, x, entering, stash, loads, pool, stacks, fixed, micros):
@@ -192,16 +208,34 @@ class _Run:
             for index, one in enumerate(self.whole.units):
                 count, first = (leaf[0] for leaf in counts[index])
                 x_BLD, own, loads[index], pool = one.forward(
-                    unit, jnp.where(busy, count, 0), first, x_BLD, [leaf[0] for leaf in stash[index]],
-                    stacks[one.rows.stack], fixed[one.rows.stack], loads[index], pool, micro)
+                    unit,
+                    jnp.where(busy, count, 0),
+                    first,
+                    x_BLD,
+                    [leaf[0] for leaf in stash[index]],
+                    stacks[one.rows.stack],
+                    fixed[one.rows.stack],
+                    loads[index],
+                    pool,
+                    micro,
+                )
                 stash[index] = [leaf[None] for leaf in own]
             return x_BLD[None], stash, loads, jax.tree.map(lambda leaf: leaf[None], pool)
 
         stages = P(STAGE)
         run = inside(self.layout, forward, (stages, stages, stages, P(), *[stages] * 5, P()), stages)
         y, carry["stash"], carry["loads"], carry["pool"] = run(
-            table.forward, self._counts(), carry["x"], entering, carry["stash"], carry["loads"], carry["pool"],
-            self.stacks, self.fixed, self.micros)
+            table.forward,
+            self._counts(),
+            carry["x"],
+            entering,
+            carry["stash"],
+            carry["loads"],
+            carry["pool"],
+            self.stacks,
+            self.fixed,
+            self.micros,
+        )
         return self._stream_of(y)
 
     def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -212,8 +246,14 @@ class _Run:
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
-            carry["outputs"] = when(table.keep >= 0, lambda kept: jax.lax.dynamic_update_index_in_dim(
-                kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"], self._once)
+            carry["outputs"] = when(
+                table.keep >= 0,
+                lambda kept: jax.lax.dynamic_update_index_in_dim(
+                    kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0
+                ),
+                carry["outputs"],
+                self._once,
+            )
 
         def end(carried):
             loss, sums, _ = carried
@@ -239,6 +279,7 @@ class _Run:
 
     def _of_stage(self, x: jax.Array, stage: int) -> jax.Array:
         """What `stage` holds of `x` [stages, B, L, D], on all of them."""
+
         def pick(x):
             return of_one(self.layout, x[0], jax.lax.axis_index(STAGE) == stage)
 
@@ -264,15 +305,34 @@ class _Run:
                 count, first = (leaf[0] for leaf in counts[index])
                 name = one.rows.stack
                 d_BLD, sums[name] = one.backward(
-                    unit, jnp.where(busy, count, 0), first, d_BLD, [leaf[0] for leaf in stash[index]], stacks[name],
-                    fixed[name], sums[name], busy_AE, micro)
+                    unit,
+                    jnp.where(busy, count, 0),
+                    first,
+                    d_BLD,
+                    [leaf[0] for leaf in stash[index]],
+                    stacks[name],
+                    fixed[name],
+                    sums[name],
+                    busy_AE,
+                    micro,
+                )
             return d_BLD[None], sums
 
         stages = P(STAGE)
         run = inside(self.layout, backward, (stages, stages, stages, P(), *[stages] * 4, P(), P()), stages)
         sums = {name: carry["sums"][name] for name in self.stacks}
-        d, sums = run(table.backward, self._counts(), carry["d"], d_end, carry["stash"], sums, self.stacks,
-                      self.fixed, busy_AE, self.micros)
+        d, sums = run(
+            table.backward,
+            self._counts(),
+            carry["d"],
+            d_end,
+            carry["stash"],
+            sums,
+            self.stacks,
+            self.fixed,
+            busy_AE,
+            self.micros,
+        )
         carry["sums"] = {**carry["sums"], **sums}
         return self._stream_of(d)
 
@@ -309,8 +369,10 @@ class _Run:
         def move(y, d, forward, backward):
             if bends:
                 return bent(y, forward[0, 1], 0), bent(d, backward[0, 1], 1)
-            return (jax.lax.ppermute(y, STAGE, [*ahead, (stages - 1, 0)]),
-                    jax.lax.ppermute(d, STAGE, [*back, (0, stages - 1)]))
+            return (
+                jax.lax.ppermute(y, STAGE, [*ahead, (stages - 1, 0)]),
+                jax.lax.ppermute(d, STAGE, [*back, (0, stages - 1)]),
+            )
 
         specs = (P(STAGE),) * 4
         moved = inside(self.layout, move, specs, P(STAGE))(y, d, table.forward, table.backward)

@@ -21,11 +21,13 @@ BY_DEFAULT = (None, "device", "unpinned_host")  # memory that programs write; wh
 
 def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
     """Shapes and shardings of the tree `abstract`, which is in `order`, as they are in the order `wanted`."""
+
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
         if isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]:  # whole on every stage
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]),
-                                     memory_kind=sharding.memory_kind)
+            sharding = NamedSharding(
+                sharding.mesh, PartitionSpec(None, *sharding.spec[1:]), memory_kind=sharding.memory_kind
+            )
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return _of_stacks(abstract, order, wanted, one)
@@ -61,8 +63,9 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
     return jnp.take(fetch(leaf), jnp.asarray(places), axis=0, mode="fill", fill_value=0)
 
 
-def _of_stacks(tree: Any, order: Order, wanted: Order, function: Callable[..., Any],
-               kept: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+def _of_stacks(
+    tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
     """`function(order, wanted order, leaf)` of the leaves of stacks whose two orders differ, `kept` of the others."""
     moved = {}
     for stack in {*order, *wanted}:

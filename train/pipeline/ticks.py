@@ -33,10 +33,15 @@ class Ticks:
         def first(table: np.ndarray) -> np.ndarray:
             return np.where(table[:, stage, 1] == chunk, table[:, stage, 0], -1)
 
-        arrays = (schedule.forward, schedule.backward, first(schedule.forward), schedule.ends, first(schedule.backward),
-                  schedule.output_write)
+        arrays = (
+            schedule.forward,
+            schedule.backward,
+            first(schedule.forward),
+            schedule.ends,
+            first(schedule.backward),
+            schedule.output_write,
+        )
         return cls(*(jnp.asarray(array, jnp.int32) for array in arrays))
 
 
 jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
-

@@ -72,6 +72,7 @@ class StackUnit:
         losses: the balance and z losses [2]; with a pooled balance loss, which needs all layers, the mean scores of the
         experts and the z loss [E + 1].
         """
+
         def run(x_BLD, own):
             y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
             if load is None:
@@ -84,17 +85,28 @@ class StackUnit:
 
         return jax.vjp(run, x_BLD, own, has_aux=True)
 
-    def layer(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array,
-              micro: Micro) -> tuple[jax.Array, Load | None, Leaves]:
+    def layer(
+        self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
+    ) -> tuple[jax.Array, Load | None, Leaves]:
         """(output of one layer, what its router did, residuals to keep)."""
         (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
         kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
         return y_BLD, load, [_plain(leaf) for leaf in kept]
 
-    def forward(self, unit: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, stash: Leaves,
-                own: Any, fixed: Any, load: Load | None, pool: jax.Array | None,
-                micro: Micro) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
+    def forward(
+        self,
+        unit: jax.Array,
+        count: jax.Array,
+        first: jax.Array,
+        x_BLD: jax.Array,
+        stash: Leaves,
+        own: Any,
+        fixed: Any,
+        load: Load | None,
+        pool: jax.Array | None,
+        micro: Micro,
+    ) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
         """Returns (the chunk's output, then stash, load and `pool` with the values of its layers added).
 
         `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
@@ -118,17 +130,30 @@ class StackUnit:
         with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
             return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load, pool))
 
-    def run(self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any,
-            micro: Micro) -> jax.Array:
+    def run(
+        self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
+    ) -> jax.Array:
         """The output of the first `count` layers of a chunk; nothing is kept. Arguments as of `forward`."""
+
         def turn(index, x_BLD):
             weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
             return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
 
         return jax.lax.fori_loop(0, count, turn, x_BLD)
 
-    def backward(self, unit: jax.Array, count: jax.Array, first: jax.Array, d_BLD: jax.Array, stash: Leaves, own: Any,
-                 fixed: Any, sums: Any, busy_AE: jax.Array | None, micro: Micro) -> tuple[jax.Array, Any]:
+    def backward(
+        self,
+        unit: jax.Array,
+        count: jax.Array,
+        first: jax.Array,
+        d_BLD: jax.Array,
+        stash: Leaves,
+        own: Any,
+        fixed: Any,
+        sums: Any,
+        busy_AE: jax.Array | None,
+        micro: Micro,
+    ) -> tuple[jax.Array, Any]:
         """Returns (gradient of the chunk's input, sums with the gradients of its layers added). Arguments as for
         `forward`.
 
@@ -173,7 +198,7 @@ def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Arra
 
 
 def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
-    shape = leaf.shape[len(at):]
+    shape = leaf.shape[len(at) :]
     return jax.lax.dynamic_slice(leaf, (*at, *[0] * len(shape)), (1,) * len(at) + shape).reshape(shape)
 
 
@@ -191,8 +216,9 @@ def turns_of(most: int, total: int, times: int) -> str:
     return f"turns_{most}_mean_{total}_{times}"
 
 
-def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weights,
-                schedule: Schedule) -> list[StackUnit]:
+def stack_units(
+    model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
+) -> list[StackUnit]:
     """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
     blocks = {run.stack: block for run, block in model.layers()}
     units, runs = [], schedule.ticks * schedule.stages
@@ -206,8 +232,9 @@ def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weight
 
 def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
     """`function` on the shards of each stage; the other axes of the mesh stay the compiler's."""
-    return jax.shard_map(function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE},
-                         check_vma=False)
+    return jax.shard_map(
+        function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
+    )
 
 
 def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:

@@ -65,9 +65,15 @@ class Adapter:
         for segment in plan.segments(program.model.n_layers):
             moved = segment.policy.moved
             policy = segment.name if segment.name in POLICIES else "custom"
-            segments.append({"layers": segment.stop - segment.start, "policy": policy, "groups": segment.groups,
-                             "save": [name for name in segment.policy.names if name not in moved],
-                             "offload": list(moved)})
+            segments.append(
+                {
+                    "layers": segment.stop - segment.start,
+                    "policy": policy,
+                    "groups": segment.groups,
+                    "save": [name for name in segment.policy.names if name not in moved],
+                    "offload": list(moved),
+                }
+            )
         mesh = {MESH + axis: size for axis, size in program.mesh.shape.items()}
         return {MODEL_ATTENTION: program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
 
@@ -80,9 +86,14 @@ class Adapter:
 
         program = self.program(name, (*overrides, (MODEL_SCAN, "true")), target)
         micro_steps = program.batch.accumulation if program.scanned else 1
-        return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
-                "ranges": most_ranges(program), "policies": fixed_policies(), "moving": fixed_policies(moving=True),
-                "tokens_per_update": tokens_of(program)}
+        return {
+            "block": dataclasses.asdict(describe_block(program)),
+            "micro_steps": micro_steps,
+            "ranges": most_ranges(program),
+            "policies": fixed_policies(),
+            "moving": fixed_policies(moving=True),
+            "tokens_per_update": tokens_of(program),
+        }
 
     def choices(self, program: Program) -> str:
         """See `Trainer.choices`."""
@@ -107,8 +118,7 @@ class Adapter:
 
         return tuple(NAMES)
 
-    def names(self, name: str, overrides: Overrides,
-              target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
+    def names(self, name: str, overrides: Overrides, target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
         """See `Trainer.names`."""
         from bytescope.model.names import NAMES
         from bytescope.train.parallel.axes import activation_axes
@@ -146,8 +156,10 @@ class Adapter:
         """See `Trainer.policies`."""
         from bytescope.model.remat.policies import AUTO, POLICIES
 
-        special = {"custom": "the names of remat.save kept, those of remat.offload in pinned host memory",
-                   AUTO: "the least recomputation that fits remat.budget, chosen by name and range of layers"}
+        special = {
+            "custom": "the names of remat.save kept, those of remat.offload in pinned host memory",
+            AUTO: "the least recomputation that fits remat.budget, chosen by name and range of layers",
+        }
         return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
 
     def sources(self) -> list[Path]:

@@ -35,6 +35,7 @@ def trace_gradient(program: Program) -> Any:
 
 def describe_block(program: Program) -> Block:
     """The graph of one block of a program whose layers are scanned."""
+
     def shards(name: str) -> int:
         dims = program.layout.split(activation_axes(NAMES[name][0]))
         return math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)

@@ -14,8 +14,9 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
 from bytescope.train.errors import DoesNotFit, UserError
 
 
-def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str,
-           rates: Path | None = None) -> list[tuple[str, str]]:
+def fitted(
+    config: str, overrides: Sequence[tuple[str, str]], budget: str, rates: Path | None = None
+) -> list[tuple[str, str]]:
     """The overrides with those that the fit adds, (dotted key, text). The walk is printed as it happens.
 
     budget: bytes of a device, such as "72GiB"; "" for all that it has available.
@@ -27,8 +28,15 @@ def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str,
     """
     with tempfile.TemporaryDirectory(prefix="bytescope-fit-") as folder:
         out = Path(folder) / "fit.json"
-        command = [sys.executable, "-m", "bytescope.memory", "fit", f"--config={config}", f"--json={out}",
-                   *(f"--config.{key}={text}" for key, text in overrides)]
+        command = [
+            sys.executable,
+            "-m",
+            "bytescope.memory",
+            "fit",
+            f"--config={config}",
+            f"--json={out}",
+            *(f"--config.{key}={text}" for key, text in overrides),
+        ]
         if budget:
             command.append(f"--budget={budget}")
         if rates is not None:

@@ -110,13 +110,25 @@ class Compiler:
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
-        return problem_of(describe_block(scanned), self._by_phase(self.report), micro_steps, self.rates, self.target,
-                          cost=config.remat.cost, offload=moving, policies=policies, ranges=most_ranges(self.full))
+        return problem_of(
+            describe_block(scanned),
+            self._by_phase(self.report),
+            micro_steps,
+            self.rates,
+            self.target,
+            cost=config.remat.cost,
+            offload=moving,
+            policies=policies,
+            ranges=most_ranges(self.full),
+        )
 
 
-def settled_program(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
-                    tell: Callable[[str], None] = lambda line: None,
-                    agree: Callable[[Any], Any] = lambda value: value) -> Program:
+def settled_program(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+    agree: Callable[[Any], Any] = lambda value: value,
+) -> Program:
     """The program of any config, also one with `remat.policy=auto`: settle, check, assemble.
 
     Its arguments are those of `settle`, and it raises what `settle` and `train.program.build` raise.
@@ -126,8 +138,12 @@ def settled_program(config: ConfigDict, devices: Sequence[jax.Device] | None = N
     return dataclasses.replace(build(config, devices), decided=decided)
 
 
-def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None] = lambda line: None,
-           agree: Callable[[Any], Any] = lambda value: value) -> tuple[ConfigDict, str]:
+def settle(
+    config: ConfigDict,
+    devices: Sequence[jax.Device],
+    tell: Callable[[str], None] = lambda line: None,
+    agree: Callable[[Any], Any] = lambda value: value,
+) -> tuple[ConfigDict, str]:
     """The config with `remat.policy=auto` replaced by a plan, and the plan in a line; without it the config and "".
 
     Processes that train together need the same program: each of them searches, with the budget of process 0, and takes
@@ -144,23 +160,30 @@ def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[st
     check_values(config)
     first = agree(config.remat.policy)
     if first != config.remat.policy:
-        raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
-                         "processes the same config")
+        raise ValueError(
+            f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
+            "processes the same config"
+        )
     if config.remat.policy != AUTO:
         return config, ""
     return _decide(config, devices, tell, agree)
 
 
-def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None],
-            agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
+def _decide(
+    config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None], agree: Callable[[Any], Any]
+) -> tuple[ConfigDict, str]:
     """The config with a plan in the place of `auto`, and the plan in a line; raises as `settle` does."""
     if config.remat.granularity != "block":
-        raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
-                         "whole block keeps; set remat.granularity=block")
+        raise ValueError(
+            f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
+            "whole block keeps; set remat.granularity=block"
+        )
     for key in ("layers", "save", "offload"):
         if config.remat[key]:
-            raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses it: "
-                             "give one of the two")
+            raise ValueError(
+                f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses it: "
+                "give one of the two"
+            )
     compiler = Compiler(config, devices)
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
     budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
@@ -173,15 +196,22 @@ def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[s
     outcome = Search(compiler.problem(), compiler, show).run(budget)
     best, found = outcome.best, None
     if best is not None:
-        found = best.plan.keys(), (f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
-                                   f"{len(outcome.tried)} programs compiled")
+        found = (
+            best.plan.keys(),
+            (
+                f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
+                f"{len(outcome.tried)} programs compiled"
+            ),
+        )
     found = agree(found)
     if found is None:
         least = outcome.tightest.compiled.allocated_bytes
         full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
-        raise DoesNotFit(f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
-                         f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
-                         "batch.micro with more accumulation, or try bytescope fit",
-                         advice.lines(full, advice.open_levers(full), []))
+        raise DoesNotFit(
+            f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
+            f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
+            "batch.micro with more accumulation, or try bytescope fit",
+            advice.lines(full, advice.open_levers(full), []),
+        )
     keys, line = found
     return with_keys(config, keys), line

@@ -24,8 +24,13 @@ from bytescope.train.run.failures import too_big
 COMPILE_BYTES = 2**30
 
 
-def refuse(report: Report, program: Program, command: Command, tell: Callable[[str], None] = lambda line: None,
-           each_s: float = 0.0) -> NoReturn:
+def refuse(
+    report: Report,
+    program: Program,
+    command: Command,
+    tell: Callable[[str], None] = lambda line: None,
+    each_s: float = 0.0,
+) -> NoReturn:
     """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
 
     The advice includes the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), if the
@@ -40,8 +45,12 @@ def refuse(report: Report, program: Program, command: Command, tell: Callable[[s
 
     def bytes_of(keys: advice.Keys) -> int:
         variant = build(with_keys(program.config, dict(keys)), devices)
-        return report_of(variant.compile_for_report(), target=targets.parse("local"), config=flatten(variant.config),
-                         loop=loop_overhead(variant)).predicted_bytes
+        return report_of(
+            variant.compile_for_report(),
+            target=targets.parse("local"),
+            config=flatten(variant.config),
+            loop=loop_overhead(variant),
+        ).predicted_bytes
 
     if len({device.process_index for device in devices}) == 1 and free_host_bytes() >= COMPILE_BYTES:
         found = advice.tried(report, levers, bytes_of, tell, each_s)

@@ -49,9 +49,14 @@ def _own(lowered: jax.stages.Lowered) -> int:
 
 def _init(program: Program) -> Iterator[int]:
     """Bytes of each turn of `Program.init`: what earlier turns left on the device, and its own."""
+
     def make(seed):
-        return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
-                          program.parts.scaling, program.frozen)
+        return init_state(
+            program.transformer(nnx.Rngs(params=jax.random.key(seed))),
+            program.parts.optimizer,
+            program.parts.scaling,
+            program.frozen,
+        )
 
     # With a sharding, which names the devices: results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())

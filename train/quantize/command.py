@@ -30,42 +30,84 @@ BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors")
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = Parser(prog="bytescope quantize", allow_abbrev=False, epilog=EPILOG,
-                    usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
-                    "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
-                    formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).")
-    parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
-                        "wrote it, or a folder as Hugging Face has it")
-    parser.add_argument("out", type=user_path, metavar="OUT|TARGET", nargs="?", help="OUT: a new or empty folder "
-                        "to write. TARGET, without --calibrate: the device whose memory use to show, which need not be "
-                        "present; writes nothing, and works for a config too")
+    parser = Parser(
+        prog="bytescope quantize",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
+        "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).",
+    )
+    parser.add_argument(
+        "source",
+        type=user_path,
+        metavar="RUN_OR_FOLDER",
+        help="the directory of a run, as train wrote it, or a folder as Hugging Face has it",
+    )
+    parser.add_argument(
+        "out",
+        type=user_path,
+        metavar="OUT|TARGET",
+        nargs="?",
+        help="OUT: a new or empty folder "
+        "to write. TARGET, without --calibrate: the device whose memory use to show, which need not be "
+        "present; writes nothing, and works for a config too",
+    )
     parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
     keep_old_flag(parser, "--plan", "--target")
-    parser.add_argument("--calibrate", type=user_path, metavar="TEXT", help="text whose activations decide the "
-                        "scales: rows of a .jsonl file, or any other file as one text")
-    parser.add_argument("--held-out", type=user_path, metavar="TEXT", help="text to measure perplexity on (default: "
-                        "the end of --calibrate)")
+    parser.add_argument(
+        "--calibrate",
+        type=user_path,
+        metavar="TEXT",
+        help="text whose activations decide the scales: rows of a .jsonl file, or any other file as one text",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=user_path,
+        metavar="TEXT",
+        help="text to measure perplexity on (default: the end of --calibrate)",
+    )
     parser.add_argument("--bits", type=int, default=BITS, metavar="N", help="of a weight: 4")
-    parser.add_argument("--group", type=int, default=128, choices=GROUPS, metavar="N", help="inputs that share a "
-                        "scale: 32, 64 or 128 (default)")
-    parser.add_argument("--format", choices=FORMATS, default="awq", metavar="NAME", help="awq or compressed-tensors "
-                        "(default awq)")
-    parser.add_argument("--method", choices=METHODS, default="awq", metavar="NAME", help="awq, or rounding for "
-                        "comparison (default awq)")
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="maximum number of sequences to calibrate "
-                        "on (default 64)")
-    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence to calibrate on, or "
-                        "the model's maximum if that is less (default 512)")
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=128,
+        choices=GROUPS,
+        metavar="N",
+        help="inputs that share a scale: 32, 64 or 128 (default)",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="awq", metavar="NAME", help="awq or compressed-tensors (default awq)"
+    )
+    parser.add_argument(
+        "--method", choices=METHODS, default="awq", metavar="NAME", help="awq, or rounding for comparison (default awq)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, metavar="N", help="maximum number of sequences to calibrate on (default 64)"
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of a sequence to calibrate on, or the model's maximum if that is less (default 512)",
+    )
     add_dtype(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
-    parser.add_argument("--limit", metavar="SIZE", help="bytes of the device to use, such as 20GiB (default: all that "
-                        "is available; of a CPU's memory half)")
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="bytes of the device to use, such as 20GiB (default: all that is available; of a CPU's memory half)",
+    )
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page with the error by layer")
     parser.add_argument("--json", type=user_path, metavar="FILE", help="write the same as JSON")
-    parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already, and start "
-                        "over what was cut off")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace OUT where it holds a model already, and start over what was cut off",
+    )
     return parser
 
 
@@ -78,8 +120,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         for flag in ("out", "calibrate", "held_out", "html", "json"):
             if (value := getattr(args, flag)) is not None:
                 shown = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
-                raise UserError(f"{shown}={value} with the target {args.target}, for which nothing is written: leave "
-                                "one of them out")
+                raise UserError(
+                    f"{shown}={value} with the target {args.target}, for which nothing is written: leave "
+                    "one of them out"
+                )
     elif args.out is None:
         raise UserError("give OUT, a new or empty folder to write, or a target to show only the memory")
     if args.bits != BITS:
@@ -109,8 +153,10 @@ def _target(text: str) -> str:
 
     if text.partition(":")[0].lower() not in names():
         near = did_you_mean(text, names())
-        raise UserError(f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
-                        "--calibrate=TEXT, a file of text like what the model will read")
+        raise UserError(
+            f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
+            "--calibrate=TEXT, a file of text like what the model will read"
+        )
     return text
 
 

@@ -43,12 +43,19 @@ def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
     gated = MLPS[config.mlp][0]
     rising = ("mlp.w_gate", "mlp.w_up") if gated else ("mlp.w_up",)
     # Queries and keys are not clipped: a softmax follows their product (llm-awq's auto_clip leaves them out, too).
-    return (Fold("q, k, v", "attn_norm", ("attention.w_q", "attention.w_k", "attention.w_v"), "norm_attention",
-                 ("attention.w_v",)),
-            Fold("attention out", "context", ("attention.w_o",), "values", ("attention.w_o",)),
-            Fold("gate, up" if gated else "up", "mlp_norm", rising, "norm_mlp", rising),
-            # Without a gate the activation is between up and down, and scales do not pass through it.
-            Fold("down", "act", ("mlp.w_down",), "up" if gated else "", ("mlp.w_down",)))
+    return (
+        Fold(
+            "q, k, v",
+            "attn_norm",
+            ("attention.w_q", "attention.w_k", "attention.w_v"),
+            "norm_attention",
+            ("attention.w_v",),
+        ),
+        Fold("attention out", "context", ("attention.w_o",), "values", ("attention.w_o",)),
+        Fold("gate, up" if gated else "up", "mlp_norm", rising, "norm_mlp", rising),
+        # Without a gate the activation is between up and down, and scales do not pass through it.
+        Fold("down", "act", ("mlp.w_down",), "up" if gated else "", ("mlp.w_down",)),
+    )
 
 
 def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
@@ -61,8 +68,9 @@ def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
     return jnp.broadcast_to(each_GRK.mean(1, keepdims=True), each_GRK.shape).reshape(-1)
 
 
-def fold_in(fold: Fold, config: ModelConfig, params: Params, scale_I: np.ndarray
-            ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def fold_in(
+    fold: Fold, config: ModelConfig, params: Params, scale_I: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(the parameters of a block, float32 on the host, with scales [inputs] in the weights and their inverse before;
     the scales that were taken).
 

@@ -54,9 +54,16 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
     length = calibration.shape[1]
     sizes = Sizes(rows_of(len(calibration), len(held_out)), length, args.group)
     programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
-    settings = {"weights": origin.fingerprint, "group": args.group, "format": args.format, "method": args.method,
-                "dtype": args.dtype or "default", "length": length, "windows": len(calibration),
-                "text": _digest(calibration, held_out)}
+    settings = {
+        "weights": origin.fingerprint,
+        "group": args.group,
+        "format": args.format,
+        "method": args.method,
+        "dtype": args.dtype or "default",
+        "length": length,
+        "windows": len(calibration),
+        "text": _digest(calibration, held_out),
+    }
     peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     limit = limit_here(args, device)
     tokens = calibration.size, held_out.size
@@ -86,8 +93,10 @@ def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     packed = sum(inputs * outputs for inputs, outputs in packed_paths(model).values())
     bits = 4 + 20 / args.group  # a scale of 16 bits and a zero point of 4 for each group
     folder = int(2 * (weights - packed) + packed * bits / 8)
-    return (f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
-            memory_of(model, programs, tokens, peaks, limit, folder))
+    return (
+        f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
+        memory_of(model, programs, tokens, peaks, limit, folder),
+    )
 
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
@@ -101,8 +110,15 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     return ModelConfig.from_dict(config.model)
 
 
-def memory_of(model: ModelConfig, programs: Programs, tokens: tuple[int, int], peaks: dict[str, int], limit: int,
-              folder: int, held: int = 0) -> Memory:
+def memory_of(
+    model: ModelConfig,
+    programs: Programs,
+    tokens: tuple[int, int],
+    peaks: dict[str, int],
+    limit: int,
+    folder: int,
+    held: int = 0,
+) -> Memory:
     """The bytes of a quantization. held: of the checkpoint on the host, whose stacks of layers are decoded whole."""
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
@@ -116,21 +132,35 @@ def refuse(found: Memory) -> None:
     """Raises DoesNotFit where the device has less than is needed."""
     name, peak = found.peak
     if not found.fits:
-        raise DoesNotFit(f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, "
-                         "or a device with more memory")
+        raise DoesNotFit(
+            f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, "
+            "or a device with more memory"
+        )
 
 
 def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Result:
     """What a finished run found."""
     origin: Origin = opened.work.origin
     calibration, held_out = opened.tokens
-    facts = (f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
-             f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
-             f"{opened.work.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
-             f"of {(args.held_out or args.calibrate).name}")
+    facts = (
+        f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
+        f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
+        f"{opened.work.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
+        f"of {(args.held_out or args.calibrate).name}",
+    )
     components = bytes_by_component(opened.work.output.tensors, origin)
-    return Result(origin.source.title, str(args.out), facts, opened.memory, components, outcome.before, outcome.after,
-                  opened.tokens, outcome.layers, versions())
+    return Result(
+        origin.source.title,
+        str(args.out),
+        facts,
+        opened.memory,
+        components,
+        outcome.before,
+        outcome.after,
+        opened.tokens,
+        outcome.layers,
+        versions(),
+    )
 
 
 def _digest(*arrays: np.ndarray) -> str:

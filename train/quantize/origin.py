@@ -101,9 +101,11 @@ def _check_layout(path: Path, family: Family, name: str, model: ModelConfig) -> 
     """Raises UserError for a family whose tensors are not [outputs, inputs], each of one weight."""
     for row, _ in rows_by_path(family, packed_paths(model)).values():
         pattern = Pattern.of(row.pattern)
-        if row.parts or pattern.ours[:len(pattern.theirs[1])] != pattern.theirs[1]:
-            raise UserError(f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 "
-                            "bits know, which are of one nn.Linear each; write it wide with bytescope export")
+        if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
+            raise UserError(
+                f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 "
+                "bits know, which are of one nn.Linear each; write it wide with bytescope export"
+            )
 
 
 def check_model(title: str, model: ModelConfig, group: int) -> None:
@@ -111,8 +113,10 @@ def check_model(title: str, model: ModelConfig, group: int) -> None:
     whole words."""
     if model.experts or model.attention_kind != "gqa":
         what = "experts" if model.experts else "latent attention"
-        raise UserError(f"{title} has {what}: dense models with grouped-query attention are quantized; write it wide "
-                        "with bytescope export")
+        raise UserError(
+            f"{title} has {what}: dense models with grouped-query attention are quantized; write it wide "
+            "with bytescope export"
+        )
     sizes = {path: matrix.sizes for path, matrix in matrices(model).items()}
     for path, (inputs, outputs) in sizes.items():
         if inputs % group:
@@ -120,5 +124,7 @@ def check_model(title: str, model: ModelConfig, group: int) -> None:
             remedy = f"give --group={max(fitting)}" if fitting else f"no group of {', '.join(map(str, SIZES))} fits it"
             raise UserError(f"--group={group}: the {inputs} inputs of {path} are no whole groups: {remedy}")
         if outputs % PER_WORD:
-            raise UserError(f"{path} has {outputs} outputs, no multiple of {PER_WORD}, which are in a word of the "
-                            "format: it cannot be written in 4 bits")
+            raise UserError(
+                f"{path} has {outputs} outputs, no multiple of {PER_WORD}, which are in a word of the "
+                "format: it cannot be written in 4 bits"
+            )

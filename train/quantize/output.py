@@ -30,8 +30,14 @@ from bytescope.train.weights.patterns import Pattern, sizes_of
 PROGRESS = "progress.json"
 DTYPES = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 # What parameters are for people, by the beginning of their path within a block or without one.
-COMPONENTS = (("w_token", "tables"), ("w_position", "tables"), ("w_head", "head"), ("attention.w_", "attention"),
-              ("mlp.w_", "MLP"), ("", "norms and biases"))
+COMPONENTS = (
+    ("w_token", "tables"),
+    ("w_position", "tables"),
+    ("w_head", "head"),
+    ("attention.w_", "attention"),
+    ("mlp.w_", "MLP"),
+    ("", "norms and biases"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +68,10 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
         if path in packed:
             shapes = LAYOUTS[layout].shapes(*packed[path], group)
-            found += [Stored(f"{name.removesuffix('.weight')}.{part}", dtype, shape, path, part)
-                      for part, (dtype, shape) in shapes.items()]
+            found += [
+                Stored(f"{name.removesuffix('.weight')}.{part}", dtype, shape, path, part)
+                for part, (dtype, shape) in shapes.items()
+            ]
         else:
             found.append(Stored(name, "F16", Pattern.of(row.pattern).their_shape(sizes), path))
     return sorted(found, key=lambda one: one.layer)
@@ -75,8 +83,9 @@ def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, t
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
         size = 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes_of(origin.model)))
         wide[_component(path)] = wide.get(_component(path), 0) + size
-    return {name: (size, sum(one.nbytes for one in tensors if _component(one.path) == name))
-            for name, size in wide.items()}
+    return {
+        name: (size, sum(one.nbytes for one in tensors if _component(one.path) == name)) for name, size in wide.items()
+    }
 
 
 def _component(path: str) -> str:
@@ -97,8 +106,16 @@ class Output:
       UserError: there is unfinished work of other settings. OSError: the disk.
     """
 
-    def __init__(self, out: Path, origin: Origin, layout: str, group: int, settings: Mapping[str, Any],
-                 shard_bytes: int, force: bool):
+    def __init__(
+        self,
+        out: Path,
+        origin: Origin,
+        layout: str,
+        group: int,
+        settings: Mapping[str, Any],
+        shard_bytes: int,
+        force: bool,
+    ):
         self.tensors = plan(origin, layout, group)
         self._origin, self._layout, self._group, self._settings = origin, LAYOUTS[layout], group, dict(settings)
         self._out, self.folder = out, out.with_name(f".{out.name}.partial")
@@ -120,11 +137,14 @@ class Output:
         except (OSError, ValueError, KeyError, TypeError):
             return []
         if settings != self._settings:
-            differing = sorted(key for key in {*settings, *self._settings}
-                               if settings.get(key) != self._settings.get(key))
+            differing = sorted(
+                key for key in {*settings, *self._settings} if settings.get(key) != self._settings.get(key)
+            )
             shown = ", ".join(f"{key}={settings.get(key)}" for key in differing)
-            raise UserError(f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on "
-                            "with that, or give --force to start over")
+            raise UserError(
+                f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on "
+                "with that, or give --force to start over"
+            )
         return layers
 
     def write(self, layer: int, params: Params, codes: Mapping[str, Codes]) -> None:
@@ -186,8 +206,10 @@ class Output:
         with np.errstate(over="ignore"):
             found = pattern.back(kept.astype(np.float16))
         if not np.isfinite(found).all():
-            raise UserError(f"{one.name} has values beyond 65,504, the largest of float16, which these folders are in: "
-                            "it cannot be written in 4 bits")
+            raise UserError(
+                f"{one.name} has values beyond 65,504, the largest of float16, which these folders are in: "
+                "it cannot be written in 4 bits"
+            )
         return found
 
 

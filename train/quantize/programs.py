@@ -45,8 +45,9 @@ class Programs:
 
     def __init__(self, config: ModelConfig, precision: Precision, sizes: Sizes, device: jax.Device, clip: bool):
         # One layer on its own, and an attention kernel whose input to the output product can be seen.
-        self.config = dataclasses.replace(config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0,
-                                          n_layers=1)
+        self.config = dataclasses.replace(
+            config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1
+        )
         self.sizes, self.precision = sizes, precision
         self.folds, self.matrices, self._clip = folds_of(config), matrices(config), clip
         self._place, self._made = SingleDeviceSharding(device), {}
@@ -54,8 +55,9 @@ class Programs:
         block, model.blocks = model.blocks[0], nnx.List([])
         self._block, block_state = nnx.split(block)
         self._shell, shell_state = nnx.split(model)
-        self.block_shapes, self.shell_shapes = (jax.tree.map(self._like, nnx.to_pure_dict(state))
-                                                for state in (block_state, shell_state))
+        self.block_shapes, self.shell_shapes = (
+            jax.tree.map(self._like, nnx.to_pure_dict(state)) for state in (block_state, shell_state)
+        )
 
     # ---- shapes -----------------------------------------------------------------------------------------------
 
@@ -80,8 +82,11 @@ class Programs:
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Checkpoint name of an input -> sum of |x| [I], X'X [I, I]."""
-        return {fold.input: (self._array(size), self._array(size, size))
-                for fold in self.folds for size in [self.inputs_of(fold)]}
+        return {
+            fold.input: (self._array(size), self._array(size, size))
+            for fold in self.folds
+            for size in [self.inputs_of(fold)]
+        }
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Sums of no tokens, on the device."""
@@ -99,6 +104,7 @@ class Programs:
 
     def embed(self) -> Compilation:
         """(tables, tokens [B, L]) -> the input of the first block [B, L, D]."""
+
         def run(params, tokens_BL):
             return nnx.merge(self._shell, params).begin(tokens_BL, None, None)
 
@@ -106,11 +112,13 @@ class Programs:
 
     def block(self) -> Compilation:
         """(parameters of a block, the number of its layer, x) -> x; in place."""
-        return self._compiled(("block",), self._run_block, self.block_shapes, self._array(dtype=jnp.int32), self._x,
-                              donate_argnums=2)
+        return self._compiled(
+            ("block",), self._run_block, self.block_shapes, self._array(dtype=jnp.int32), self._x, donate_argnums=2
+        )
 
     def watch(self) -> Compilation:
         """(parameters, number, x, sums) -> (x, sums with those of these tokens' inputs); in place."""
+
         def run(params, layer, x_BLD, sums):
             with found_names() as found:
                 y_BLD = self._run_block(params, layer, x_BLD)
@@ -121,8 +129,9 @@ class Programs:
                 added[name] = size_I + jnp.abs(x_TI).sum(0, dtype=jnp.float32), gram_II + gram
             return y_BLD, added
 
-        return self._compiled(("watch",), run, self.block_shapes, self._array(dtype=jnp.int32), self._x, self._sums,
-                              donate_argnums=(2, 3))
+        return self._compiled(
+            ("watch",), run, self.block_shapes, self._array(dtype=jnp.int32), self._x, self._sums, donate_argnums=(2, 3)
+        )
 
     def _run_block(self, params: Any, layer: jax.Array, x_BLD: jax.Array) -> jax.Array:
         block = nnx.merge(self._block, params).set(layer, again=False)
@@ -130,6 +139,7 @@ class Programs:
 
     def head(self) -> Compilation:
         """(tables, x of the last block, tokens) -> the sum of -log p of all tokens but the first of each row."""
+
         def run(params, x_BLD, tokens_BL):
             model = nnx.merge(self._shell, params)
             logits_BLV = model.logits(model.finish(x_BLD), jnp.float32)[:, :-1]
@@ -157,8 +167,9 @@ class Programs:
             return found, error, search.rounding_error(gram_II, w_IO, group)
 
         weight = self._array(*shape)
-        return self._compiled(("quantize", shape, clip), run, self._array(shape[0], shape[0]), self._array(shape[0]),
-                              weight, weight)
+        return self._compiled(
+            ("quantize", shape, clip), run, self._array(shape[0], shape[0]), self._array(shape[0]), weight, weight
+        )
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -167,9 +178,11 @@ class Programs:
         """Bytes of the parameters of one block on the device."""
         return device_bytes(self.block_shapes)
 
-    def peak_bytes(self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None,
-                   searching: bool = True) -> dict[str, int]:
+    def peak_bytes(
+        self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
+    ) -> dict[str, int]:
         """Name of a program -> bytes on the device while it runs, those of what lies beside it included."""
+
         def of(name: str, compilation: Compilation, beside: int = 0) -> int:
             tell(name)
             return report_of(compilation, target=target).predicted_bytes + beside
@@ -188,5 +201,8 @@ class Programs:
 
 def put(flat: Mapping[str, Any], like: Any) -> Any:
     """Arrays of the host, by dotted path, as a tree on the device of `like`, in its dtypes."""
-    return jax.tree.map(lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False),
-                                                            shape.sharding), unflatten_dict(flat, sep="."), like)
+    return jax.tree.map(
+        lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False), shape.sharding),
+        unflatten_dict(flat, sep="."),
+        like,
+    )

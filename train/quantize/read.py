@@ -50,8 +50,9 @@ class PackedFolder:
             return None
         layout, group = found
         if model.experts:
-            raise UserError(f"{folder.path} has experts in 4 bits, which are not read: give the folder of the bf16 "
-                            "weights")
+            raise UserError(
+                f"{folder.path} has experts in 4 bits, which are not read: give the folder of the bf16 weights"
+            )
         family = FAMILIES[folder.config["model_type"]]
         paths = packed_paths(model)
         rows = rows_by_path(family, paths)
@@ -67,8 +68,11 @@ class PackedFolder:
     def read(self, path: str) -> Codes:
         """A weight. Raises UserError: the file has changed."""
         name = self.names[path]
-        parts = [part for part in self.layout.shapes(self.group, self.group, self.group)
-                 if f"{name}.{part}" in self.folder.tensors]
+        parts = [
+            part
+            for part in self.layout.shapes(self.group, self.group, self.group)
+            if f"{name}.{part}" in self.folder.tensors
+        ]
         return self.layout.unpack({part: self.folder.read(f"{name}.{part}", []) for part in parts})
 
 
@@ -92,8 +96,10 @@ def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], option
         raise UserError(f"{folder.path} has no tensor {name}, which its {PACKED} asks for: download the folder again")
     right = ("F16", "BF16", "F32") if dtype == "F16" else (dtype,)
     if found.shape != shape or found.dtype not in right:
-        raise UserError(f"{folder.path}: tensor {one_line(name)} is {found.dtype} {list(found.shape)}, and {PACKED} "
-                        f"asks for {dtype} {list(shape)}")
+        raise UserError(
+            f"{folder.path}: tensor {one_line(name)} is {found.dtype} {list(found.shape)}, and {PACKED} "
+            f"asks for {dtype} {list(shape)}"
+        )
 
 
 def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
@@ -126,6 +132,8 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
 def _arrays(one: Codes) -> dict[str, np.ndarray]:
     """A weight as the rows int4_g* of FORMATS store it, the outputs in one dimension."""
     codes_IO = np.ascontiguousarray(one.codes_IO)
-    return {"codes": codes_IO[0::2] | (codes_IO[1::2] << 4), "zeros": np.ascontiguousarray(one.zeros_GO),
-            "scales": np.ascontiguousarray(one.scales_GO)}
-
+    return {
+        "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),
+        "zeros": np.ascontiguousarray(one.zeros_GO),
+        "scales": np.ascontiguousarray(one.scales_GO),
+    }

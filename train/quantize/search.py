@@ -39,9 +39,11 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 
 
 @partial(jax.jit, static_argnames="group")
-def search_scale(gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array],
-                 group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def search_scale(
+    gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(scales [inputs], their power, the error of each power [POWERS]) for weights [inputs, outputs] of one input."""
+
     def error(power: jax.Array) -> jax.Array:
         scale_I1 = scale_of(magnitudes_I, power)[:, None]
         total = jnp.zeros((), jnp.float32)
@@ -56,8 +58,9 @@ def search_scale(gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[
 
 
 @partial(jax.jit, static_argnames=("group", "clip"))
-def quantize(gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int,
-             clip: bool) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+def quantize(
+    gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
     """(codes, zero points and scales as of `groups.encode`; the error as a share of the output's mean square).
 
     gram_II: of the inputs before they were scaled by `scale_I`. w_IO: float32, scaled.

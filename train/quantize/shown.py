@@ -19,8 +19,11 @@ def memory(found: Memory) -> RenderableType:
     table = FigureTable(label(), figure(), words())
     table.add("device", human(peak), f"of {human(found.limit)}; {name} takes most")
     checkpoint = f", the checkpoint {human(found.held)}" if found.held else ""
-    table.add("host", human(found.host), f"activations {human(found.streams)}, a layer or the tables "
-              f"{human(found.layer)}{checkpoint}")
+    table.add(
+        "host",
+        human(found.host),
+        f"activations {human(found.streams)}, a layer or the tables {human(found.layer)}{checkpoint}",
+    )
     table.add("folder", human(found.folder), "")
     return Group(table, Text())
 
@@ -31,8 +34,9 @@ def plan(title: str, found: Memory) -> RenderableType:
     for name, size in found.device.items():
         programs.add(name, human(size))
     verdict = "fits" if found.fits else "does not fit: give a shorter --length, or a device with more memory"
-    return Group(Text(title, style="bold"), memory(found), programs, Text(),
-                 Prose(verdict, "green" if found.fits else "red"))
+    return Group(
+        Text(title, style="bold"), memory(found), programs, Text(), Prose(verdict, "green" if found.fits else "red")
+    )
 
 
 def view(result: Result) -> RenderableType:
@@ -45,12 +49,26 @@ def view(result: Result) -> RenderableType:
     means = [mean_error(row) for row in result.layers]
     most = max(here for _, here in means) or 1
     for row, (rounding, here) in zip(result.layers, means):
-        layers.add(str(row["layer"]), f"{rounding:.2%}", f"{here:.2%}", f"{row['stream']:.2%}",
-                   "█" * max(round(BAR * here / most), 1))
-    return Group(Text(f"{result.out}: {result.title} in 4 bits", style="bold"), *map(Prose, result.facts),
-                 Text(f"perplexity {result.before:.4f} before, {result.after:.4f} after"), Text(), sizes, Text(),
-                 Prose("error of a layer's products, as a share of their outputs' mean square, and of the residual "
-                       "stream behind it"), layers)
+        layers.add(
+            str(row["layer"]),
+            f"{rounding:.2%}",
+            f"{here:.2%}",
+            f"{row['stream']:.2%}",
+            "█" * max(round(BAR * here / most), 1),
+        )
+    return Group(
+        Text(f"{result.out}: {result.title} in 4 bits", style="bold"),
+        *map(Prose, result.facts),
+        Text(f"perplexity {result.before:.4f} before, {result.after:.4f} after"),
+        Text(),
+        sizes,
+        Text(),
+        Prose(
+            "error of a layer's products, as a share of their outputs' mean square, and of the residual "
+            "stream behind it"
+        ),
+        layers,
+    )
 
 
 def mean_error(row) -> tuple[float, float]:

@@ -38,7 +38,7 @@ def windows_of(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np
     number = np.linspace(0, len(found) - 1, min(args.samples, len(found))).round().astype(int)
     found, held_out = found[number], held_out[:HELD_OUT]
     rows = rows_of(len(found), len(held_out))
-    return found[:len(found) // rows * rows], held_out[:len(held_out) // rows * rows]
+    return found[: len(found) // rows * rows], held_out[: len(held_out) // rows * rows]
 
 
 def rows_of(calibration: int, held_out: int) -> int:
@@ -50,10 +50,12 @@ def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     """The windows of a file's texts, one after the other."""
     with Prompts(source, chat=False) as prompts:
         tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
-    return tokens[:len(tokens) // length * length].reshape(-1, length)
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
 def _enough(found: np.ndarray, least: int, path: Path, length: int) -> None:
     if len(found) < least:
-        raise UserError(f"{path} has {len(found)} windows of {length} tokens, and {least} are needed: give more text, "
-                        "or a shorter --length")
+        raise UserError(
+            f"{path} has {len(found)} windows of {length} tokens, and {least} are needed: give more text, "
+            "or a shorter --length"
+        )

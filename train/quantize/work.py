@@ -34,8 +34,10 @@ class Method:
     clip: bool
 
 
-METHODS = {"awq": Method("activation-aware scales and clipped groups (AWQ)", True, True),
-           "rounding": Method("round to nearest", False, False)}
+METHODS = {
+    "awq": Method("activation-aware scales and clipped groups (AWQ)", True, True),
+    "rounding": Method("round to nearest", False, False),
+}
 Tell = Callable[[int, int, str], None]  # called with calls of programs done, all of them, and what is done next
 
 
@@ -65,8 +67,15 @@ class Work:
       call.
     """
 
-    def __init__(self, origin: Origin, programs: Programs, method: Method, tokens: tuple[np.ndarray, np.ndarray],
-                 output: Output, tell: Tell):
+    def __init__(
+        self,
+        origin: Origin,
+        programs: Programs,
+        method: Method,
+        tokens: tuple[np.ndarray, np.ndarray],
+        output: Output,
+        tell: Tell,
+    ):
         self.origin, self.programs, self.method, self.output = origin, programs, method, output
         self._calibration, self._held_out = tokens
         self._tell, self._calls = tell, 0
@@ -95,8 +104,9 @@ class Work:
     # ---- a layer ----------------------------------------------------------------------------------------------
 
     def _layer(self, layer: int, streams: Streams) -> None:
-        params = {path: self.origin.source.parameter(f"blocks.{layer}.{path}").astype(np.float32)
-                  for path in self._within}
+        params = {
+            path: self.origin.source.parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within
+        }
         written = layer < len(self.output.done)
         on_device = put(params, self.programs.block_shapes)
         sums = self._forward(layer, on_device, streams.calibration, "calibration", watch=not written)
@@ -121,17 +131,18 @@ class Work:
         sums = self.programs.no_sums() if watch else None
         for start in range(0, len(x_NLD), rows):
             self._tell(self._calls, self.calls, f"layer {layer}: {what}")
-            x_BLD = x_NLD[start:start + rows]
+            x_BLD = x_NLD[start : start + rows]
             if watch:
                 y_BLD, sums = program(params, number, x_BLD, sums)
             else:
                 y_BLD = program(params, number, x_BLD)
-            x_NLD[start:start + rows] = np.asarray(y_BLD)
+            x_NLD[start : start + rows] = np.asarray(y_BLD)
             self._calls += 1
         return sums
 
-    def _quantize(self, layer: int, params: dict[str, np.ndarray], sums: Any
-                  ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
+    def _quantize(
+        self, layer: int, params: dict[str, np.ndarray], sums: Any
+    ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
         """(parameters that stay wide, with scales in them; the packed weights; a row of errors for each)."""
         found, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
@@ -152,8 +163,15 @@ class Work:
                 errors.append({"weight": path, "power": powers[fold.name], **row})
         return {path: array for path, array in found.items() if path not in codes}, codes, errors
 
-    def _round(self, fold: Fold, path: str, gram_II: jax.Array, scale_I: np.ndarray, params: Mapping[str, np.ndarray],
-               scaled: Mapping[str, np.ndarray]) -> tuple[Codes, dict[str, float]]:
+    def _round(
+        self,
+        fold: Fold,
+        path: str,
+        gram_II: jax.Array,
+        scale_I: np.ndarray,
+        params: Mapping[str, np.ndarray],
+        scaled: Mapping[str, np.ndarray],
+    ) -> tuple[Codes, dict[str, float]]:
         """A packed weight, and its error and that of plain rounding as shares of the output's mean square."""
         program = self.programs.quantize(fold, path).compiled
         found, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
@@ -172,21 +190,33 @@ class Work:
         """The same as they are written, on the device; the padding of the vocabulary is zeros."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
-        return put({path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
-                    for path, array in stored.items()}, like)
+        return put(
+            {
+                path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
+                for path, array in stored.items()
+            },
+            like,
+        )
 
     def _embed(self, shell: Any, tokens_NL: np.ndarray) -> np.ndarray:
         rows = self.programs.sizes.rows
-        return np.concatenate([np.asarray(self.programs.embed().compiled(shell, tokens_NL[start:start + rows]))
-                               for start in range(0, len(tokens_NL), rows)])
+        return np.concatenate(
+            [
+                np.asarray(self.programs.embed().compiled(shell, tokens_NL[start : start + rows]))
+                for start in range(0, len(tokens_NL), rows)
+            ]
+        )
 
     def _perplexity(self, shell: Any, x_NLD: np.ndarray) -> float:
         """That of the held-out text."""
         self._tell(self._calls, self.calls, "perplexity")
         rows = self.programs.sizes.rows
-        total = sum(float(self.programs.head().compiled(shell, x_NLD[start:start + rows],
-                                                        self._held_out[start:start + rows]))
-                    for start in range(0, len(x_NLD), rows))
+        total = sum(
+            float(
+                self.programs.head().compiled(shell, x_NLD[start : start + rows], self._held_out[start : start + rows])
+            )
+            for start in range(0, len(x_NLD), rows)
+        )
         return math.exp(min(total / (len(x_NLD) * (x_NLD.shape[1] - 1)), 700))
 
 

@@ -24,8 +24,9 @@ class Recorders:
       tell: says in a line what failed.
     """
 
-    def __init__(self, workdir: Path, step: int, config: ConfigDict, report: Report, enabled: bool,
-                 tell: Callable[[str], None]):
+    def __init__(
+        self, workdir: Path, step: int, config: ConfigDict, report: Report, enabled: bool, tell: Callable[[str], None]
+    ):
         self._recorders: list[Events | WandbRun | RunPage] = []
         if not enabled:
             return

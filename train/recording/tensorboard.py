@@ -19,16 +19,27 @@ from bytescope.train.step.routing import ROUTING_METRICS
 
 # Key of a row -> the tag of its curve; viewers show the tags before one slash together.
 TAGS = {
-    "loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/learning_rate",
-    "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps", "batch_tokens": "train/batch_tokens",
-    "tokens_per_s": "speed/tokens_per_s", "step_time_s": "speed/step_time_s", "data_wait_s": "speed/data_wait_s",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "skipped_steps": "train/skipped_steps",
+    "batch_tokens": "train/batch_tokens",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_time_s": "speed/step_time_s",
+    "data_wait_s": "speed/data_wait_s",
     **{name: f"experts/{name}" for name in ROUTING_METRICS},
-    "mfu": "speed/mfu", "hfu": "speed/hfu", "eval_loss": "held-out/loss", "eval_tokens": "held-out/tokens",
+    "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "eval_loss": "held-out/loss",
+    "eval_tokens": "held-out/tokens",
 }
 HELD_OUT = TAGS["eval_loss"]
 # Curves that belong into one chart: title -> tags, in TensorBoard's tab of custom scalars.
-CHARTS = {"loss": [TAGS["loss"], HELD_OUT],
-          "bytes, predicted and measured": [f"memory/{name}_bytes" for name in ("predicted", "in_use", "peak")]}
+CHARTS = {
+    "loss": [TAGS["loss"], HELD_OUT],
+    "bytes, predicted and measured": [f"memory/{name}_bytes" for name in ("predicted", "in_use", "peak")],
+}
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
@@ -44,8 +55,13 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 def summary(report: Report) -> dict[str, str]:
     """What a report predicts of one device, by name, as people read it."""
-    return {"peak": human(report.peak_bytes), "allocated": human(report.allocated_bytes),
-            "predicted": human(report.predicted_bytes), "limit": human(report.limit_bytes), "verdict": report.verdict}
+    return {
+        "peak": human(report.peak_bytes),
+        "allocated": human(report.allocated_bytes),
+        "predicted": human(report.predicted_bytes),
+        "limit": human(report.limit_bytes),
+        "verdict": report.verdict,
+    }
 
 
 class Events:
@@ -74,9 +90,13 @@ class Events:
         self._file = EventsWriter(str(directory / "events"), f".{number:04}")
         self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         experiment, began, self._ended = protos.hparams(
-            {key: _hparam(value) for key, value in config.items()}, {HELD_OUT: 0.0})
-        self._add(experiment, began, protos.custom_scalars(
-            {"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}}))
+            {key: _hparam(value) for key, value in config.items()}, {HELD_OUT: 0.0}
+        )
+        self._add(
+            experiment,
+            began,
+            protos.custom_scalars({"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}}),
+        )
         self._text("config", _lines(f"{key} = {json.dumps(value)}" for key, value in config.items()), step)
         self._text("report", _lines(f"{name}: {text}" for name, text in summary(report).items()), step)
         self._file.flush()
@@ -91,10 +111,19 @@ class Events:
         for layer, load_E in loads.items():
             numbers = range(len(load_E))
             # A bucket of nothing first, which says where that of the first expert begins.
-            self._add(self._protos.histogram_raw(
-                f"experts/load_layer_{layer:03}", -0.5, len(load_E) - 0.5, float(load_E.sum()),
-                float((load_E * numbers).sum()), float((load_E * numbers * numbers).sum()),
-                [-0.5, *(number + 0.5 for number in numbers)], [0.0, *map(float, load_E)]), step=step)
+            self._add(
+                self._protos.histogram_raw(
+                    f"experts/load_layer_{layer:03}",
+                    -0.5,
+                    len(load_E) - 0.5,
+                    float(load_E.sum()),
+                    float((load_E * numbers).sum()),
+                    float((load_E * numbers * numbers).sum()),
+                    [-0.5, *(number + 0.5 for number in numbers)],
+                    [0.0, *map(float, load_E)],
+                ),
+                step=step,
+            )
         self._file.flush()
 
     def finish(self, step: int, sample: str) -> None:

@@ -32,8 +32,10 @@ def check(project: str) -> None:
     if not project:
         return
     if importlib.util.find_spec("wandb") is None:
-        raise UserError(f"train.wandb={project}: the package wandb is not installed: pip install 'bytescope[wandb]' "
-                        "(or pip install wandb), or leave the key empty")
+        raise UserError(
+            f"train.wandb={project}: the package wandb is not installed: pip install 'bytescope[wandb]' "
+            "(or pip install wandb), or leave the key empty"
+        )
     import wandb
 
     try:
@@ -41,8 +43,10 @@ def check(project: str) -> None:
     except wandb.errors.UsageError as error:
         raise UserError(f"train.wandb={project}: {_line(error)}: give the name of a project") from error
     if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise UserError(f"train.wandb={project}: not logged in to wandb: run wandb login, or set WANDB_MODE=offline "
-                        "and send it later with wandb sync")
+        raise UserError(
+            f"train.wandb={project}: not logged in to wandb: run wandb login, or set WANDB_MODE=offline "
+            "and send it later with wandb sync"
+        )
 
 
 class WandbRun:
@@ -53,17 +57,25 @@ class WandbRun:
       tell: says in a line what failed.
     """
 
-    def __init__(self, workdir: Path, project: str, config: Mapping[str, Any], report: Report,
-                 tell: Callable[[str], None]):
+    def __init__(
+        self, workdir: Path, project: str, config: Mapping[str, Any], report: Report, tell: Callable[[str], None]
+    ):
         self._workdir, self._tell, self._run = workdir, tell, None
-        settings = {"project": project, "id": _id(workdir / ID, project), "name": workdir.name, "dir": str(workdir),
-                    "config": {**config, "memory": summary(report)}}
+        settings = {
+            "project": project,
+            "id": _id(workdir / ID, project),
+            "name": workdir.name,
+            "dir": str(workdir),
+            "config": {**config, "memory": summary(report)},
+        }
         failure = self._start(settings)
         if failure is None:
             tell(f"wandb: {self._run.url or f'recorded in {workdir}/wandb; wandb sync sends it later'}")
             return
-        tell(f"warning: wandb does not answer ({failure}): this start is recorded in {workdir / 'wandb'}; "
-             "wandb sync sends it later")
+        tell(
+            f"warning: wandb does not answer ({failure}): this start is recorded in {workdir / 'wandb'}; "
+            "wandb sync sends it later"
+        )
         if failure := self._start({**settings, "mode": "offline"}):
             tell(f"warning: nothing goes to wandb: {failure}")
 
@@ -87,8 +99,13 @@ class WandbRun:
         import wandb
 
         try:
-            self._run = wandb.init(resume="allow", **settings, settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, init_timeout=START_S, finish_timeout=END_S))
+            self._run = wandb.init(
+                resume="allow",
+                **settings,
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_git=True, init_timeout=START_S, finish_timeout=END_S
+                ),
+            )
         except Exception as error:  # of many kinds, none of which may end a training
             _teardown()
             return _line(error)

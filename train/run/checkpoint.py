@@ -38,8 +38,14 @@ from bytescope.train.run.workdir import CHECKPOINTS
 
 # Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
 _METADATA = "_CHECKPOINT_METADATA"
-_METADATA_SHAPE = {"item_handlers": (dict, str), "metrics": (dict,), "performance_metrics": (dict,),
-                   "init_timestamp_nsecs": (int,), "commit_timestamp_nsecs": (int,), "custom_metadata": (dict,)}
+_METADATA_SHAPE = {
+    "item_handlers": (dict, str),
+    "metrics": (dict,),
+    "performance_metrics": (dict,),
+    "init_timestamp_nsecs": (int,),
+    "commit_timestamp_nsecs": (int,),
+    "custom_metadata": (dict,),
+}
 _METRICS_SHAPE = {"eval_loss": (int, float)}
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 # Maximum seconds for reading back the values of a run's first checkpoint; the remaining arrays are only opened.
@@ -80,8 +86,9 @@ class Position:
     sequences: int
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"],
-         meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began, but for the
@@ -102,8 +109,13 @@ def portable(state: Any) -> Saved:
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     _, biases = parted(state.frozen, router_biases(state.frozen))
-    return Saved(state.step, joined(state.params, biases),
-                 state.opt_state.inner_opt_state if multi else state.opt_state, state.tally, state.loss_scale)
+    return Saved(
+        state.step,
+        joined(state.params, biases),
+        state.opt_state.inner_opt_state if multi else state.opt_state,
+        state.tally,
+        state.loss_scale,
+    )
 
 
 def complete(saved: Saved, abstract: Any) -> Any:
@@ -115,17 +127,22 @@ def complete(saved: Saved, abstract: Any) -> Any:
     if not isinstance(wrapped, optax.MultiStepsState):
         return state
     rest = wrapped._replace(inner_opt_state=())
-    zeros = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
-                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest))()
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest),
+    )()
     # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
-    return dataclasses.replace(state, opt_state=zeros._replace(
-        inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step))
+    return dataclasses.replace(
+        state, opt_state=zeros._replace(inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step)
+    )
 
 
 def describe(state: Any) -> dict[str, str]:
     """Path -> dtype and shape of every leaf, such as float32[4,8]."""
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
@@ -164,7 +181,8 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(value, dict) and all(
-        (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items())
+        (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items()
+    )
 
 
 def _read_from_disk(folder: Path, seconds: float) -> None:
@@ -205,13 +223,19 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
         self.root, self.aside, self._processes = workdir / CHECKPOINTS, workdir / "damaged", processes
-        policies = [preservation_policy.LatestN(keep),
-                    preservation_policy.BestN(n=1, get_metric_fn=_held_out_loss, reverse=True,
-                                              keep_checkpoints_without_metrics=False)]
+        policies = [
+            preservation_policy.LatestN(keep),
+            preservation_policy.BestN(
+                n=1, get_metric_fn=_held_out_loss, reverse=True, keep_checkpoints_without_metrics=False
+            ),
+        ]
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-            best_fn=_held_out_loss, best_mode="min",
-            enable_async_checkpointing=True, create=True)
+            best_fn=_held_out_loss,
+            best_mode="min",
+            enable_async_checkpointing=True,
+            create=True,
+        )
         # Before Orbax lists what is there.
         self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
         keep_library_log()
@@ -228,11 +252,16 @@ class Checkpoints:
         if not self._processes.first:
             return
         steps = self._manager.all_steps()
-        if self.root.is_dir() and (self.root.stat().st_ino == self._inode or not steps
-                                   or any((self.root / str(step)).is_dir() for step in steps)):
+        if self.root.is_dir() and (
+            self.root.stat().st_ino == self._inode
+            or not steps
+            or any((self.root / str(step)).is_dir() for step in steps)
+        ):
             return
-        raise UserError(f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
-                        "directory back and run the same command again, or choose another --workdir") from cause
+        raise UserError(
+            f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
+            "directory back and run the same command again, or choose another --workdir"
+        ) from cause
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -260,12 +289,18 @@ class Checkpoints:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
         state = portable(state)
-        meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
-                "arrays": describe(state), "order": {stack: list(rows) for stack, rows in order.items()}}
+        meta = {
+            **dataclasses.asdict(position),
+            "checksums": np.asarray(checksums(state)).tolist(),
+            "arrays": describe(state),
+            "order": {stack: list(rows) for stack, rows in order.items()},
+        }
         with self._in_place():
             self._manager.save(
-                position.step, metrics=None if eval_loss is None else {"eval_loss": eval_loss},
-                args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
+                position.step,
+                metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)),
+            )
         if not self._was_read:
             self._read_back(position.step)
 
@@ -283,8 +318,10 @@ class Checkpoints:
         if damage := self._processes.from_first(damage):
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
-            raise UserError(f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
-                            f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one")
+            raise UserError(
+                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
+                f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one"
+            )
         self._was_read = True
 
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
@@ -327,8 +364,10 @@ class Checkpoints:
                 arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
                 as_written = as_ordered(wanted, order, written)
                 if other := _difference(arrays, describe(as_written)):
-                    raise UserError(f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
-                                    "choose another --workdir")
+                    raise UserError(
+                        f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
+                        "choose another --workdir"
+                    )
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
                     state = handler.restore(folder / "state", args=ocp.args.StandardRestore(as_written))
             except UserError:
@@ -354,13 +393,16 @@ class Checkpoints:
         for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
             if not _has_shape(path, _METRICS_SHAPE, required=True):
                 step = path.parts[-3]
-                told.append(f"checkpoint {step} is damaged (its metrics cannot be read); moved to "
-                            f"{self._set_aside(int(step))}")
+                told.append(
+                    f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
+                )
         for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
             if not _has_shape(path, _METADATA_SHAPE):  # nothing of ours is in it
                 path.unlink()
-                told.append(f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are "
-                            "read by their checksums")
+                told.append(
+                    f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are "
+                    "read by their checksums"
+                )
         return told
 
     def saving(self) -> bool:

@@ -76,9 +76,16 @@ class Display:
         self._progress = self._task = None
         if console.is_terminal:
             self._progress = LineProgress(
-                TextColumn("{task.description}", markup=False), TextColumn("{task.completed}/{task.total}"),
-                BarColumn(bar_width=None), TaskProgressColumn(), _Left(self), console=console, transient=True,
-                expand=True, refresh_per_second=4)
+                TextColumn("{task.description}", markup=False),
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                _Left(self),
+                console=console,
+                transient=True,
+                expand=True,
+                refresh_per_second=4,
+            )
             self._task = self._progress.add_task("step", total=steps, completed=start)
 
     def __enter__(self) -> "Display":

@@ -30,8 +30,10 @@ def too_big(report: Report) -> str:
     """What to say of a step that a device has not the memory for."""
     excess = human(report.predicted_bytes - report.limit_bytes)
     basis = limit_share(report.target, report.limit_bytes)
-    return (f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} are available"
-            f"{f' ({basis})' if basis else ''}: {excess} too much")
+    return (
+        f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} are available"
+        f"{f' ({basis})' if basis else ''}: {excess} too much"
+    )
 
 
 def _out_of_memory(report: Report | None, device: Any, advice: Advice) -> DoesNotFit:
@@ -53,8 +55,10 @@ def explain_disk(error: BaseException | None) -> UserError | None:
             checkpoint, unfinished, _ = path.partition(_UNFINISHED)
             what = f"the checkpoint {checkpoint}" if unfinished else path or "to the disk"
             mend = "mend that" if number in (errno.EROFS, errno.EIO) else "make room"
-            return UserError(f"cannot write {what}: {os.strerror(number)}. {mend.capitalize()} and run the same "
-                             "command again: a run resumes from its last checkpoint")
+            return UserError(
+                f"cannot write {what}: {os.strerror(number)}. {mend.capitalize()} and run the same "
+                "command again: a run resumes from its last checkpoint"
+            )
         error = error.__cause__ or error.__context__
     return None
 
@@ -68,8 +72,7 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
     return (int(number[1]), paths[-1] if paths else "") if number else (None, "")
 
 
-def explain(error: BaseException, report: Report | None, device: Any,
-            advice: Advice = tuple) -> UserError | None:
+def explain(error: BaseException, report: Report | None, device: Any, advice: Advice = tuple) -> UserError | None:
     """The one-line form of `error`, None for one that only a developer can mend.
 
     report: of the step that runs. device: the one whose memory is measured. advice: what to do without memory, asked
@@ -79,8 +82,10 @@ def explain(error: BaseException, report: Report | None, device: Any,
     if disk := explain_disk(error):
         return disk
     if os.strerror(errno.EMFILE) in str(error) or _disk_failure(error)[0] == errno.EMFILE:
-        return UserError(f"this process has reached its limit of open files: {RAISE_FILES} and run the same command "
-                         "again; the run resumes from its last checkpoint")
+        return UserError(
+            f"this process has reached its limit of open files: {RAISE_FILES} and run the same command "
+            "again; the run resumes from its last checkpoint"
+        )
     if "RESOURCE_EXHAUSTED" in str(error):
         return _out_of_memory(report, device, advice)
     return None

@@ -43,14 +43,16 @@ def take(workdir: Path) -> Lock:
     except BlockingIOError as error:
         holder = _holder(file)
         file.close()
-        raise UserError(f"{workdir} is in use by {holder}: wait for that run or stop it, or choose another "
-                        "--workdir") from error
+        raise UserError(
+            f"{workdir} is in use by {holder}: wait for that run or stop it, or choose another --workdir"
+        ) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             file.close()
             raise
-        return Lock(file, f"{workdir} cannot be locked ({error.strerror}): see to it that no second training starts "
-                          "there")
+        return Lock(
+            file, f"{workdir} cannot be locked ({error.strerror}): see to it that no second training starts there"
+        )
     _sign(file)
     return Lock(file)
 
@@ -67,8 +69,10 @@ def _sign(file: IO[str]) -> None:
     try:
         file.seek(0)
         file.truncate()
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(),
-                               "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+        file.write(
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+            + "\n"
+        )
         file.flush()
     except OSError:
         return

@@ -26,8 +26,13 @@ def _attention(model: ModelConfig) -> dict[str, int]:
     q_rank, kv_rank, wide = model.mla_q_rank, model.mla_kv_rank, H * (K + model.mla_d_rope)
     queries = {"w_q_down": D * q_rank, "w_q_up": q_rank * wide} if q_rank else {"w_q": D * wide}
     values = H * model.mla_d_value
-    return {**queries, "w_kv_down": D * (kv_rank + model.mla_d_rope), "w_k_up": kv_rank * H * K,
-            "w_v_up": kv_rank * values, "w_o": values * D}
+    return {
+        **queries,
+        "w_kv_down": D * (kv_rank + model.mla_d_rope),
+        "w_k_up": kv_rank * H * K,
+        "w_v_up": kv_rank * values,
+        "w_o": values * D,
+    }
 
 
 def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
@@ -39,8 +44,12 @@ def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
     if not routed:
         return found | {f"mlp.{name}": D * model.d_ff for name in names}
     active, shared = (count * D * model.expert_width for count in (model.experts_per_token, model.shared_experts))
-    return (found | {"experts.w_router": D * model.experts} | {f"experts.{name}": active for name in names}
-            | {f"shared.{name}": shared for name in names})
+    return (
+        found
+        | {"experts.w_router": D * model.experts}
+        | {f"experts.{name}": active for name in names}
+        | {f"shared.{name}": shared for name in names}
+    )
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -64,12 +73,12 @@ def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int
 
 def adapter_parameters(params: Any) -> int:
     """Number of parameters of adapters in a tree of parameters."""
-    return sum(math.prod(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-               if is_adapter(dotted(path)))
+    return sum(
+        math.prod(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_adapter(dotted(path))
+    )
 
 
-def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (),
-                          adapters: int = 0) -> float:
+def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
     """FLOPs of one training step per token: forward and backward, nothing recomputed.
 
     6 per matrix parameter that a token meets (Kaplan et al. 2020, arXiv 2001.08361; of experts those that it goes to)

@@ -66,11 +66,15 @@ class Asked:
             return range(0)
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
         if first <= start:
-            raise UserError(f"--profile={self.text} begins at update {first}, but this run resumes after {start}: "
-                            f"give updates from {start + 1} to {steps}")
+            raise UserError(
+                f"--profile={self.text} begins at update {first}, but this run resumes after {start}: "
+                f"give updates from {start + 1} to {steps}"
+            )
         if last > steps:
-            raise UserError(f"--profile={self.text} asks for update {last}, but the run ends at {steps}: give fewer, "
-                            "or raise --config.train.steps")
+            raise UserError(
+                f"--profile={self.text} asks for update {last}, but the run ends at {steps}: give fewer, "
+                "or raise --config.train.steps"
+            )
         return range(first, last + 1)
 
 
@@ -149,9 +153,12 @@ class Profile:
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
         write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name, self.report))
         profile_text.show(found, self.console, predicted)
-        self.console.print(f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
-                           f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev", soft_wrap=True,
-                           highlight=False)
+        self.console.print(
+            f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
+            f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _options() -> jax.profiler.ProfileOptions:

@@ -36,8 +36,10 @@ THREADS_BYTES = 2**30
 MIN_FILES, MAX_FILES = 64, 65536
 # The soft limit is as high as the hard one by then.
 RAISE_FILES = "raise the hard limit (ulimit -Hn as root, /etc/security/limits.conf, a container's --ulimit nofile)"
-_PROBE = ("import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
-          "mmap.mmap(-1, int(sys.argv[1]))")
+_PROBE = (
+    "import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
+    "mmap.mmap(-1, int(sys.argv[1]))"
+)
 
 
 def check_limits() -> None:
@@ -53,18 +55,26 @@ def check_limits() -> None:
         raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: {RAISE_FILES}")
     room = cgroup_room()
     if room is not None and room < START_BYTES:
-        raise DoesNotFit(f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
-                         f"takes {human(START_BYTES)} besides the step: raise the limit of the container or job")
+        raise DoesNotFit(
+            f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
+            f"takes {human(START_BYTES)} besides the step: raise the limit of the container or job"
+        )
     limit = address_space_limit()
     if limit is not None and not _starts():
-        raise DoesNotFit(f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
-                         "threads: lift it with ulimit -v unlimited")
+        raise DoesNotFit(
+            f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
+            "threads: lift it with ulimit -v unlimited"
+        )
 
 
 def _starts() -> bool:
     """Returns whether jax starts under the limits of this process, tried in a subprocess because jax may abort."""
-    done = subprocess.run([sys.executable, "-c", _PROBE, str(THREADS_BYTES)], capture_output=True, check=False,
-                          env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, str(THREADS_BYTES)],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     return done.returncode == 0
 
 
@@ -93,8 +103,10 @@ def files_warning() -> str:
         return ""
     if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
         return ""
-    return (f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
-            "its ports (port scans, health checks), or raise ulimit -Hn and start again")
+    return (
+        f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
+        "its ports (port scans, health checks), or raise ulimit -Hn and start again"
+    )
 
 
 def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
@@ -115,8 +127,11 @@ def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
     if choose_platform() == "cpu" and simulated(os.environ) * processes > 1:
         give_threads()
         if config.train.cache_dir not in ("", "none") and index == 0:
-            print(f"note: train.cache_dir={config.train.cache_dir} is not used: several CPU devices compile at each "
-                  "start, since XLA's cache loses the order of their collectives", file=sys.stderr)
+            print(
+                f"note: train.cache_dir={config.train.cache_dir} is not used: several CPU devices compile at each "
+                "start, since XLA's cache loses the order of their collectives",
+                file=sys.stderr,
+            )
         jax.config.update("jax_compilation_cache_dir", None)  # the user's environment may name one
     elif config.train.cache_dir != "none":
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"

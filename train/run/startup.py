@@ -65,8 +65,14 @@ def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matr
 
 
 # First match wins: (part of the path, component).
-_COMPONENTS = (("norm", "norms"), ("attention", "attention"), ("mlp", "mlp"), ("w_token", "embedding"),
-               ("w_position", "positions"), ("w_head", "head"))
+_COMPONENTS = (
+    ("norm", "norms"),
+    ("attention", "attention"),
+    ("mlp", "mlp"),
+    ("w_token", "embedding"),
+    ("w_position", "positions"),
+    ("w_head", "head"),
+)
 
 
 def _component(keys: list[str]) -> str:
@@ -84,22 +90,33 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     total = sum(counts.values())
     rows = [
-        ("model", f"{summary.count(total)} parameters{_trained(program)}: width {model.d_model:,}, layers "
-                  f"{model.n_layers}, heads {model.n_heads}, vocabulary {model.vocab_size:,}"),
+        (
+            "model",
+            f"{summary.count(total)} parameters{_trained(program)}: width {model.d_model:,}, layers "
+            f"{model.n_layers}, heads {model.n_heads}, vocabulary {model.vocab_size:,}",
+        ),
         ("batch", str(program.batch)),
         ("devices", _devices(program)),
-        ("program", f"{program.config.precision.preset} precision, remat "
-                    f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, products {matmul}, "
-                    f"loss {program.config.loss.kind}"),
+        (
+            "program",
+            f"{program.config.precision.preset} precision, remat "
+            f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, products {matmul}, "
+            f"loss {program.config.loss.kind}",
+        ),
         ("remat", program.decided),
-        ("learning rate", describe_scaling(program.config.optimizer, program.batch))]
+        ("learning rate", describe_scaling(program.config.optimizer, program.batch)),
+    ]
     if (init := program.config.init).adapter:
         rows.append(("adapters", origin(init.adapter, init.folder)))
     if verbose or program.config.data.format != "text":  # how many tokens are learned, and how full rows are
         rows.append(("data", data))
     if verbose:
-        rows += [("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
-                 ("attention", f"{kernel}: {why}"), ("products", f"{matmul}: {how}"), ("jax", jax.__version__)]
+        rows += [
+            ("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
+            ("attention", f"{kernel}: {why}"),
+            ("products", f"{matmul}: {how}"),
+            ("jax", jax.__version__),
+        ]
     summary.show(console, rows)
 
 
@@ -111,8 +128,10 @@ def passes(program: Program, sequences: int) -> str:
         read = f"read {100 * share:.2g} % of them"
     else:
         read = f"read each {share:,.{0 if share >= 10 else 1}f} times"
-    return (f"{sequences:,} sequence{'s' if sequences > 1 else ''} to train on, {steps:,} update"
-            f"{'s' if steps > 1 else ''} {read}")
+    return (
+        f"{sequences:,} sequence{'s' if sequences > 1 else ''} to train on, {steps:,} update"
+        f"{'s' if steps > 1 else ''} {read}"
+    )
 
 
 def _trained(program: Program) -> str:
@@ -173,15 +192,27 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
-    report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
-                       loop=loop_overhead(program))
-    named = subject(command.config or DEFAULT, command.overrides, program, flatten(program.config),
-                    Adapter().settled(program), compilation.jaxpr)
+    report = report_of(
+        compilation, target=parse("local"), config=flatten(program.config), names=NAMES, loop=loop_overhead(program)
+    )
+    named = subject(
+        command.config or DEFAULT,
+        command.overrides,
+        program,
+        flatten(program.config),
+        Adapter().settled(program),
+        compilation.jaxpr,
+    )
     report = with_seconds(dataclasses.replace(report, subject=named))
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
-        summary.show(console, [("compiled", f"in {seconds:.1f} s"),
-                               ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])
+        summary.show(
+            console,
+            [
+                ("compiled", f"in {seconds:.1f} s"),
+                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs"),
+            ],
+        )
         put(report_text.render(report), console)
     return Compiled(compilation.compiled, report, work.hardware_flops / max(named.model_flops, 1), seconds)
 
@@ -193,13 +224,15 @@ def write_report(report: Report, workdir: Path) -> Path:
     return workdir / PAGE
 
 
-def compile_or_refuse(program: Program, command: Command, workdir: Path, console: Console,
-                      processes: Processes) -> Compiled:
+def compile_or_refuse(
+    program: Program, command: Command, workdir: Path, console: Console, processes: Processes
+) -> Compiled:
     """The compiled step, its report in the run directory, once it is known to fit.
 
     Raises:
       DoesNotFit: the step does not fit; the message has advice. UserError: `Program.compile_for_report` refuses it.
     """
+
     def advice() -> list[str]:
         return remedies.advice_without_compiling(remedies.before_the_report(program), command)
 
@@ -222,8 +255,9 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
     or those of `init.folder`, its adapters those of `init.adapter`. Frozen parameters are in no checkpoint: they come
     again from where they came at first, but for the biases of routers, which updates move."""
-    restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True),
-                                   program.order)
+    restored = checkpoints.restore(
+        program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
+    )
     if restored is None:
         params = initial_params(program, console)
         state = program.init() if params is None else program.init_around(params)

@@ -57,9 +57,12 @@ def memory(report: Report) -> Text:
     full = min(max(round(BAR * share), 1), BAR)
     room = f"{human(limit - predicted)} free" if predicted <= limit else f"{human(predicted - limit)} TOO MUCH"
     basis = limit_share(report.target, limit)
-    return Text.assemble(("█" * full, style), ("░" * (BAR - full), "dim"),
-                         f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}",
-                         f"; the limit is {basis}" if basis else "")
+    return Text.assemble(
+        ("█" * full, style),
+        ("░" * (BAR - full), "dim"),
+        f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}",
+        f"; the limit is {basis}" if basis else "",
+    )
 
 
 def speed(report: Report) -> str:
@@ -105,10 +108,12 @@ class End:
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
         title = "done" if self.last >= self.steps else "stopped"
         updates = f"updates {self.first} to {self.last}" if self.last >= self.first else "no update"
-        return [(title, f"{loss}{updates} of {self.steps} in {clock(self.seconds)}{rate}"),
-                ("memory", predicted_against_measured(self.report, self.live, self.before)),
-                ("checkpoint", str(self.checkpoint or "none")),
-                ("page", str(self.page or ""))]
+        return [
+            (title, f"{loss}{updates} of {self.steps} in {clock(self.seconds)}{rate}"),
+            ("memory", predicted_against_measured(self.report, self.live, self.before)),
+            ("checkpoint", str(self.checkpoint or "none")),
+            ("page", str(self.page or "")),
+        ]
 
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:

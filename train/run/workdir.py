@@ -21,13 +21,46 @@ from bytescope.train.run.lock import LOCK, take
 
 # Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
-FREE = ("mesh.", "pipeline.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens",
-        "batch.mode", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
-        "data.dtype", "data.field", "data.skip_bad", "data.chat_template", "init.folder", "init.adapter",
-        "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
+FREE = (
+    "mesh.",
+    "pipeline.",
+    "remat.",
+    "loss.",
+    "train.",
+    "batch.micro",
+    "batch.accumulation",
+    "batch.tokens",
+    "batch.mode",
+    "data.prefetch",
+    "data.workers",
+    "data.source",
+    "data.eval_source",
+    "data.tokenizer",
+    "data.dtype",
+    "data.field",
+    "data.skip_bad",
+    "data.chat_template",
+    "init.folder",
+    "init.adapter",
+    "model.attention",
+    "model.attention_chunk",
+    "model.mlp_chunk",
+    "model.unroll",
+    "xla.",
+)
 # Keys that may differ between processes: paths on machines of their own.
-LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
-         "data.chat_template", "init.folder", "init.adapter", "train.eval_prompts")
+LOCAL = (
+    "train.cache_dir",
+    "data.prefetch",
+    "data.workers",
+    "data.source",
+    "data.eval_source",
+    "data.tokenizer",
+    "data.chat_template",
+    "init.folder",
+    "init.adapter",
+    "train.eval_prompts",
+)
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.
@@ -53,8 +86,10 @@ def check_path(workdir: Path) -> None:
     require_utf8(workdir)
     path = os.path.abspath(workdir)
     if glob.escape(path) != path:
-        raise UserError(f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
-                        "could not be read: rename the folder or choose another --workdir")
+        raise UserError(
+            f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
+            "could not be read: rename the folder or choose another --workdir"
+        )
 
 
 def require_utf8(folder: Path) -> None:
@@ -106,16 +141,22 @@ class Identity:
     adapter: str = ""
 
     @classmethod
-    def of(cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "",
-           adapter: str = "") -> "Identity":
+    def of(
+        cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
+    ) -> "Identity":
         """The identity of a run with this config."""
         # Through JSON, so that tuples compare equal to what a file gives back.
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
     def everything(self) -> dict[str, Any]:
         """All of it, by name."""
-        return {**self.config, "global batch (sequences)": self.global_rows, "data": self.data,
-                "weights of init.folder": self.weights, "adapters of init.adapter": self.adapter}
+        return {
+            **self.config,
+            "global batch (sequences)": self.global_rows,
+            "data": self.data,
+            "weights of init.folder": self.weights,
+            "adapters of init.adapter": self.adapter,
+        }
 
     def curve(self) -> dict[str, Any]:
         """The part that determines the loss curve, and may not change when a run is resumed."""
@@ -151,8 +192,11 @@ def _refuse_foreign(workdir: Path) -> None:
     """Raises UserError for a directory that holds anything but a run."""
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: give a folder")
-    if workdir.exists() and not (workdir / "config.json").exists() and any(
-            entry.name not in BEFORE_CLAIM for entry in workdir.iterdir()):
+    if (
+        workdir.exists()
+        and not (workdir / "config.json").exists()
+        and any(entry.name not in BEFORE_CLAIM for entry in workdir.iterdir())
+    ):
         raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
 
 
@@ -201,8 +245,10 @@ def _same_batch(old: Identity, new: Identity) -> str:
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
     if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
         return ""
-    return (f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
-            f"{old.global_rows} again. ")
+    return (
+        f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
+        f"{old.global_rows} again. "
+    )
 
 
 def recorded(path: Path) -> Identity:
@@ -235,11 +281,18 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     if not _begun(path.parent):  # such as one that was refused for its memory: nothing is lost
         return []
     if differences := _differences(old.curve(), identity.curve()):
-        raise UserError(f"{path.parent} holds another run: {'; '.join(differences)}. "
-                        f"{_same_batch(old, identity)}Use the old values or another --workdir")
+        raise UserError(
+            f"{path.parent} holds another run: {'; '.join(differences)}. "
+            f"{_same_batch(old, identity)}Use the old values or another --workdir"
+        )
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
-        raise UserError(f"{path.parent} was planned for {before} steps, not {now}: "
-                        "the learning rate would follow another schedule; pass --extend to accept that")
-    return [f"changed since the last start: {line}"
-            for line in _differences(old.config, identity.config) if not _matches(line.split()[0], SILENT)]
+        raise UserError(
+            f"{path.parent} was planned for {before} steps, not {now}: "
+            "the learning rate would follow another schedule; pass --extend to accept that"
+        )
+    return [
+        f"changed since the last start: {line}"
+        for line in _differences(old.config, identity.config)
+        if not _matches(line.split()[0], SILENT)
+    ]

@@ -25,8 +25,14 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     params, opt_state, loss_scale = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state, loss_scale)
     if not multi:
-        return TrainState(state.step + 1, params, opt_state, zero_tally(parts.routed), loss_scale,
-                          parts.move_biases(state.frozen, tally)), metrics
+        return TrainState(
+            state.step + 1,
+            params,
+            opt_state,
+            zero_tally(parts.routed),
+            loss_scale,
+            parts.move_biases(state.frozen, tally),
+        ), metrics
     done = opt_state.mini_step == 0
     frozen = parts.move_biases(state.frozen, tally, done)
     kept = jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), tally)
@@ -40,8 +46,9 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
     tally, grads = parts.gradients(state, batch, key_AB)
     params, opt_state, loss_scale = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state, loss_scale)
-    return TrainState(state.step + 1, params, opt_state, zero_tally(parts.routed), loss_scale,
-                      parts.move_biases(state.frozen, tally)), metrics
+    return TrainState(
+        state.step + 1, params, opt_state, zero_tally(parts.routed), loss_scale, parts.move_biases(state.frozen, tally)
+    ), metrics
 
 
 def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -49,10 +56,12 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
     tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
-    loss, params, opt_state = parts.fused(state.params, state.opt_state, batch, keys, tokens,
-                                          parts.rounding_key(state), state.frozen)
+    loss, params, opt_state = parts.fused(
+        state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state), state.frozen
+    )
     return TrainState(state.step + 1, params, opt_state, zero_tally(), frozen=state.frozen), parts.metrics(
-        state, Tally(loss, tokens), opt_state, None)
+        state, Tally(loss, tokens), opt_state, None
+    )
 
 
 def eval_step(parts: StepParts, params: Any, batch: Batch, frozen: Any = None) -> Tally:

@@ -94,8 +94,9 @@ class StepParts:
             if self.partwise:
                 return *self.partwise(state.params, grads, state.opt_state, tally.tokens, key), None
             extra = {} if self.scaling is None else {"factor": self.factor(state)}
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, tokens=tally.tokens,
-                                                       **extra)
+            updates, opt_state = self.optimizer.update(
+                grads, state.opt_state, state.params, tokens=tally.tokens, **extra
+            )
             params = apply_updates(state.params, updates, self.precision, key)
             if self.scaling is None:
                 return params, opt_state, None
@@ -109,8 +110,9 @@ class StepParts:
             counts_NE = tally.routing.counts if self.pipeline is None else self.pipeline.in_rows(tally.routing.counts)
             return moved_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
 
-    def metrics(self, state: TrainState, tally: Tally, opt_state: Any,
-                loss_scale: LossScale | None) -> dict[str, jax.Array]:
+    def metrics(
+        self, state: TrainState, tally: Tally, opt_state: Any, loss_scale: LossScale | None
+    ) -> dict[str, jax.Array]:
         """What a step reports: mean loss in nats per token, counted tokens, gradient norm before clipping, learning
         rate and, with a loss scale, the scale and the updates skipped so far; with experts those of `routing_metrics`.
         """
@@ -120,12 +122,25 @@ class StepParts:
         if loss_scale is not None:
             done = done - state.loss_scale.skipped
             own |= {"loss_scale": loss_scale.scale, "skipped_steps": loss_scale.skipped}
-        return {"loss": tally.loss / jnp.maximum(tally.tokens, 1), "tokens": tally.tokens,
-                "grad_norm": grad_norm(opt_state), "lr": jnp.asarray(self.schedule(done), jnp.float32), **own}
+        return {
+            "loss": tally.loss / jnp.maximum(tally.tokens, 1),
+            "tokens": tally.tokens,
+            "grad_norm": grad_norm(opt_state),
+            "lr": jnp.asarray(self.schedule(done), jnp.float32),
+            **own,
+        }
 
 
-def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
-          frozen: Any, *, local: bool = False) -> tuple[Tally, Any]:
+def _sums(
+    parts: StepParts,
+    weights: Any,
+    batch: Batch,
+    key_AB: jax.Array,
+    factor: jax.Array | None,
+    frozen: Any,
+    *,
+    local: bool = False,
+) -> tuple[Tally, Any]:
     """Tally and gradients of all micro-batches; unless `local`, gradients are reduced over the ranks as they are made.
 
     The gradients are those of the loss times `factor`; the tally is without it.
@@ -155,9 +170,11 @@ def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, facto
     return jax.lax.scan(micro, (zero_tally(parts.routed), zeros), (batch, key_AB))[0]
 
 
-def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
-                  frozen: Any) -> tuple[Tally, Any]:
+def _sums_by_rank(
+    parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
+) -> tuple[Tally, Any]:
     """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
+
     def ranks(weights, batch, key_AB, factor, frozen):
         tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
         with jax.named_scope("reduce"):
@@ -165,6 +182,11 @@ def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Arra
 
     # Without the check of replication: with it a gradient of replicated weights would be reduced in every micro-step.
     layout = parts.weights.layout
-    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), P(), P()),
-                         out_specs=(P(), parts.weights.specs()), axis_names=set(layout.local.manual), check_vma=False)(
-        weights, batch, key_AB, factor, frozen)
+    return jax.shard_map(
+        ranks,
+        mesh=layout.mesh,
+        in_specs=(P(), P(None, BATCH), P(None, BATCH), P(), P()),
+        out_specs=(P(), parts.weights.specs()),
+        axis_names=set(layout.local.manual),
+        check_vma=False,
+    )(weights, batch, key_AB, factor, frozen)

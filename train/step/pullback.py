@@ -23,8 +23,11 @@ class Pullback:
         what is `shared` by all layers."""
         leaves, self.tree = jax.tree.flatten(pullback)
         self.sources, kept = [], []
-        known = {id(leaf): (where, place) for where, found in (("shared", shared), ("own", own))
-                 for place, leaf in enumerate(found)}
+        known = {
+            id(leaf): (where, place)
+            for where, found in (("shared", shared), ("own", own))
+            for place, leaf in enumerate(found)
+        }
         for leaf in leaves:
             if not isinstance(leaf, jax.core.Tracer):  # a constant
                 self.sources.append(("here", leaf))

@@ -52,11 +52,16 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
     counts_NE, counted = routing.counts, jnp.maximum(tokens, 1) * routing.counts.shape[0]
     load_NE = counts_NE / jnp.maximum(counts_NE.mean(-1, keepdims=True), 1.0)
     load_N = load_NE.max(-1)
-    return {"load_max": load_N.max(), "load_mean": load_N.mean(), EXPERT_LOAD: load_NE,
-            "idle_experts": (counts_NE == 0).sum().astype(jnp.float32),
-            "dropped_share": routing.dropped.sum() / jnp.maximum(counts_NE.sum(), 1.0),
-            "router_entropy": routing.entropy.sum() / counted, "balance": routing.balance.sum() / counted,
-            "router_z": routing.router_z.sum() / counted}
+    return {
+        "load_max": load_N.max(),
+        "load_mean": load_N.mean(),
+        EXPERT_LOAD: load_NE,
+        "idle_experts": (counts_NE == 0).sum().astype(jnp.float32),
+        "dropped_share": routing.dropped.sum() / jnp.maximum(counts_NE.sum(), 1.0),
+        "router_entropy": routing.entropy.sum() / counted,
+        "balance": routing.balance.sum() / counted,
+        "router_z": routing.router_z.sum() / counted,
+    }
 
 
 ROUTING_METRICS = ("load_max", "load_mean", "idle_experts", "dropped_share", "router_entropy", "balance", "router_z")
@@ -82,8 +87,10 @@ def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
     if "experts" in blocks:
         return {**frozen, "blocks": _moved(blocks, moves_NE)}
     routed = [layer for layer in sorted(blocks) if "experts" in blocks[layer]]
-    return {**frozen, "blocks": {**blocks, **{layer: _moved(blocks[layer], move_E)
-                                              for layer, move_E in zip(routed, moves_NE)}}}
+    return {
+        **frozen,
+        "blocks": {**blocks, **{layer: _moved(blocks[layer], move_E) for layer, move_E in zip(routed, moves_NE)}},
+    }
 
 
 def _moved(block: Any, move: jax.Array) -> Any:

@@ -34,8 +34,11 @@ def zero_tally(routed: Routed = None) -> Tally:
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
 
 
-@partial(jax.tree_util.register_dataclass,
-         data_fields=["step", "params", "opt_state", "tally", "loss_scale", "frozen"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "tally", "loss_scale", "frozen"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that persists between steps.

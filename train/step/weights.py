@@ -53,6 +53,7 @@ class Weights:
 
     def gradients(self, grads: Any) -> Any:
         """Gradients of one micro-batch as they are kept: their dtype and sharding."""
+
         def keep(grad, axes):
             if is_hosted(grad):  # already in host memory, with the same sharding
                 return grad
@@ -71,6 +72,7 @@ class Weights:
 
     def specs(self) -> Any:
         """How gradients that are reduced once per update are sharded over data-parallel ranks: as they are stored."""
+
         def own(axes):
             dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
             return P(*["fsdp" if "fsdp" in dim else None for dim in dims])
@@ -86,7 +88,8 @@ class Weights:
                 if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
                     return jax.lax.psum(grad, BATCH)
                 return jax.lax.psum(
-                    jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data")
+                    jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data"
+                )
 
             # Every device sends its own shard: with `tensor` left to the compiler, XLA gathers what it then scatters.
             return local.own(summed, (axes,), axes)(self.layout.reduced(grad))

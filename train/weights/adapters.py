@@ -21,11 +21,26 @@ from bytescope.train.weights.patterns import Pattern, sizes_of
 # Keys of adapter_config.json -> values with which an adapter adds alpha / r times x A B and is nothing more, besides
 # null, false and empty ones. Those of `init_lora_weights` that are left out change the base model when peft loads it.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "use_dora": (), "use_rslora": (), "bias": ("none",), "modules_to_save": (),
-    "rank_pattern": (), "alpha_pattern": (), "lora_bias": (), "layer_replication": (), "target_parameters": (),
-    "trainable_token_indices": (), "use_qalora": (), "use_bdlora": (), "alora_invocation_tokens": (),
-    "velora_config": (), "monteclora_config": (), "arrow_config": (), "kasa_config": (),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+    "peft_type": ("LORA",),
+    "use_dora": (),
+    "use_rslora": (),
+    "bias": ("none",),
+    "modules_to_save": (),
+    "rank_pattern": (),
+    "alpha_pattern": (),
+    "lora_bias": (),
+    "layer_replication": (),
+    "target_parameters": (),
+    "trainable_token_indices": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "alora_invocation_tokens": (),
+    "velora_config": (),
+    "monteclora_config": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
 
 
 def tensor_name(matrix: str, half: str) -> str:
@@ -44,18 +59,23 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
     """
     path = config.init.adapter
     if not config.init.folder:
-        raise UserError(f"init.adapter={path} without init.folder: adapters belong to the weights that they were "
-                        "trained over; set --config.init.folder to those, or begin from --config=hf:FOLDER")
+        raise UserError(
+            f"init.adapter={path} without init.folder: adapters belong to the weights that they were "
+            "trained over; set --config.init.folder to those, or begin from --config=hf:FOLDER"
+        )
     folder = Folder.open_adapter(path)
     where = folder.path / ADAPTER_CONFIG
     theirs = {"rank": _number(folder, "r", int), "alpha": _number(folder, "lora_alpha", (int, float))}
     for key, values in PLAIN.items():
         value = folder.config.get(key)
         if value not in values if value else key == "peft_type":
-            raise UserError(f"{where} has {key}={_shown(value)}: our adapters are plain LoRA, alpha / r times x A B; "
-                            "train it without that, or merge it into its model with peft")
-    theirs["targets"] = _targets(folder, family_of(read_config(config.init.folder), f"{config.init.folder}/{CONFIG}"),
-                                 config.model.n_layers)
+            raise UserError(
+                f"{where} has {key}={_shown(value)}: our adapters are plain LoRA, alpha / r times x A B; "
+                "train it without that, or merge it into its model with peft"
+            )
+    theirs["targets"] = _targets(
+        folder, family_of(read_config(config.init.folder), f"{config.init.folder}/{CONFIG}"), config.model.n_layers
+    )
     free = not config.lora.rank
     for key, value in theirs.items():
         ours = config.lora[key]
@@ -63,8 +83,10 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
             config.lora[key] = float(value) if key == "alpha" else value
         elif (set(ours) != set(value)) if key == "targets" else ours != value:
             texts = [",".join(one) if key == "targets" else f"{one:g}" for one in (ours, value)]
-            raise UserError(f"lora.{key}={texts[0]}, and the adapters in {folder.path} have {texts[1]}: set "
-                            f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all from there")
+            raise UserError(
+                f"lora.{key}={texts[0]}, and the adapters in {folder.path} have {texts[1]}: set "
+                f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all from there"
+            )
 
 
 def origin(adapter: str, base: str) -> str:
@@ -81,8 +103,9 @@ def origin(adapter: str, base: str) -> str:
     return f"from {folder.path}, trained over {_shown(theirs)} by their {ADAPTER_CONFIG}, here over {base}"
 
 
-def adapter_leaves(folder: Folder, model: ModelConfig, base: Folder, rank: int,
-                   targets: Collection[str]) -> dict[str, Leaf]:
+def adapter_leaves(
+    folder: Folder, model: ModelConfig, base: Folder, rank: int, targets: Collection[str]
+) -> dict[str, Leaf]:
     """Our dotted path of each half, with the number of its layer, such as `blocks.3.attention.w_q_a` -> where it is.
 
     base: the weights that the adapters lie beside, in whose names peft names them.
@@ -103,14 +126,18 @@ def adapter_leaves(folder: Folder, model: ModelConfig, base: Folder, rank: int,
             full, pattern = tensor_name(name, half), Pattern.of(text)
             tensor, shape = folder.tensors.get(full), pattern.their_shape(sizes)
             if tensor is None:
-                raise UserError(f"{folder.path} has no tensor {full}, and lora.targets has {target}: give an adapter "
-                                "of all layers")
+                raise UserError(
+                    f"{folder.path} has no tensor {full}, and lora.targets has {target}: give an adapter of all layers"
+                )
             if tensor.shape != shape:
-                raise UserError(f"{folder.path}: tensor {full} has shape {_text(tensor.shape)}, and the model with "
-                                f"lora.rank={rank} asks for {_text(shape)}")
+                raise UserError(
+                    f"{folder.path}: tensor {full} has shape {_text(tensor.shape)}, and the model with "
+                    f"lora.rank={rank} asks for {_text(shape)}"
+                )
             if tensor.dtype not in READABLE:
-                raise UserError(f"{folder.path}: tensor {full} has dtype {tensor.dtype}: give float32, float16 or "
-                                "bfloat16 weights")
+                raise UserError(
+                    f"{folder.path}: tensor {full} has dtype {tensor.dtype}: give float32, float16 or bfloat16 weights"
+                )
             found[f"{path}_{half}"] = Leaf(folder, tensor, pattern, sizes, pattern.our_shape(sizes))
     return found
 
@@ -118,18 +145,26 @@ def adapter_leaves(folder: Folder, model: ModelConfig, base: Folder, rank: int,
 def _matrices(family: Family, layers: int) -> dict[str, tuple[str, Row]]:
     """Name on disk of each matrix that may have an adapter of its own -> our dotted path, its row."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
-    return {row.tensor.replace(LAYER, str(layer)): (ours.replace(LAYER, str(layer)), row)
-            for layer in range(layers) for ours, row in rows.items()}
+    return {
+        row.tensor.replace(LAYER, str(layer)): (ours.replace(LAYER, str(layer)), row)
+        for layer in range(layers)
+        for ours, row in rows.items()
+    }
 
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
     """The targets of the adapters that a folder has, by the names of its tensors: `target_modules` may be patterns."""
-    known = {tensor_name(name, half): path.rpartition(".w_")[2]
-             for name, (path, _) in _matrices(family, layers).items() for half in "ab"}
+    known = {
+        tensor_name(name, half): path.rpartition(".w_")[2]
+        for name, (path, _) in _matrices(family, layers).items()
+        for half in "ab"
+    }
     if surplus := sorted(set(folder.tensors) - set(known)):
-        raise UserError(f"{folder.path} has tensor {_shown(surplus[0])}, which is no adapter of a matrix of our blocks "
-                        f"({', '.join(TARGETS)}, of {layers} layers, each a tensor of its own): give that of another "
-                        "model")
+        raise UserError(
+            f"{folder.path} has tensor {_shown(surplus[0])}, which is no adapter of a matrix of our blocks "
+            f"({', '.join(TARGETS)}, of {layers} layers, each a tensor of its own): give that of another "
+            "model"
+        )
     found = {known[name] for name in folder.tensors}
     return tuple(target for target in TARGETS if target in found)
 
@@ -137,8 +172,10 @@ def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
 def _number(folder: Folder, key: str, kinds: Any) -> Any:
     value = folder.config.get(key)
     if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise UserError(f"{folder.path / ADAPTER_CONFIG} has {key}={_shown(value)}: a number above 0 is expected; save "
-                        "the adapter again with peft")
+        raise UserError(
+            f"{folder.path / ADAPTER_CONFIG} has {key}={_shown(value)}: a number above 0 is expected; save "
+            "the adapter again with peft"
+        )
     return value
 
 

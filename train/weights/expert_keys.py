@@ -7,8 +7,19 @@ from typing import Any
 
 Keys = Mapping[str, Any]
 # What only a model with experts reads.
-ROUTED = ("experts_per_token", "d_expert", "shared_experts", "dense_layers", "moe_every", "router",
-          "router_renormalize", "router_scale", "router_bias", "router_groups", "router_top_groups")
+ROUTED = (
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "dense_layers",
+    "moe_every",
+    "router",
+    "router_renormalize",
+    "router_scale",
+    "router_bias",
+    "router_groups",
+    "router_top_groups",
+)
 
 
 def routed_layers(keys: Keys) -> list[bool]:

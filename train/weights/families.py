@@ -96,70 +96,125 @@ LLAMA_ROWS = {
     "w_token": Row("model.embed_tokens.weight", "v d -> v d"),
     "w_head": Row("lm_head.weight", "v d -> d v"),
     "final_norm.scale": Row("model.norm.weight", "d -> d"),
-    **_of_layers(_LAYERS, (
-        ("norm_attention.scale", "input_layernorm.weight", "d -> d"),
-        ("attention.w_q", "self_attn.q_proj.weight", "(h k) d -> d h k"),
-        ("attention.w_k", "self_attn.k_proj.weight", "(g k) d -> d g k"),
-        ("attention.w_v", "self_attn.v_proj.weight", "(g k) d -> d g k"),
-        ("attention.w_o", "self_attn.o_proj.weight", "d (h k) -> h k d"),
-        ("norm_mlp.scale", "post_attention_layernorm.weight", "d -> d"),
-        ("mlp.w_gate", "mlp.gate_proj.weight", "f d -> d f"),
-        ("mlp.w_up", "mlp.up_proj.weight", "f d -> d f"),
-        ("mlp.w_down", "mlp.down_proj.weight", "d f -> f d"),
-    )),
+    **_of_layers(
+        _LAYERS,
+        (
+            ("norm_attention.scale", "input_layernorm.weight", "d -> d"),
+            ("attention.w_q", "self_attn.q_proj.weight", "(h k) d -> d h k"),
+            ("attention.w_k", "self_attn.k_proj.weight", "(g k) d -> d g k"),
+            ("attention.w_v", "self_attn.v_proj.weight", "(g k) d -> d g k"),
+            ("attention.w_o", "self_attn.o_proj.weight", "d (h k) -> h k d"),
+            ("norm_mlp.scale", "post_attention_layernorm.weight", "d -> d"),
+            ("mlp.w_gate", "mlp.gate_proj.weight", "f d -> d f"),
+            ("mlp.w_up", "mlp.up_proj.weight", "f d -> d f"),
+            ("mlp.w_down", "mlp.down_proj.weight", "d f -> f d"),
+        ),
+    ),
 }
-QKV_BIASES = _of_layers(_LAYERS, (
-    ("attention.b_q", "self_attn.q_proj.bias", "(h k) -> h k"),
-    ("attention.b_k", "self_attn.k_proj.bias", "(g k) -> g k"),
-    ("attention.b_v", "self_attn.v_proj.bias", "(g k) -> g k"),
-))
-QK_NORMS = _of_layers(_LAYERS, (
-    ("attention.norm_q.scale", "self_attn.q_norm.weight", "k -> k"),
-    ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
-))
+QKV_BIASES = _of_layers(
+    _LAYERS,
+    (
+        ("attention.b_q", "self_attn.q_proj.bias", "(h k) -> h k"),
+        ("attention.b_k", "self_attn.k_proj.bias", "(g k) -> g k"),
+        ("attention.b_v", "self_attn.v_proj.bias", "(g k) -> g k"),
+    ),
+)
+QK_NORMS = _of_layers(
+    _LAYERS,
+    (
+        ("attention.norm_q.scale", "self_attn.q_norm.weight", "k -> k"),
+        ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
+    ),
+)
+
 
 def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, Row]:
     """The router and the experts of a layer; `matrices`: names of an expert's gate, up and down."""
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
-    return _of_layers(_LAYERS, (
-        ("experts.w_router", f"{block}.gate.weight", "e d -> d e"), (f"experts.w_gate.{EXPERT}", gate, "m d -> d m"),
-        (f"experts.w_up.{EXPERT}", up, "m d -> d m"), (f"experts.w_down.{EXPERT}", down, "d m -> m d")))
+    return _of_layers(
+        _LAYERS,
+        (
+            ("experts.w_router", f"{block}.gate.weight", "e d -> d e"),
+            (f"experts.w_gate.{EXPERT}", gate, "m d -> d m"),
+            (f"experts.w_up.{EXPERT}", up, "m d -> d m"),
+            (f"experts.w_down.{EXPERT}", down, "d m -> m d"),
+        ),
+    )
 
 
 # The norm before the MLP has another name where branches have norms behind them, too.
-POST_NORMS = _of_layers(_LAYERS, (
-    ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
-    ("norm_mlp.scale", "pre_feedforward_layernorm.weight", "d -> d"),
-    ("post_norm_mlp.scale", "post_feedforward_layernorm.weight", "d -> d"),
-))
+POST_NORMS = _of_layers(
+    _LAYERS,
+    (
+        ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
+        ("norm_mlp.scale", "pre_feedforward_layernorm.weight", "d -> d"),
+        ("post_norm_mlp.scale", "post_feedforward_layernorm.weight", "d -> d"),
+    ),
+)
 
 
 # Of a model that has none of what only some have; a family's own keys come on top.
-PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False, "post_norms": False, "embed_scale": 1.0,
-         "attention_scale": 0.0, "attention_softcap": 0.0, "logits_softcap": 0.0, "rope_local_theta": 0.0,
-         "global_every": 0, "attention_kind": "gqa", "experts": 0}
+PLAIN = {
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "post_norms": False,
+    "embed_scale": 1.0,
+    "attention_scale": 0.0,
+    "attention_softcap": 0.0,
+    "logits_softcap": 0.0,
+    "rope_local_theta": 0.0,
+    "global_every": 0,
+    "attention_kind": "gqa",
+    "experts": 0,
+}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
-    "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
-    "n_kv_heads": Field("num_key_value_heads", "n_heads"), "d_head": Field("head_dim", "d_model/n_heads"),
-    "d_ff": Field("intermediate_size"), "vocab_size": Field("vocab_size"),
-    "max_seq_len": Field("max_position_embeddings", 2048), "norm_eps": Field("rms_norm_eps", 1e-6),
-    "tie_embeddings": Field("tie_word_embeddings", False), "init_std": Field("initializer_range", 0.02)}
-QWEN_FIELDS = {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
-               "max_seq_len": Field("max_position_embeddings", 32768)}
+    "d_model": Field("hidden_size"),
+    "n_layers": Field("num_hidden_layers"),
+    "n_heads": Field("num_attention_heads"),
+    "n_kv_heads": Field("num_key_value_heads", "n_heads"),
+    "d_head": Field("head_dim", "d_model/n_heads"),
+    "d_ff": Field("intermediate_size"),
+    "vocab_size": Field("vocab_size"),
+    "max_seq_len": Field("max_position_embeddings", 2048),
+    "norm_eps": Field("rms_norm_eps", 1e-6),
+    "tie_embeddings": Field("tie_word_embeddings", False),
+    "init_std": Field("initializer_range", 0.02),
+}
+QWEN_FIELDS = {
+    **LLAMA_FIELDS,
+    "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
+    "max_seq_len": Field("max_position_embeddings", 32768),
+}
 # Of a mixture of experts: what no family has, or all have alike.
-MIXTURE = {**LLAMA, "router": "softmax", "router_scale": 1.0, "router_bias": False, "router_groups": 1,
-           "router_top_groups": 1, "shared_experts": 0}
+MIXTURE = {
+    **LLAMA,
+    "router": "softmax",
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "router_top_groups": 1,
+    "shared_experts": 0,
+}
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 # The first files say "gelu" in one key and mean what the other says.
 GELU = ("hidden_activation|hidden_act", {"gelu_pytorch_tanh": "geglu"})
 GEMMA = {**LLAMA, "norm": "rmsnorm_offset"}
-GEMMA_FIELDS = {**LLAMA_FIELDS, "d_head": Field("head_dim", 256), "tie_embeddings": Field("tie_word_embeddings", True),
-                "max_seq_len": Field("max_position_embeddings", 8192), "embed_scale": Field("", "sqrt(d_model)")}
+GEMMA_FIELDS = {
+    **LLAMA_FIELDS,
+    "d_head": Field("head_dim", 256),
+    "tie_embeddings": Field("tie_word_embeddings", True),
+    "max_seq_len": Field("max_position_embeddings", 8192),
+    "embed_scale": Field("", "sqrt(d_model)"),
+}
 # Null is no cap; 256 is what the files say that do not say it.
-GEMMA2_FIELDS = {**GEMMA_FIELDS, "attention_scale": Field("query_pre_attn_scalar", 256.0),
-                 "attention_softcap": Field("attn_logit_softcapping", 50.0, 0.0),
-                 "logits_softcap": Field("final_logit_softcapping", 30.0, 0.0)}
+GEMMA2_FIELDS = {
+    **GEMMA_FIELDS,
+    "attention_scale": Field("query_pre_attn_scalar", 256.0),
+    "attention_softcap": Field("attn_logit_softcapping", 50.0, 0.0),
+    "logits_softcap": Field("final_logit_softcapping", 30.0, 0.0),
+}
 ONE_WAY = {**NO_BIAS, "use_bidirectional_attention": (False,)}
 SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 BUFFERS = (r".*\.rotary_emb\.inv_freq",)
@@ -168,31 +223,42 @@ _KV = ("k", "u")
 DEEPSEEK_ROWS = {
     **{ours: row for ours, row in LLAMA_ROWS.items() if ".attention." not in ours},
     **_experts("mlp", ("gate_proj", "up_proj", "down_proj")),
-    **_of_layers(_LAYERS, (
-        ("attention.w_q", "self_attn.q_proj.weight", "(h s~) d -> d h s"),
-        ("attention.w_q_down", "self_attn.q_a_proj.weight", "q d -> d q"),
-        ("attention.norm_q_latent.scale", "self_attn.q_a_layernorm.weight", "q -> q"),
-        ("attention.w_q_up", "self_attn.q_b_proj.weight", "(h s~) q -> q h s"),
-        ("attention.w_kv_down", "self_attn.kv_a_proj_with_mqa.weight", "z~ d -> d z"),
-        ("attention.norm_kv_latent.scale", "self_attn.kv_a_layernorm.weight", "c -> c"),
-        ("attention.w_k_up", "self_attn.kv_b_proj.weight", "(h k) c -> c h k", 0, _KV),
-        ("attention.w_v_up", "self_attn.kv_b_proj.weight", "(h u) c -> c h u", 1, _KV),
-        ("attention.w_o", "self_attn.o_proj.weight", "d (h u) -> h u d"),
-        ("experts.router_bias", "mlp.gate.e_score_correction_bias", "e -> e"),
-        ("shared.w_gate", "mlp.shared_experts.gate_proj.weight", "t d -> d t"),
-        ("shared.w_up", "mlp.shared_experts.up_proj.weight", "t d -> d t"),
-        ("shared.w_down", "mlp.shared_experts.down_proj.weight", "d t -> t d"),
-    )),
+    **_of_layers(
+        _LAYERS,
+        (
+            ("attention.w_q", "self_attn.q_proj.weight", "(h s~) d -> d h s"),
+            ("attention.w_q_down", "self_attn.q_a_proj.weight", "q d -> d q"),
+            ("attention.norm_q_latent.scale", "self_attn.q_a_layernorm.weight", "q -> q"),
+            ("attention.w_q_up", "self_attn.q_b_proj.weight", "(h s~) q -> q h s"),
+            ("attention.w_kv_down", "self_attn.kv_a_proj_with_mqa.weight", "z~ d -> d z"),
+            ("attention.norm_kv_latent.scale", "self_attn.kv_a_layernorm.weight", "c -> c"),
+            ("attention.w_k_up", "self_attn.kv_b_proj.weight", "(h k) c -> c h k", 0, _KV),
+            ("attention.w_v_up", "self_attn.kv_b_proj.weight", "(h u) c -> c h u", 1, _KV),
+            ("attention.w_o", "self_attn.o_proj.weight", "d (h u) -> h u d"),
+            ("experts.router_bias", "mlp.gate.e_score_correction_bias", "e -> e"),
+            ("shared.w_gate", "mlp.shared_experts.gate_proj.weight", "t d -> d t"),
+            ("shared.w_up", "mlp.shared_experts.up_proj.weight", "t d -> d t"),
+            ("shared.w_down", "mlp.shared_experts.down_proj.weight", "d t -> t d"),
+        ),
+    ),
 }
 DEEPSEEK_FIELDS = {
     **{ours: field for ours, field in LLAMA_FIELDS.items() if ours != "d_head"},
-    "d_head": Field("qk_nope_head_dim", 128), "max_seq_len": Field("max_position_embeddings", 4096),
-    "mla_q_rank": Field("q_lora_rank", 1536, 0), "mla_kv_rank": Field("kv_lora_rank", 512),
-    "mla_d_rope": Field("qk_rope_head_dim", 64), "mla_d_value": Field("v_head_dim", 128),
-    "d_expert": Field("moe_intermediate_size", 2048), "experts": Field("n_routed_experts|num_local_experts", 256),
-    "experts_per_token": Field("num_experts_per_tok", 8), "shared_experts": Field("n_shared_experts", 1),
-    "router_groups": Field("n_group", 8), "router_top_groups": Field("topk_group", 4),
-    "router_scale": Field("routed_scaling_factor", 2.5), "router_renormalize": Field("norm_topk_prob", True)}
+    "d_head": Field("qk_nope_head_dim", 128),
+    "max_seq_len": Field("max_position_embeddings", 4096),
+    "mla_q_rank": Field("q_lora_rank", 1536, 0),
+    "mla_kv_rank": Field("kv_lora_rank", 512),
+    "mla_d_rope": Field("qk_rope_head_dim", 64),
+    "mla_d_value": Field("v_head_dim", 128),
+    "d_expert": Field("moe_intermediate_size", 2048),
+    "experts": Field("n_routed_experts|num_local_experts", 256),
+    "experts_per_token": Field("num_experts_per_tok", 8),
+    "shared_experts": Field("n_shared_experts", 1),
+    "router_groups": Field("n_group", 8),
+    "router_top_groups": Field("topk_group", 4),
+    "router_scale": Field("routed_scaling_factor", 2.5),
+    "router_renormalize": Field("norm_topk_prob", True),
+}
 
 _QKV = ("h k", "g k", "g k")
 GPT2_ROWS = {
@@ -201,93 +267,198 @@ GPT2_ROWS = {
     "w_head": Row("lm_head.weight", "v d -> d v"),
     "final_norm.scale": Row("transformer.ln_f.weight", "d -> d"),
     "final_norm.bias": Row("transformer.ln_f.bias", "d -> d"),
-    **_of_layers(f"transformer.h.{LAYER}.", (
-        ("norm_attention.scale", "ln_1.weight", "d -> d"),
-        ("norm_attention.bias", "ln_1.bias", "d -> d"),
-        ("attention.w_q", "attn.c_attn.weight", "d (h k) -> d h k", 0, _QKV),
-        ("attention.w_k", "attn.c_attn.weight", "d (g k) -> d g k", 1, _QKV),
-        ("attention.w_v", "attn.c_attn.weight", "d (g k) -> d g k", 2, _QKV),
-        ("attention.b_q", "attn.c_attn.bias", "(h k) -> h k", 0, _QKV),
-        ("attention.b_k", "attn.c_attn.bias", "(g k) -> g k", 1, _QKV),
-        ("attention.b_v", "attn.c_attn.bias", "(g k) -> g k", 2, _QKV),
-        ("attention.w_o", "attn.c_proj.weight", "(h k) d -> h k d"),
-        ("attention.b_o", "attn.c_proj.bias", "d -> d"),
-        ("norm_mlp.scale", "ln_2.weight", "d -> d"),
-        ("norm_mlp.bias", "ln_2.bias", "d -> d"),
-        ("mlp.w_up", "mlp.c_fc.weight", "d f -> d f"),
-        ("mlp.b_up", "mlp.c_fc.bias", "f -> f"),
-        ("mlp.w_down", "mlp.c_proj.weight", "f d -> f d"),
-        ("mlp.b_down", "mlp.c_proj.bias", "d -> d"),
-    )),
+    **_of_layers(
+        f"transformer.h.{LAYER}.",
+        (
+            ("norm_attention.scale", "ln_1.weight", "d -> d"),
+            ("norm_attention.bias", "ln_1.bias", "d -> d"),
+            ("attention.w_q", "attn.c_attn.weight", "d (h k) -> d h k", 0, _QKV),
+            ("attention.w_k", "attn.c_attn.weight", "d (g k) -> d g k", 1, _QKV),
+            ("attention.w_v", "attn.c_attn.weight", "d (g k) -> d g k", 2, _QKV),
+            ("attention.b_q", "attn.c_attn.bias", "(h k) -> h k", 0, _QKV),
+            ("attention.b_k", "attn.c_attn.bias", "(g k) -> g k", 1, _QKV),
+            ("attention.b_v", "attn.c_attn.bias", "(g k) -> g k", 2, _QKV),
+            ("attention.w_o", "attn.c_proj.weight", "(h k) d -> h k d"),
+            ("attention.b_o", "attn.c_proj.bias", "d -> d"),
+            ("norm_mlp.scale", "ln_2.weight", "d -> d"),
+            ("norm_mlp.bias", "ln_2.bias", "d -> d"),
+            ("mlp.w_up", "mlp.c_fc.weight", "d f -> d f"),
+            ("mlp.b_up", "mlp.c_fc.bias", "f -> f"),
+            ("mlp.w_down", "mlp.c_proj.weight", "f d -> f d"),
+            ("mlp.b_down", "mlp.c_proj.bias", "d -> d"),
+        ),
+    ),
 }
 GPT2_FIELDS = {
-    "d_model": Field("n_embd"), "n_layers": Field("n_layer"), "n_heads": Field("n_head"),
-    "n_kv_heads": Field("", "n_heads"), "d_head": Field("", "d_model/n_heads"), "d_ff": Field("n_inner", "4*d_model"),
-    "vocab_size": Field("vocab_size"), "max_seq_len": Field("n_positions"),
-    "norm_eps": Field("layer_norm_epsilon", 1e-5), "tie_embeddings": Field("tie_word_embeddings", True),
-    "init_std": Field("initializer_range", 0.02)}
+    "d_model": Field("n_embd"),
+    "n_layers": Field("n_layer"),
+    "n_heads": Field("n_head"),
+    "n_kv_heads": Field("", "n_heads"),
+    "d_head": Field("", "d_model/n_heads"),
+    "d_ff": Field("n_inner", "4*d_model"),
+    "vocab_size": Field("vocab_size"),
+    "max_seq_len": Field("n_positions"),
+    "norm_eps": Field("layer_norm_epsilon", 1e-5),
+    "tie_embeddings": Field("tie_word_embeddings", True),
+    "init_std": Field("initializer_range", 0.02),
+}
 
 # model_type of config.json -> family.
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
-        "GPT2LMHeadModel", "transformer.", GPT2_ROWS, GPT2_FIELDS,
-        ("activation_function", {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
-                                 "gelu": "gelu_exact"}),
+        "GPT2LMHeadModel",
+        "transformer.",
+        GPT2_ROWS,
+        GPT2_FIELDS,
+        (
+            "activation_function",
+            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact"},
+        ),
         {**PLAIN, "norm": "layernorm", "position": "learned", "bias": True},
-        needs={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-               "add_cross_attention": (False,)},
-        dropouts=(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1), dropout=True,
-        ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias")),
-    "llama": Family("LlamaForCausalLM", "model.", LLAMA_ROWS, LLAMA_FIELDS, SILU, LLAMA, needs=NO_BIAS,
-                    ignored=BUFFERS),
+        needs={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        dropouts=(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
+        dropout=True,
+        ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", "model.", LLAMA_ROWS, LLAMA_FIELDS, SILU, LLAMA, needs=NO_BIAS, ignored=BUFFERS
+    ),
     "mistral": Family(
-        "MistralForCausalLM", "model.", LLAMA_ROWS,
-        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
-         "max_seq_len": Field("max_position_embeddings", 131072)},
-        SILU, LLAMA, needs=NO_BIAS, ignored=BUFFERS, window="all"),
+        "MistralForCausalLM",
+        "model.",
+        LLAMA_ROWS,
+        {
+            **LLAMA_FIELDS,
+            "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
+            "max_seq_len": Field("max_position_embeddings", 131072),
+        },
+        SILU,
+        LLAMA,
+        needs=NO_BIAS,
+        ignored=BUFFERS,
+        window="all",
+    ),
     "qwen2": Family(
-        "Qwen2ForCausalLM", "model.", {**LLAMA_ROWS, **QKV_BIASES}, QWEN_FIELDS, SILU, {**LLAMA, "qkv_bias": True},
-        ignored=BUFFERS, window="last layers"),
+        "Qwen2ForCausalLM",
+        "model.",
+        {**LLAMA_ROWS, **QKV_BIASES},
+        QWEN_FIELDS,
+        SILU,
+        {**LLAMA, "qkv_bias": True},
+        ignored=BUFFERS,
+        window="last layers",
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", "model.", {**LLAMA_ROWS, **QK_NORMS}, {**QWEN_FIELDS, "d_head": Field("head_dim", 128)},
-        SILU, {**LLAMA, "qk_norm": True}, needs=NO_BIAS, ignored=BUFFERS, window="last layers"),
+        "Qwen3ForCausalLM",
+        "model.",
+        {**LLAMA_ROWS, **QK_NORMS},
+        {**QWEN_FIELDS, "d_head": Field("head_dim", 128)},
+        SILU,
+        {**LLAMA, "qk_norm": True},
+        needs=NO_BIAS,
+        ignored=BUFFERS,
+        window="last layers",
+    ),
     "mixtral": Family(
-        "MixtralForCausalLM", "model.",
-        {**{ours: row for ours, row in LLAMA_ROWS.items() if ".mlp." not in ours},
-         **_experts("block_sparse_moe", ("w1", "w3", "w2"))},
-        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
-         "max_seq_len": Field("max_position_embeddings", 131072), "norm_eps": Field("rms_norm_eps", 1e-5),
-         "d_expert": Field("intermediate_size"), "experts": Field("num_local_experts|num_experts", 8),
-         "experts_per_token": Field("num_experts_per_tok", 2)},
-        SILU, {**MIXTURE, "router_renormalize": True}, needs={"router_jitter_noise": (0.0, 0)}, ignored=BUFFERS,
-        window="all, if given", rope="one, of 1e6", routed="all"),
+        "MixtralForCausalLM",
+        "model.",
+        {
+            **{ours: row for ours, row in LLAMA_ROWS.items() if ".mlp." not in ours},
+            **_experts("block_sparse_moe", ("w1", "w3", "w2")),
+        },
+        {
+            **LLAMA_FIELDS,
+            "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
+            "max_seq_len": Field("max_position_embeddings", 131072),
+            "norm_eps": Field("rms_norm_eps", 1e-5),
+            "d_expert": Field("intermediate_size"),
+            "experts": Field("num_local_experts|num_experts", 8),
+            "experts_per_token": Field("num_experts_per_tok", 2),
+        },
+        SILU,
+        {**MIXTURE, "router_renormalize": True},
+        needs={"router_jitter_noise": (0.0, 0)},
+        ignored=BUFFERS,
+        window="all, if given",
+        rope="one, of 1e6",
+        routed="all",
+    ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "model.",
+        "Qwen3MoeForCausalLM",
+        "model.",
         {**LLAMA_ROWS, **QK_NORMS, **_experts("mlp", ("gate_proj", "up_proj", "down_proj"))},
-        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 4, "n_heads"),
-         "max_seq_len": Field("max_position_embeddings", 32768), "d_expert": Field("moe_intermediate_size", 768),
-         "experts": Field("num_experts|num_local_experts", 128), "experts_per_token": Field("num_experts_per_tok", 8),
-         "router_renormalize": Field("norm_topk_prob", False)},
-        SILU, {**MIXTURE, "qk_norm": True}, needs={"attention_bias": (False,)}, ignored=BUFFERS, window="all, if used",
-        routed="by step"),
+        {
+            **LLAMA_FIELDS,
+            "n_kv_heads": Field("num_key_value_heads", 4, "n_heads"),
+            "max_seq_len": Field("max_position_embeddings", 32768),
+            "d_expert": Field("moe_intermediate_size", 768),
+            "experts": Field("num_experts|num_local_experts", 128),
+            "experts_per_token": Field("num_experts_per_tok", 8),
+            "router_renormalize": Field("norm_topk_prob", False),
+        },
+        SILU,
+        {**MIXTURE, "qk_norm": True},
+        needs={"attention_bias": (False,)},
+        ignored=BUFFERS,
+        window="all, if used",
+        routed="by step",
+    ),
     # Norms of latents have epsilon 1e-6, whatever rms_norm_eps is.
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", "model.", DEEPSEEK_ROWS, DEEPSEEK_FIELDS, SILU,
+        "DeepseekV3ForCausalLM",
+        "model.",
+        DEEPSEEK_ROWS,
+        DEEPSEEK_FIELDS,
+        SILU,
         {**LLAMA, "attention_kind": "mla", "router": "sigmoid", "router_bias": True},
-        needs={"attention_bias": (False,), "rope_interleave": (True,), "scoring_func": ("sigmoid",),
-               "topk_method": ("noaux_tc",), "moe_layer_freq": (1,), "rms_norm_eps": (1e-6,)},
-        ignored=BUFFERS, rope="one, of latents", routed="after the first", balance="mean", predicts=True,
-        expected=("auto_map",)),
-    "gemma": Family("GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY,
-                    ignored=BUFFERS),
+        needs={
+            "attention_bias": (False,),
+            "rope_interleave": (True,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+            "rms_norm_eps": (1e-6,),
+        },
+        ignored=BUFFERS,
+        rope="one, of latents",
+        routed="after the first",
+        balance="mean",
+        predicts=True,
+        expected=("auto_map",),
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY, ignored=BUFFERS
+    ),
     "gemma2": Family(
-        "Gemma2ForCausalLM", "model.", {**LLAMA_ROWS, **POST_NORMS}, GEMMA2_FIELDS, GELU, {**GEMMA, "post_norms": True},
-        needs=ONE_WAY, ignored=BUFFERS, window="every second"),
+        "Gemma2ForCausalLM",
+        "model.",
+        {**LLAMA_ROWS, **POST_NORMS},
+        GEMMA2_FIELDS,
+        GELU,
+        {**GEMMA, "post_norms": True},
+        needs=ONE_WAY,
+        ignored=BUFFERS,
+        window="every second",
+    ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", "model.", {**LLAMA_ROWS, **POST_NORMS, **QK_NORMS},
-        {**GEMMA2_FIELDS, "max_seq_len": Field("max_position_embeddings", 131072),
-         "attention_softcap": Field("attn_logit_softcapping", 0.0),
-         "logits_softcap": Field("final_logit_softcapping", 0.0)},
-        GELU, {**GEMMA, "post_norms": True, "qk_norm": True}, needs=ONE_WAY, ignored=BUFFERS, window="but each n-th",
-        rope="two"),
+        "Gemma3ForCausalLM",
+        "model.",
+        {**LLAMA_ROWS, **POST_NORMS, **QK_NORMS},
+        {
+            **GEMMA2_FIELDS,
+            "max_seq_len": Field("max_position_embeddings", 131072),
+            "attention_softcap": Field("attn_logit_softcapping", 0.0),
+            "logits_softcap": Field("final_logit_softcapping", 0.0),
+        },
+        GELU,
+        {**GEMMA, "post_norms": True, "qk_norm": True},
+        needs=ONE_WAY,
+        ignored=BUFFERS,
+        window="but each n-th",
+        rope="two",
+    ),
 }

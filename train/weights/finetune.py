@@ -21,7 +21,9 @@ LONGEST = 2048  # tokens of a sequence where the model takes more
 # towards zero, which the weights did not come from; float32 masters, and recomputation, since published models are
 # large beside one device.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "precision": {"preset": "bf16"}, "remat": {"policy": "full"}, "loss": {"chunk": 1024},
+    "precision": {"preset": "bf16"},
+    "remat": {"policy": "full"},
+    "loss": {"chunk": 1024},
     "batch": {"micro": 1, "accumulation": 8},
     "optimizer": {"learning_rate": 2e-5, "warmup_steps": 30, "weight_decay": 0.0},
     "train": {"eval_every": 100, "eval_sequences": 256},
@@ -72,10 +74,15 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
         if ours == theirs or may or key in OWN or same_model(key, config.model, described.keys):
             continue
         value = ",".join(map(str, theirs)) if isinstance(theirs, tuple) else theirs
-        remedy = (f"leave --config.model.{key} out" if f"model.{key}" in given else
-                  f"set --config.model.{key}={value}, or begin from --config=hf:{folder}")
+        remedy = (
+            f"leave --config.model.{key} out"
+            if f"model.{key}" in given
+            else f"set --config.model.{key}={value}, or begin from --config=hf:{folder}"
+        )
         raise UserError(f"model.{key}={ours}, and {where} has {value}: {remedy}")
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):
         if described.window is not None and length > described.window:
-            raise UserError(f"{key}={length}: {where} asks for a sliding window of {described.window} positions, which "
-                            f"our model does not have; up to that length the two are the same, set {key} to it or less")
+            raise UserError(
+                f"{key}={length}: {where} asks for a sliding window of {described.window} positions, which "
+                f"our model does not have; up to that length the two are the same, set {key} to it or less"
+            )

@@ -34,8 +34,12 @@ State = tuple[int, int]  # of a file: bytes, time of its last change in ns
 SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
 CHECKED = 1 << 20  # number of values that are checked at once
 # Format's name of a float dtype -> the unsigned integer of its size, and the mask of its exponent bits.
-EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80),
-             "F8_E4M3": (np.uint8, 0x7F)}  # all bits but the sign: e4m3fn has no infinity, and one NaN of each sign
+EXPONENTS = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),
+}  # all bits but the sign: e4m3fn has no infinity, and one NaN of each sign
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -75,8 +79,10 @@ class Folder:
             for tensor in found.values():
                 if index and index.get(tensor.name) != name:
                     where = index.get(tensor.name)
-                    raise UserError(f"{file} has {_shown(tensor.name)}, which {INDEX} "
-                                    f"{f'has in {_shown(where)}' if where else 'lacks'}: download the folder again")
+                    raise UserError(
+                        f"{file} has {_shown(tensor.name)}, which {INDEX} "
+                        f"{f'has in {_shown(where)}' if where else 'lacks'}: download the folder again"
+                    )
                 tensors[tensor.name] = tensor
         for tensor, name in index.items():
             if tensor not in tensors:
@@ -116,11 +122,15 @@ class Folder:
             piece = np.asarray(view[tuple(slice(*span) for span in spans)] if spans else view[...])
             non_finite = count_non_finite(piece, tensor.dtype) and count_non_finite(view[...], tensor.dtype)
         except Exception as error:  # SafetensorError, which is none of Python's own, and OSError
-            raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)}): "
-                            "the file has changed or is damaged") from error
+            raise UserError(
+                f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)}): "
+                "the file has changed or is damaged"
+            ) from error
         if non_finite:
-            raise UserError(f"{self.path / tensor.file}: {non_finite:,} of the {math.prod(tensor.shape):,} values of "
-                            f"{one_line(name)} are NaN or infinite: download it again, or give other weights")
+            raise UserError(
+                f"{self.path / tensor.file}: {non_finite:,} of the {math.prod(tensor.shape):,} values of "
+                f"{one_line(name)} are NaN or infinite: download it again, or give other weights"
+            )
         return piece
 
     def _same(self, name: str) -> State:
@@ -132,8 +142,10 @@ class Folder:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         if now != self.states[name]:
-            raise UserError(f"{path} has changed since it was verified, from {self.states[name][0]:,} bytes to "
-                            f"{now[0]:,}: start again once nothing writes there")
+            raise UserError(
+                f"{path} has changed since it was verified, from {self.states[name][0]:,} bytes to "
+                f"{now[0]:,}: start again once nothing writes there"
+            )
         return now
 
 
@@ -149,7 +161,7 @@ def count_non_finite(array: np.ndarray, dtype: str) -> int:
     bits = array.view(integers).reshape(-1)
     count = 0
     for start in range(0, bits.size, CHECKED):  # in pieces: the results take as much memory as the values
-        count += int(np.count_nonzero((bits[start:start + CHECKED] & integers(exponent)) == exponent))
+        count += int(np.count_nonzero((bits[start : start + CHECKED] & integers(exponent)) == exponent))
     return count
 
 
@@ -180,8 +192,10 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
     if not os.path.isdir(root):
         weights, keys = (SINGLE, "hf: and init.folder take") if config == CONFIG else (ADAPTER, "init.adapter takes")
         if HUB_NAME.fullmatch(str(path)):
-            raise UserError(f"there is no folder {root}: {keys} a local folder; to make one from the Hugging Face Hub: "
-                            f"hf download {path} --local-dir={root.name}")
+            raise UserError(
+                f"there is no folder {root}: {keys} a local folder; to make one from the Hugging Face Hub: "
+                f"hf download {path} --local-dir={root.name}"
+            )
         raise UserError(f"there is no folder {root}: give one that holds {config} and {weights}")
     return root
 
@@ -263,16 +277,19 @@ def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[s
 _PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
 # Ends of names of what people have in the place of safetensors -> why it is not read.
 UNREADABLE = (
-    ((ADAPTER, ADAPTER_CONFIG), "this is an adapter, not a model: give the folder of its "
-     "base model"),
-    (("params.json", "consolidated.00.pth"), "Meta's own format has the rows of q and k in another order; download the "
-     "files that transformers reads"),
+    ((ADAPTER, ADAPTER_CONFIG), "this is an adapter, not a model: give the folder of its base model"),
+    (
+        ("params.json", "consolidated.00.pth"),
+        "Meta's own format has the rows of q and k in another order; download the files that transformers reads",
+    ),
     ((".bin", ".pth", ".pt", ".ckpt", ".pkl"), _PICKLED),
     ((".gguf",), "GGUF is quantized for inference; download the safetensors of the same model"),
 )
 NO_ADAPTER = (
-    (("adapter_model.bin",), "pickle files may run code and are not read; save the adapter with "
-     "save_pretrained(safe_serialization=True)"),
+    (
+        ("adapter_model.bin",),
+        "pickle files may run code and are not read; save the adapter with save_pretrained(safe_serialization=True)",
+    ),
     ((SINGLE, INDEX), "this is a model, not an adapter: set init.folder to it"),
 )
 UNNAMED = ((".safetensors",), f"several files need {INDEX}, and a single one that name")

@@ -14,8 +14,25 @@ from bytescope.memory.report_json import one_line
 from bytescope.train.errors import UserError
 
 # Bytes of an element by the format's name of a dtype.
-DTYPES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
-          "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8}
+DTYPES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+}
 LONGEST = 100_000_000  # bytes of a header, the format's own limit
 LARGEST = 2**63 - 1
 
@@ -57,8 +74,11 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], bytes]:
         tensors.append((tensor.start, stop, tensor))
     for start, stop, tensor in sorted(tensors, key=lambda row: row[:2]):
         if start - 8 - length != end:
-            raise _damaged(path, f"the bytes of {_shown(tensor.name)} begin at {start - 8 - length:,}, not where the "
-                                 f"tensor before it ends, at {end:,}")
+            raise _damaged(
+                path,
+                f"the bytes of {_shown(tensor.name)} begin at {start - 8 - length:,}, not where the "
+                f"tensor before it ends, at {end:,}",
+            )
         end = stop
     if 8 + length + end != size:
         raise _damaged(path, f"{size:,} bytes, and its header says {8 + length + end:,}")
@@ -94,8 +114,9 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[Tensor, int]
     if not all(type(number) is int and 0 <= number <= LARGEST for number in whole):
         raise _damaged(path, f"shape or data_offsets of {_shown(name)} are not whole numbers")
     if math.prod(shape) * DTYPES[dtype] != stop - start:
-        raise _damaged(path, f"{_shown(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} "
-                             "bytes")
+        raise _damaged(
+            path, f"{_shown(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"
+        )
     return Tensor(name, path.name, dtype, tuple(shape), begin + start), stop
 
 

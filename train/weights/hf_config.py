@@ -20,21 +20,28 @@ from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 LARGEST, MOST_LAYERS = 2**28, 2**12
 # Kind of rotary positions -> what `model.rope_scaling` has of it, in order.
 SCALINGS: Mapping[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",),
+    "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")}
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor"),
+}
 # model_type of a family that cannot be read -> the features that our model lacks.
-MISSING: Mapping[str, str] = dict.fromkeys(("llama4", "llama4_text"), (
-    "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, and "
-    "experts that weigh their input")) | {"gpt_oss": (
-    "attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}
+MISSING: Mapping[str, str] = dict.fromkeys(
+    ("llama4", "llama4_text"),
+    (
+        "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, and "
+        "experts that weigh their input"
+    ),
+) | {"gpt_oss": ("attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}
 EXPERTS = "experts, which are supported only for Mixtral, Qwen3-MoE and DeepSeek-V3"
 # Keys whose presence asks for something that a family does not have: (key, what it asks for).
 OTHERS = (
     ("auto_map", "code of its own, which is not run: give a folder of a model that transformers itself has"),
     ("text_config", "several modalities: give the folder of its text model alone"),
     ("vision_config", "several modalities: give the folder of its text model alone"),
-    ("num_local_experts", EXPERTS), ("num_experts", EXPERTS), ("n_routed_experts", EXPERTS),
+    ("num_local_experts", EXPERTS),
+    ("num_experts", EXPERTS),
+    ("n_routed_experts", EXPERTS),
     ("kv_lora_rank", "latent attention, which is supported only for DeepSeek-V3"),
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
@@ -59,8 +66,10 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     known = {key for field in family.fields.values() for key in field.key.split("|")} if family else set()
     known |= set(family.expected) if family else set()
     if isinstance(name, str) and name in MISSING:
-        raise UserError(f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; supported "
-                        f"families: {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; supported "
+            f"families: {', '.join(FAMILIES)}"
+        )
     fp8_block(raw, where)
     for key, why in OTHERS:
         if raw.get(key) and key not in known:
@@ -178,8 +187,11 @@ class _Reader:
         if len(set(rates.values())) == 1 and (family.dropout or not any(rates.values())):
             return rates[names[0]]
         wrong = next(name for name in names if rates[name])
-        raise self.wrong(wrong, "our one rate is for the embedding, the attention probabilities and both branches; "
-                         "choose it with --config.model.dropout, such as 0")
+        raise self.wrong(
+            wrong,
+            "our one rate is for the embedding, the attention probabilities and both branches; "
+            "choose it with --config.model.dropout, such as 0",
+        )
 
     def rope(self, found: Any, theta: float) -> tuple[float, tuple[float, ...]]:
         """(base, scaling) of rotary positions, of an object of either spelling or null; `theta`: the base where it has
@@ -193,16 +205,20 @@ class _Reader:
         if partial is not None and partial != 1:
             raise UserError(f"{self.where}: partial_rotary_factor={_shown(partial)}: our model rotates whole heads")
         if not isinstance(kind, str) or kind not in SCALINGS:
-            raise UserError(f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes "
-                            f"{', '.join(SCALINGS)} alone")
+            raise UserError(
+                f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes "
+                f"{', '.join(SCALINGS)} alone"
+            )
         values = self._yarn(found) if kind == "yarn" else found
         return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
 
     def _yarn(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
         """Returns YaRN's numbers, with the defaults of transformers."""
         if scaling.get("truncate") not in (None, True):
-            raise UserError(f"{self.where}: truncate={_shown(scaling['truncate'])}: our model computes YaRN only with "
-                            "whole numbers of pairs, truncate=true")
+            raise UserError(
+                f"{self.where}: truncate={_shown(scaling['truncate'])}: our model computes YaRN only with "
+                "whole numbers of pairs, truncate=true"
+            )
         values = {key: value for key, value in scaling.items() if value is not None}
         original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
         if "factor" not in values:
@@ -247,17 +263,22 @@ def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
     keys, raw = _rope(reader), reader.raw
     scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if keys["rope_scaling"] and scaled.get("mscale_all_dim"):
-        width = sum(reader.count(key, raw.get(key, absent))
-                    for key, absent in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64)))
+        width = sum(
+            reader.count(key, raw.get(key, absent))
+            for key, absent in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))
+        )
         factor = keys["rope_scaling"][0]
-        keys["attention_scale"] = width**-0.5 * reader.stretch({**scaled, "factor": factor}, "mscale_all_dim")**2
+        keys["attention_scale"] = width**-0.5 * reader.stretch({**scaled, "factor": factor}, "mscale_all_dim") ** 2
     return keys
 
 
 # How a family says what its rotary positions are.
 ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
-    "one": _rope, "one, of 1e6": lambda reader: _rope(reader, 1e6), "one, of latents": _rope_of_latents,
-    "two": _ropes}
+    "one": _rope,
+    "one, of 1e6": lambda reader: _rope(reader, 1e6),
+    "one, of latents": _rope_of_latents,
+    "two": _ropes,
+}
 
 
 def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
@@ -268,8 +289,10 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
         raise reader.wrong("mlp_only_layers", "a list of numbers of layers expected")
     found = expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
     if found is None:
-        raise reader.wrong("mlp_only_layers" if dense else "decoder_sparse_step",
-                           "our model has dense layers first, and then experts in each n-th layer")
+        raise reader.wrong(
+            "mlp_only_layers" if dense else "decoder_sparse_step",
+            "our model has dense layers first, and then experts in each n-th layer",
+        )
     return found
 
 
@@ -298,11 +321,16 @@ def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 # A family's load-balance loss -> keys of `loss`, with the coefficient in config.json.
 BALANCES: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, Any]]] = {
-    "sum over choices": _summed_balance, "mean": _mean_balance}
+    "sum over choices": _summed_balance,
+    "mean": _mean_balance,
+}
 # Which layers of a family have experts, as keys of ours.
 ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
-    "none": lambda reader, keys: {}, "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
-    "by step": _by_step, "after the first": _after_the_first}
+    "none": lambda reader, keys: {},
+    "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
+    "by step": _by_step,
+    "after the first": _after_the_first,
+}
 
 FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "n_heads": lambda keys: keys["n_heads"],
@@ -311,7 +339,7 @@ FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "sqrt(d_model)": lambda keys: math.sqrt(keys["d_model"]),
 }
 # Our key -> our value of theirs.
-TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30)**-0.5}
+TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30) ** -0.5}
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:

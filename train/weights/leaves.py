@@ -107,13 +107,15 @@ class Leaf:
         """Returns the scale of each element in these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(self.scale.name, blocks).astype(np.float32)
-        within = [slice(start % size, start % size + stop - start)
-                  for (start, stop), size in zip(spans, self.block)]
+        within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
         return array.repeat(self.block[0], 0)[within[0]].repeat(self.block[1], 1)[:, within[1]]
 
 
-def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, Collection[str]] = MappingProxyType({}),
-                      ) -> dict[str, Leaf]:
+def checkpoint_leaves(
+    folder: Folder,
+    model: ModelConfig,
+    packed: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> dict[str, Leaf]:
     """Our dotted path of each parameter, with the numbers of its layer and expert and without stacking, such as
     `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7` -> where it is.
 
@@ -122,14 +124,20 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, C
     Raises:
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
     """
-    family = family_of({key: value for key, value in folder.config.items() if not packed or key != PACKED},
-                       str(folder.path / "config.json"))
+    family = family_of(
+        {key: value for key, value in folder.config.items() if not packed or key != PACKED},
+        str(folder.path / "config.json"),
+    )
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
     block = fp8_block(folder.config, str(folder.path / "config.json")) if not packed else None
-    found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
-             for path, (row, name) in rows_by_path(family, shapes).items() if path not in packed}
-    _refuse_surplus(folder, family, model.n_layers, found, name_of,
-                    {name for names in packed.values() for name in names})
+    found = {
+        path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
+        for path, (row, name) in rows_by_path(family, shapes).items()
+        if path not in packed
+    }
+    _refuse_surplus(
+        folder, family, model.n_layers, found, name_of, {name for names in packed.values() for name in names}
+    )
     return found
 
 
@@ -143,8 +151,10 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, s
     for path in paths:
         row = family.rows.get(re.sub(r"\.\d+$", f".{EXPERT}", re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)))
         if row is None:
-            raise UserError(f"{family.architecture} has no tensor for our parameter {path}: set the key of "
-                            "config.model that adds it as that family has it")
+            raise UserError(
+                f"{family.architecture} has no tensor for our parameter {path}: set the key of "
+                "config.model that adds it as that family has it"
+            )
         found[path] = (row, _numbered(row.tensor, path))
     return found
 
@@ -175,8 +185,9 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
-    return {".".join(map(str, path)): variable.shape
-            for path, variable in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
+    return {
+        ".".join(map(str, path)): variable.shape for path, variable in nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    }
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
@@ -189,15 +200,20 @@ def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
     return name_of
 
 
-def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...],
-          block: tuple[int, int] | None) -> Leaf:
+def _leaf(
+    folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
         if ".experts." in name and (fused := next((one for one in folder.tensors if one.endswith(FUSED)), "")):
-            raise UserError(f"{folder.path} has the experts of a layer in one tensor, {fused}: load it in transformers "
-                            "and save it with save_pretrained, which gives each expert its own")
-        raise UserError(f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
-                        "config.model as its config.json says")
+            raise UserError(
+                f"{folder.path} has the experts of a layer in one tensor, {fused}: load it in transformers "
+                "and save it with save_pretrained, which gives each expert its own"
+            )
+        raise UserError(
+            f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
+            "config.model as its config.json says"
+        )
     pattern = Pattern.of(row.pattern)
     axis, before, inner, stored = 0, 0, "", None
     their_shape = list(pattern.their_shape(sizes))
@@ -210,14 +226,17 @@ def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, .
             inner = row.parts[row.part]
             stored = {**sizes, inner: sum(widths)}
     if tensor.shape != tuple(their_shape):
-        raise UserError(f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json asks for "
-                        f"{_text(their_shape)}")
+        raise UserError(
+            f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json asks for "
+            f"{_text(their_shape)}"
+        )
     scale = None
     if tensor.dtype in FP8 and block and len(tensor.shape) == 2:
         scale = _scale(folder, tensor, block)
     elif tensor.dtype not in READABLE:
-        raise UserError(f"{folder.path}: tensor {name} has dtype {tensor.dtype}: give float32, float16 or bfloat16 "
-                        "weights")
+        raise UserError(
+            f"{folder.path}: tensor {name} has dtype {tensor.dtype}: give float32, float16 or bfloat16 weights"
+        )
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before, inner, stored, scale, block or (1, 1))
 
 
@@ -226,18 +245,27 @@ def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
     name = f"{tensor.name}_scale_inv"
     scale = folder.tensors.get(name)
     if scale is None:
-        raise UserError(f"{folder.path} has no tensor {name}, the scales of {tensor.name} in fp8: download the folder "
-                        "again")
+        raise UserError(
+            f"{folder.path} has no tensor {name}, the scales of {tensor.name} in fp8: download the folder again"
+        )
     shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
     if scale.shape != shape or scale.dtype not in READABLE:
-        raise UserError(f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and blocks of "
-                        f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16: download "
-                        "the folder again")
+        raise UserError(
+            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and blocks of "
+            f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16: download "
+            "the folder again"
+        )
     return scale
 
 
-def _refuse_surplus(folder: Folder, family: Family, layers: int, found: dict[str, Leaf],
-                    name_of: Callable[[str], str], packed: Collection[str]) -> None:
+def _refuse_surplus(
+    folder: Folder,
+    family: Family,
+    layers: int,
+    found: dict[str, Leaf],
+    name_of: Callable[[str], str],
+    packed: Collection[str],
+) -> None:
     """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
     tied to has to equal it."""
     used = {leaf.tensor.name for leaf in found.values()} | {leaf.scale.name for leaf in found.values() if leaf.scale}
@@ -251,11 +279,15 @@ def _refuse_surplus(folder: Folder, family: Family, layers: int, found: dict[str
         table = found["w_token"].tensor
         if "w_head" not in found and name == name_of(family.rows["w_head"].tensor):
             if not _equal(folder, tensor, table):
-                raise UserError(f"{folder.path}: {name} differs from {table.name}, and tie_word_embeddings makes them "
-                                "one: set it to false in config.json")
+                raise UserError(
+                    f"{folder.path}: {name} differs from {table.name}, and tie_word_embeddings makes them "
+                    "one: set it to false in config.json"
+                )
             continue
-        raise UserError(f"{folder.path} has tensor {name}, which config.json does not ask for: give the folder of "
-                        "another model, or mend that file")
+        raise UserError(
+            f"{folder.path} has tensor {name}, which config.json does not ask for: give the folder of "
+            "another model, or mend that file"
+        )
 
 
 def _equal(folder: Folder, one: Tensor, other: Tensor) -> bool:
@@ -264,8 +296,10 @@ def _equal(folder: Folder, one: Tensor, other: Tensor) -> bool:
     rows = max(COMPARED // math.prod(one.shape[1:]), 1)
     spans = [(start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)]
     whole = [(0, size) for size in one.shape[1:]]
-    return all(folder.read(one.name, [span, *whole]).tobytes() == folder.read(other.name, [span, *whole]).tobytes()
-               for span in spans)
+    return all(
+        folder.read(one.name, [span, *whole]).tobytes() == folder.read(other.name, [span, *whole]).tobytes()
+        for span in spans
+    )
 
 
 def _text(shape: Sequence[int]) -> str:

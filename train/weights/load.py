@@ -33,10 +33,14 @@ TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the sys
 SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whole
 
 
-def load_params(folder: Folder, model: ModelConfig, shapes: Any,
-                tell: Callable[[int, int], None] = lambda done, total: None,
-                quantized: Mapping[str, tuple[str, Matrix]] = {},
-                order: Mapping[str, Sequence[int]] = {}) -> Any:
+def load_params(
+    folder: Folder,
+    model: ModelConfig,
+    shapes: Any,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    quantized: Mapping[str, tuple[str, Matrix]] = {},
+    order: Mapping[str, Sequence[int]] = {},
+) -> Any:
     """The weights of a folder as a tree of jax.Array like `shapes`, cast to the dtypes there.
 
     Args:
@@ -51,22 +55,33 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
     return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized, order)
 
 
-def load_leaves(leaves: Mapping[str, Leaf], model: ModelConfig, shapes: Any,
-                tell: Callable[[int, int], None] = lambda done, total: None,
-                quantized: Mapping[str, tuple[str, Matrix]] = {},
-                order: Mapping[str, Sequence[int]] = {}) -> Any:
+def load_leaves(
+    leaves: Mapping[str, Leaf],
+    model: ModelConfig,
+    shapes: Any,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    quantized: Mapping[str, tuple[str, Matrix]] = {},
+    order: Mapping[str, Sequence[int]] = {},
+) -> Any:
     """The same of what is where already, by our dotted path with the numbers of layer and expert."""
     held = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
-    jobs: list[_Job | QuantizedJob] = [job for path, _ in flat if (name := dotted(path)) not in parts
-                                       for job in _jobs(targets[name], _held(name, held))]
+    jobs: list[_Job | QuantizedJob] = [
+        job
+        for path, _ in flat
+        if (name := dotted(path)) not in parts
+        for job in _jobs(targets[name], _held(name, held))
+    ]
     for name, (base, matrix) in quantized.items():
         own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
-        jobs += [QuantizedJob(leaf, base, matrix, {part: target.shards for part, target in own.items()},
-                              next(iter(index), None))
-                 for index, leaf in _held(name, held).items()]
+        jobs += [
+            QuantizedJob(
+                leaf, base, matrix, {part: target.shards for part, target in own.items()}, next(iter(index), None)
+            )
+            for index, leaf in _held(name, held).items()
+        ]
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -94,8 +109,10 @@ class _Target:
         small = math.prod(self.sharding.shard_shape(like.shape)) * like.dtype.itemsize <= SMALL
         # Made by one program on all devices: compiling one for each would take longer than reading.
         made = {} if small else {shard.device: shard.data for shard in _zeros(like, self.sharding).addressable_shards}
-        self.shards = [_Shard(spans, devices, [made[device] for device in devices] if made else [], like.dtype)
-                       for spans, devices in where.items()]
+        self.shards = [
+            _Shard(spans, devices, [made[device] for device in devices] if made else [], like.dtype)
+            for spans, devices in where.items()
+        ]
 
     def array(self) -> jax.Array:
         """The array, filled."""
@@ -158,7 +175,7 @@ class _Job:
 
     @property
     def _spans(self) -> Sequence[Span]:
-        return self.shard.spans[len(self.index):]
+        return self.shard.spans[len(self.index) :]
 
     @property
     def nbytes(self) -> int:
@@ -185,7 +202,7 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
     start, stop = spans[axis]
     middle = start + (stop - start) // 2
     for half in ((start, middle), (middle, stop)):
-        yield from pieces([*spans[:axis], half, *spans[axis + 1:]], most, outer)
+        yield from pieces([*spans[:axis], half, *spans[axis + 1 :]], most, outer)
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -195,13 +212,18 @@ def dotted(path: Sequence[Any]) -> str:
 
 def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
     """What fills one array. held: its parameters by their index in its leading axes."""
-    return [_Job(leaf, shard, index) for shard in target.shards for index, leaf in held.items()
-            if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans))]
+    return [
+        _Job(leaf, shard, index)
+        for shard in target.shards
+        for index, leaf in held.items()
+        if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans))
+    ]
 
 
 def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
     """What fills the array of this name."""
     if name not in held:
-        raise ValueError(f"parameter {name} has no tensor, or not all, in the folder: ask for parameters of the model "
-                         "alone")
+        raise ValueError(
+            f"parameter {name} has no tensor, or not all, in the folder: ask for parameters of the model alone"
+        )
     return held[name]

@@ -74,49 +74,88 @@ def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> n
 
 
 def _awq_config(group: int) -> dict[str, Any]:
-    return {"quant_method": "awq", "version": "gemm", "bits": BITS, "group_size": group, "zero_point": True,
-            "modules_to_not_convert": [HEAD]}
+    return {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": BITS,
+        "group_size": group,
+        "zero_point": True,
+        "modules_to_not_convert": [HEAD],
+    }
 
 
 def _awq_shapes(inputs: int, outputs: int, group: int) -> Shapes:
-    return {"qweight": ("I32", (inputs, outputs // PER_WORD)),
-            "qzeros": ("I32", (inputs // group, outputs // PER_WORD)), "scales": ("F16", (inputs // group, outputs))}
+    return {
+        "qweight": ("I32", (inputs, outputs // PER_WORD)),
+        "qzeros": ("I32", (inputs // group, outputs // PER_WORD)),
+        "scales": ("F16", (inputs // group, outputs)),
+    }
 
 
 def _awq_pack(one: Codes) -> dict[str, np.ndarray]:
-    return {"qweight": pack_words(one.codes_IO, AWQ_ORDER), "qzeros": pack_words(one.zeros_GO, AWQ_ORDER),
-            "scales": one.scales_GO}
+    return {
+        "qweight": pack_words(one.codes_IO, AWQ_ORDER),
+        "qzeros": pack_words(one.zeros_GO, AWQ_ORDER),
+        "scales": one.scales_GO,
+    }
 
 
 def _awq_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
-    return Codes(unpack_words(tensors["qweight"], AWQ_ORDER), unpack_words(tensors["qzeros"], AWQ_ORDER),
-                 half(tensors["scales"]))
+    return Codes(
+        unpack_words(tensors["qweight"], AWQ_ORDER), unpack_words(tensors["qzeros"], AWQ_ORDER), half(tensors["scales"])
+    )
 
 
 # ---- compressed-tensors' layout -----------------------------------------------------------------------------------
 
 
 def _compressed_config(group: int) -> dict[str, Any]:
-    weights = {"num_bits": BITS, "type": "int", "symmetric": False, "strategy": "group", "group_size": group,
-               "dynamic": False, "actorder": None, "observer": "minmax"}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "ignore": [HEAD], "kv_cache_scheme": None, "global_compression_ratio": None,
-            "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": weights,
-                                          "input_activations": None, "output_activations": None}}}
+    weights = {
+        "num_bits": BITS,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": [HEAD],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "pack-quantized",
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+    }
 
 
 def _compressed_shapes(inputs: int, outputs: int, group: int) -> Shapes:
-    return {"weight_packed": ("I32", (outputs, inputs // PER_WORD)),
-            "weight_zero_point": ("I32", (outputs // PER_WORD, inputs // group)),
-            "weight_scale": ("F16", (outputs, inputs // group)), "weight_shape": ("I64", (2,))}
+    return {
+        "weight_packed": ("I32", (outputs, inputs // PER_WORD)),
+        "weight_zero_point": ("I32", (outputs // PER_WORD, inputs // group)),
+        "weight_scale": ("F16", (outputs, inputs // group)),
+        "weight_shape": ("I64", (2,)),
+    }
 
 
 def _compressed_pack(one: Codes) -> dict[str, np.ndarray]:
     # The words of zero points have neighbours along the outputs, those of codes along the inputs.
-    return {"weight_packed": pack_words(np.ascontiguousarray(one.codes_IO.T)),
-            "weight_zero_point": np.ascontiguousarray(pack_words(one.zeros_GO).T),
-            "weight_scale": np.ascontiguousarray(one.scales_GO.T),
-            "weight_shape": np.array(one.codes_IO.shape[::-1], np.int64)}
+    return {
+        "weight_packed": pack_words(np.ascontiguousarray(one.codes_IO.T)),
+        "weight_zero_point": np.ascontiguousarray(pack_words(one.zeros_GO).T),
+        "weight_scale": np.ascontiguousarray(one.scales_GO.T),
+        "weight_shape": np.array(one.codes_IO.shape[::-1], np.int64),
+    }
 
 
 def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
@@ -130,8 +169,13 @@ def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
 
 LAYOUTS: Mapping[str, Layout] = {
     "awq": Layout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
-    "compressed-tensors": Layout("compressed-tensors' pack-quantized", _compressed_config, _compressed_shapes,
-                                 _compressed_pack, _compressed_unpack),
+    "compressed-tensors": Layout(
+        "compressed-tensors' pack-quantized",
+        _compressed_config,
+        _compressed_shapes,
+        _compressed_pack,
+        _compressed_unpack,
+    ),
 }
 OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may lack
 
@@ -145,8 +189,10 @@ def half(scales: np.ndarray) -> np.ndarray:
     found = scales.astype(np.float16)
     wide = scales.astype(np.float32)
     if np.abs(found.astype(np.float32) - wide).max(initial=0) > 2**-10 * np.abs(wide).max(initial=0):
-        raise UserError(f"a scale of {float(np.abs(wide).max()):.3g} is more than float16 holds: quantize the model "
-                        "again from its own weights")
+        raise UserError(
+            f"a scale of {float(np.abs(wide).max()):.3g} is more than float16 holds: quantize the model "
+            "again from its own weights"
+        )
     return found
 
 
@@ -163,23 +209,33 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
         raise UserError(f"{where}: {PACKED} is no object: download the folder again")
     method = found.get("quant_method")
     asked = found if method == "awq" else _weights(found)
-    wanted = {"awq": {"bits": BITS, "version": "gemm", "zero_point": True},
-              "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"}}.get(method)
+    wanted = {
+        "awq": {"bits": BITS, "version": "gemm", "zero_point": True},
+        "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"},
+    }.get(method)
     if wanted is None:
-        raise UserError(f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
-                        f"{' and '.join(LAYOUTS)} are read; give the folder of the bf16 weights")
+        raise UserError(
+            f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
+            f"{' and '.join(LAYOUTS)} are read; give the folder of the bf16 weights"
+        )
     for key, value in wanted.items():
         given = asked.get(key)
         if (given.lower() if isinstance(given, str) else given) != value:
-            raise UserError(f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: {value} alone is read; give "
-                            "the folder of the bf16 weights")
+            raise UserError(
+                f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: {value} alone is read; give "
+                "the folder of the bf16 weights"
+            )
     if asked.get("actorder") not in (None, False, "weight"):
-        raise UserError(f"{where}: {PACKED} has actorder={one_line(repr(asked['actorder']))[:60]}: groups are read in "
-                        "the order of the inputs alone; give the folder of the bf16 weights")
+        raise UserError(
+            f"{where}: {PACKED} has actorder={one_line(repr(asked['actorder']))[:60]}: groups are read in "
+            "the order of the inputs alone; give the folder of the bf16 weights"
+        )
     group = asked.get("group_size")
     if group not in SIZES:
-        raise UserError(f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: groups of "
-                        f"{', '.join(map(str, SIZES))} are read; give the folder of the bf16 weights")
+        raise UserError(
+            f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: groups of "
+            f"{', '.join(map(str, SIZES))} are read; give the folder of the bf16 weights"
+        )
     return LAYOUTS[method], group
 
 

@@ -31,11 +31,24 @@ Span = tuple[int, int]  # from the first to before the second
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Letter -> size of that axis, as checkpoints have it: the vocabulary without padding."""
-    return {"d": model.d_model, "h": model.n_heads, "g": model.n_kv_heads, "k": model.d_head, "f": model.d_ff,
-            "v": model.vocab_size, "p": model.max_seq_len, "e": model.experts, "m": model.expert_width,
-            "t": model.shared_experts * model.expert_width, "q": model.mla_q_rank, "c": model.mla_kv_rank,
-            "s": model.score_width, "u": model.value_width, "z": model.mla_kv_rank + model.mla_d_rope,
-            "y": model.mla_d_rope}
+    return {
+        "d": model.d_model,
+        "h": model.n_heads,
+        "g": model.n_kv_heads,
+        "k": model.d_head,
+        "f": model.d_ff,
+        "v": model.vocab_size,
+        "p": model.max_seq_len,
+        "e": model.experts,
+        "m": model.expert_width,
+        "t": model.shared_experts * model.expert_width,
+        "q": model.mla_q_rank,
+        "c": model.mla_kv_rank,
+        "s": model.score_width,
+        "u": model.value_width,
+        "z": model.mla_kv_rank + model.mla_d_rope,
+        "y": model.mla_d_rope,
+    }
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
@@ -68,7 +81,7 @@ class Pattern:
     def axis_of(self, part: str) -> tuple[int, bool]:
         """Returns (the axis on disk that ends with these letters, whether it has another letter before them)."""
         letters = tuple(part.split())
-        axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters):] == letters)
+        axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters) :] == letters)
         return axis, self.theirs[axis] != letters
 
     @property
@@ -104,8 +117,9 @@ class Pattern:
         if self.paired:
             array = array.take(_halves(sizes[self.paired], sizes["y"]), self.ours.index(self.paired))
         leading = {group[0] for group in self.theirs} - {self.paired}
-        return array[tuple(slice(None) if letter in leading else slice(*span)
-                           for letter, span in zip(self.ours, spans))]
+        return array[
+            tuple(slice(None) if letter in leading else slice(*span) for letter, span in zip(self.ours, spans))
+        ]
 
     def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
         """Returns a tensor of our layout in the layout on disk: the inverse of `forward`.
@@ -121,8 +135,7 @@ class Pattern:
         return array.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """Returns the full span of a `paired` letter: neighbours on disk are far apart in our layout, so all are read.
-        """
+        """Returns the full span of a `paired` letter: neighbours on disk are far apart in our layout, so all are read."""
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 

@@ -38,8 +38,10 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
     if of_expert := _OF_EXPERT.fullmatch(rest):
         rest, index, sizes = of_expert[1], (int(of_expert[2]),), (model.experts,)
     stack, place, count = _in_stack(model, int(number))
-    return (Place(f"{BLOCKS}.{number}.{rest}", index, sizes),
-            Place(f"{stack}.{rest}", (place, *index), (count, *sizes)))
+    return (
+        Place(f"{BLOCKS}.{number}.{rest}", index, sizes),
+        Place(f"{stack}.{rest}", (place, *index), (count, *sizes)),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,11 +64,14 @@ def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tup
     return {array: parts for array, parts in arrays.items() if len(parts) == math.prod(sizes[array])}
 
 
-def by_row(arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
-           ) -> dict[str, Mapping[tuple[int, ...], Any]]:
+def by_row(
+    arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
+) -> dict[str, Mapping[tuple[int, ...], Any]]:
     """The same with the rows of stacks in `order`: stack -> the layer of each row, -1 for a row of none."""
-    rows = {stack: [row for _, row in sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)]
-            for stack, layers in order.items()}
+    rows = {
+        stack: [row for _, row in sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)]
+        for stack, layers in order.items()
+    }
     found = dict(arrays)
     for array, parts in arrays.items():
         stack, _, rest = array.partition(".")

@@ -41,8 +41,9 @@ def _adapter_leaves(program: Program) -> dict[str, Leaf]:
     init, lora = program.config.init, program.config.lora
     if not init.adapter:
         return {}
-    return adapter_leaves(Folder.open_adapter(init.adapter), program.model, Folder.open(init.folder), lora.rank,
-                          lora.targets)
+    return adapter_leaves(
+        Folder.open_adapter(init.adapter), program.model, Folder.open(init.folder), lora.rank, lora.targets
+    )
 
 
 def initial_params(program: Program, console: Console) -> Any:
@@ -62,10 +63,20 @@ def frozen_params(program: Program, console: Console) -> Any:
 
 
 def _loaded(program: Program, shapes: Any, console: Console) -> Any:
-    columns = (TextColumn("loading weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
-               TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("loading weights"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("", total=None)
-        return load_params(Folder.open(program.config.init.folder), program.model, shapes,
-                           lambda done, total: bar.update(task, completed=done, total=total),
-                           quantized_weights(program.abstract()), program.order)
+        return load_params(
+            Folder.open(program.config.init.folder),
+            program.model,
+            shapes,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            quantized_weights(program.abstract()),
+            program.order,
+        )

@@ -19,11 +19,21 @@ SECONDS = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--out", metavar="FILE", type=user_path, help="write the rates as JSON, for --rates=FILE of "
-                        "the commands that predict seconds")
-    parser.add_argument("--seconds", metavar="S", type=float, default=SECONDS, help="measure for about so long "
-                        f"(default: {SECONDS:g}), on a busy machine at most a quarter longer, or 30 s; with little "
-                        "time only what predictions cannot do without")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=user_path,
+        help="write the rates as JSON, for --rates=FILE of the commands that predict seconds",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=SECONDS,
+        help="measure for about so long "
+        f"(default: {SECONDS:g}), on a busy machine at most a quarter longer, or 30 s; with little "
+        "time only what predictions cannot do without",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:

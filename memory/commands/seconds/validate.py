@@ -30,16 +30,31 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     listed = "; ".join(f"{name}: {what}" for name, what in SETS.items())
-    parser.add_argument("--set", choices=SETS, default="playbook", metavar="NAME",
-                        help=f"the measured runs (default: playbook). {listed}")
+    parser.add_argument(
+        "--set",
+        choices=SETS,
+        default="playbook",
+        metavar="NAME",
+        help=f"the measured runs (default: playbook). {listed}",
+    )
     parser.add_argument("--gpus", metavar="N,N", help="runs on so many GPUs alone, such as 8,32")
-    parser.add_argument("--only", metavar="TEXT", help="rows alone whose model, chip or setup has this text, "
-                        "such as tp4")
-    parser.add_argument("--folder", metavar="DIR", type=user_path, help="where compiled rows are kept, one file each, "
-                        "so that the command goes on where it stopped (default: in the cache)")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="rows alone whose model, chip or setup has this text, such as tp4"
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        type=user_path,
+        help="where compiled rows are kept, one file each, "
+        "so that the command goes on where it stopped (default: in the cache)",
+    )
     add_rates(parser)
-    parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
-                        "far as 20 GiB of host memory allow)")
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+    )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write every row and every score as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write them as a page that opens offline")
 
@@ -87,8 +102,12 @@ def _of_rates(args: argparse.Namespace, rows: Sequence[Row]) -> list[Row]:
             check_rates(args, [target])
         except ReportError as error:
             why[target] = error
-    found = [row if row.reason or row.target not in why else dataclasses.replace(
-        row, reason=f"--rates is of another chip than {row.chip}") for row in rows]
+    found = [
+        row
+        if row.reason or row.target not in why
+        else dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}")
+        for row in rows
+    ]
     if why and all(row.reason for row in found):
         raise next(iter(why.values()))
     return found

@@ -42,8 +42,13 @@ class Tried:
     why: str = ""
 
 
-def tried(report: Report, levers: Sequence[Lever], bytes_of: Callable[[Keys], int],
-          tell: Callable[[str], None] = lambda line: None, each_s: float = 0.0) -> list[Tried]:
+def tried(
+    report: Report,
+    levers: Sequence[Lever],
+    bytes_of: Callable[[Keys], int],
+    tell: Callable[[str], None] = lambda line: None,
+    each_s: float = 0.0,
+) -> list[Tried]:
     """Compiles the promising levers, the cheapest first, until one fits; then all that keep the curve together.
 
     A lever is promising if the rows that it shrinks are larger than what is missing.
@@ -56,7 +61,7 @@ def tried(report: Report, levers: Sequence[Lever], bytes_of: Callable[[Keys], in
     if report.limit_bytes is None:
         return []
     missing = report.predicted_bytes - report.limit_bytes
-    promising = [lever for lever in levers if lever.curve and lever.most(report) >= missing][:MOST - 1]
+    promising = [lever for lever in levers if lever.curve and lever.most(report) >= missing][: MOST - 1]
     whole = together(levers, report)
     if whole is not None and whole.most(report) >= missing and whole.keys not in [each.keys for each in promising]:
         promising.append(whole)
@@ -88,15 +93,18 @@ def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: 
         out += [f"  {human(each.bytes)}  {_verdict(each.bytes, report)}  {each.lever.flags}" for each in compiled]
     fits = any(each.bytes <= (report.limit_bytes or 0) for each in compiled)
     known = any(report.breakdown.values())
-    left = [lever for lever in levers if lever not in [each.lever for each in found]
-            and (lever.most(report) or not known)]
+    left = [
+        lever for lever in levers if lever not in [each.lever for each in found] and (lever.most(report) or not known)
+    ]
     if not fits and left:
         most = ", with the most that each can free" if known else ""
         out.append(f"{'not compiled' if compiled else 'left to try'}, the cheapest first{most}:")
         out += [_untried(lever, report, known) for lever in left]
     if case_of(report) is not None and not levers:
-        out.append("the config has no memory lever left: take a smaller model, shorter sequences "
-                   f"(--config.{DATA_SEQ_LEN}), or more devices")
+        out.append(
+            "the config has no memory lever left: take a smaller model, shorter sequences "
+            f"(--config.{DATA_SEQ_LEN}), or more devices"
+        )
     if fit and levers:
         out.append(f"the fastest that fits, found by compiling: {fit}")
     return out
@@ -129,10 +137,15 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
     if case is None or report.limit_bytes is None:
         return ""
     held = [key for key, _ in overrides if key.startswith((REMAT, BATCH))]
-    words = ["bytescope", "fit", config, *([target] if target not in ("", "local") else []),
-             f"--budget={_budget(report)}",
-             *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
-             *(f"--config.{key}={text}" for key, text in overrides if key not in held)]
+    words = [
+        "bytescope",
+        "fit",
+        config,
+        *([target] if target not in ("", "local") else []),
+        f"--budget={_budget(report)}",
+        *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
+        *(f"--config.{key}={text}" for key, text in overrides if key not in held),
+    ]
     return shlex.join(words)
 
 

@@ -110,8 +110,12 @@ def case_of(report: Report) -> Case | None:
     axes = {axis: int(flat.get(MESH + axis, 1)) for axis in ("stage", *BATCH_AXES, "context", "tensor")}
     known = math.prod(size for size in axes.values() if size > 0)
     rest = max(int(report.target.get("n_devices") or 1) // known, 1)
-    return Case(flat, {axis: size if size > 0 else rest for axis, size in axes.items()},
-                 report.target.get("platform") not in (None, "cpu"), report)
+    return Case(
+        flat,
+        {axis: size if size > 0 else rest for axis, size in axes.items()},
+        report.target.get("platform") not in (None, "cpu"),
+        report,
+    )
 
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -71,8 +71,11 @@ def _vocabulary(case: Case, finding: Finding) -> Remedy:
     size = math.gcd(together, here)
     if case.axes["tensor"] > 1 or size < 2:
         return None
-    return (f"shard the vocabulary, with heads and MLP, over {size} devices; an update has 1/{size} of the sequences "
-            "then, unless batch.micro or the accumulation is raised", {MESH_TENSOR: str(size)})
+    return (
+        f"shard the vocabulary, with heads and MLP, over {size} devices; an update has 1/{size} of the sequences "
+        "then, unless batch.micro or the accumulation is raised",
+        {MESH_TENSOR: str(size)},
+    )
 
 
 def _less_kept(case: Case, finding: Finding) -> Remedy:
@@ -94,6 +97,11 @@ def _no_prefetch(case: Case, finding: Finding) -> Remedy:
 
 # Kind of a finding -> its remedy.
 REMEDIES: Mapping[str, Callable[[Case, Finding], Remedy]] = {
-    "full_logits": _chunked_loss, "whole_state": _zero3, "unsharded_gradients": _vocabulary, "xla_remat": _less_kept,
-    "host_memory": _small_moments, "lasting_gathers": _no_prefetch, "large_collective": _no_prefetch,
+    "full_logits": _chunked_loss,
+    "whole_state": _zero3,
+    "unsharded_gradients": _vocabulary,
+    "xla_remat": _less_kept,
+    "host_memory": _small_moments,
+    "lasting_gathers": _no_prefetch,
+    "large_collective": _no_prefetch,
 }

@@ -97,8 +97,13 @@ def open_levers(report: Report) -> list[Lever]:
 def together(levers: Sequence[Lever], report: Report) -> Lever | None:
     """All levers that keep the curve and stay on the device, at their strongest, as one; None for fewer than two."""
     case = case_of(report)
-    used = [lever for lever in levers if lever.curve and not any(key.startswith(OFFLOAD) for key in lever.keys)
-            and lever.keys.get(REMAT_POLICY) != "offload"]
+    used = [
+        lever
+        for lever in levers
+        if lever.curve
+        and not any(key.startswith(OFFLOAD) for key in lever.keys)
+        and lever.keys.get(REMAT_POLICY) != "offload"
+    ]
     if case is None or len(used) < 2:
         return None
     keys: dict[str, str] = {}
@@ -164,8 +169,9 @@ def _micro(case: Case) -> Lever | None:
     room = moving - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
     divisors = [size for size in range(1, min(micro // 2, 10**6) + 1) if micro % size == 0]
     size = max((size for size in divisors if moving * size <= (1 - _MARGIN) * room * micro), default=1)
-    return Lever(_micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro),
-                 adds=_accumulator(case))
+    return Lever(
+        _micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro), adds=_accumulator(case)
+    )
 
 
 def _accumulator(case: Case) -> int:
@@ -224,8 +230,12 @@ def _params_to_host(case: Case) -> Lever | None:
     streamed = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.shared == 1
     if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not streamed or not case.by_layer:
         return None
-    return Lever({OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"}, {"optimizer": 1.0, "params": 1.0}, True,
-                 "parameters and moments cross the host link")
+    return Lever(
+        {OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"},
+        {"optimizer": 1.0, "params": 1.0},
+        True,
+        "parameters and moments cross the host link",
+    )
 
 
 def _expert_room(case: Case) -> Lever | None:
@@ -234,9 +244,12 @@ def _expert_room(case: Case) -> Lever | None:
     if room is None or found is None:
         return None
     factor, less = found
-    return Lever({MODEL_CAPACITY_FACTOR: f"{factor:g}"},
-                 dict.fromkeys(("residuals", "workspace", "collectives"), 1 - less.rows / room.rows), False,
-                 f"rows of experts beyond {factor:g} times the mean are dropped")
+    return Lever(
+        {MODEL_CAPACITY_FACTOR: f"{factor:g}"},
+        dict.fromkeys(("residuals", "workspace", "collectives"), 1 - less.rows / room.rows),
+        False,
+        f"rows of experts beyond {factor:g} times the mean are dropped",
+    )
 
 
 def _narrow_compute(case: Case) -> Lever | None:
@@ -260,19 +273,29 @@ def _narrow_moments(case: Case) -> Lever | None:
 
 
 def _fused_update(case: Case) -> Lever | None:
-    closed = (case.flat[OPTIMIZER_FUSED_BACKWARD], case.micro_steps > 1, not case.flat[MODEL_SCAN], not case.by_layer,
-              case.flat[REMAT_POLICY] == "sqrt")
+    closed = (
+        case.flat[OPTIMIZER_FUSED_BACKWARD],
+        case.micro_steps > 1,
+        not case.flat[MODEL_SCAN],
+        not case.by_layer,
+        case.flat[REMAT_POLICY] == "sqrt",
+    )
     if any(closed):
         return None
-    return Lever({OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}, {"gradients": 1.0}, False,
-                 "each layer is clipped by its own norm")
+    return Lever(
+        {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"},
+        {"gradients": 1.0},
+        False,
+        "each layer is clipped by its own norm",
+    )
 
 
 def _narrow_params(case: Case) -> Lever | None:
     if case.flat[PRECISION_PRESET] != "bf16" or case.adapters:
         return None
-    return Lever({PRECISION_PRESET: "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False,
-                 "no float32 master parameters")
+    return Lever(
+        {PRECISION_PRESET: "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False, "no float32 master parameters"
+    )
 
 
 def _smaller_batch(case: Case) -> Lever | None:
@@ -291,6 +314,24 @@ def _shorter(case: Case) -> Lever | None:
 
 # In the order of what they cost: first time, little of it, then much; then those that change the loss curve.
 LEVERS: tuple[Callable[[Case], Lever | None], ...] = (
-    _chunked_loss, _flash_attention, _selective, _micro, _zero3, _replicas, _tiled_mlp, _full, _parts, _blocks_to_host,
-    _moments_to_host, _params_to_host, _expert_room, _narrow_compute, _narrow_base, _narrow_moments, _fused_update,
-    _narrow_params, _smaller_batch, _shorter)
+    _chunked_loss,
+    _flash_attention,
+    _selective,
+    _micro,
+    _zero3,
+    _replicas,
+    _tiled_mlp,
+    _full,
+    _parts,
+    _blocks_to_host,
+    _moments_to_host,
+    _params_to_host,
+    _expert_room,
+    _narrow_compute,
+    _narrow_base,
+    _narrow_moments,
+    _fused_update,
+    _narrow_params,
+    _smaller_batch,
+    _shorter,
+)

@@ -24,16 +24,28 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int)
     names = [cut(report.title) for report in (before, after)]
     versions = [cut(f"{name} {old} → {new}") for name, old, new in version_changes(before, after)]
     return piece.render(
-        "difference", heads=HEADS, names=list(dict.fromkeys(names)), totals=_lines(totals),
-        blocks=[("what changed", _lines(rest[:_PARTS]), max(len(rest) - _PARTS, 0)),
-                ("buffers that changed most", _lines(buffers[:shown]), max(len(buffers) - shown, 0))],
-        versions=versions, warnings=[cut(text, 300) for text in warnings(before, after)])
+        "difference",
+        heads=HEADS,
+        names=list(dict.fromkeys(names)),
+        totals=_lines(totals),
+        blocks=[
+            ("what changed", _lines(rest[:_PARTS]), max(len(rest) - _PARTS, 0)),
+            ("buffers that changed most", _lines(buffers[:shown]), max(len(buffers) - shown, 0)),
+        ],
+        versions=versions,
+        warnings=[cut(text, 300) for text in warnings(before, after)],
+    )
 
 
 def _lines(changes: Sequence[Change]) -> list[tuple[list[str], str]]:
     """The cells of each change, and the class that colours its growth."""
-    return [([_name(change), human(change.before), human(change.after), _growth(change.growth), change.percent_text],
-             _kind(change.growth)) for change in changes]
+    return [
+        (
+            [_name(change), human(change.before), human(change.after), _growth(change.growth), change.percent_text],
+            _kind(change.growth),
+        )
+        for change in changes
+    ]
 
 
 def _name(change: Change) -> str:

@@ -16,10 +16,20 @@ from bytescope.memory.records import CATEGORIES
 
 # Selectors of the page around that say which theme it has: JupyterLab, VS Code, Colab and Sphinx.
 _THEMES = {
-    "light": ('[data-jp-theme-light="true"]', ".vscode-light", ".vscode-high-contrast-light",
-              '[theme="light"]', '[data-theme="light"]'),
-    "dark": ('[data-jp-theme-light="false"]', ".vscode-dark", ".vscode-high-contrast:not(.vscode-high-contrast-light)",
-             '[theme="dark"]', '[data-theme="dark"]'),
+    "light": (
+        '[data-jp-theme-light="true"]',
+        ".vscode-light",
+        ".vscode-high-contrast-light",
+        '[theme="light"]',
+        '[data-theme="light"]',
+    ),
+    "dark": (
+        '[data-jp-theme-light="false"]',
+        ".vscode-dark",
+        ".vscode-high-contrast:not(.vscode-high-contrast-light)",
+        '[theme="dark"]',
+        '[data-theme="dark"]',
+    ),
 }
 # Of the colours of a page those that a piece uses.
 _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")
@@ -34,8 +44,10 @@ def render(template: str, **content: Any) -> str:
 def styles() -> Markup:
     """The styles of every piece: colours of both themes, from the pages' own, then `static/notebook.css`."""
     light, dark = palettes()
-    rules = [f".bytescope {{ color-scheme: light; {light} }}",
-             f"@media (prefers-color-scheme: dark) {{ .bytescope {{ color-scheme: dark; {dark} }} }}"]
+    rules = [
+        f".bytescope {{ color-scheme: light; {light} }}",
+        f"@media (prefers-color-scheme: dark) {{ .bytescope {{ color-scheme: dark; {dark} }} }}",
+    ]
     for theme, colours in (("light", light), ("dark", dark)):
         around = ", ".join(f"{selector} .bytescope" for selector in _THEMES[theme])
         rules.append(f"{around} {{ color-scheme: {theme}; {colours} }}")

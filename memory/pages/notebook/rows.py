@@ -14,5 +14,11 @@ MOST = 200
 def render(title: str, heads: Sequence[tuple[str, bool]], cells: Sequence[Sequence[str]], note: str) -> str:
     """The piece of a table: `heads` are the titles of the columns and whether they are figures, `cells` the text of
     each row."""
-    return piece.render("rows", title=title, heads=heads, cells=[[cut(cell) for cell in row] for row in cells[:MOST]],
-                        note=cut(note, 600), left=max(len(cells) - MOST, 0))
+    return piece.render(
+        "rows",
+        title=title,
+        heads=heads,
+        cells=[[cut(cell) for cell in row] for row in cells[:MOST]],
+        note=cut(note, 600),
+        left=max(len(cells) - MOST, 0),
+    )

@@ -22,16 +22,36 @@ HEADS = (("what", False), ("bytes", True), ("type", False), ("row", False), ("li
 def render(report: Report) -> str:
     """The piece of a report; under 300 KB whatever the program."""
     found = largest(report, BUFFERS)
-    cells = [[cut(alike.name), f"{alike.times_text} {human(alike.one.bytes)}", cut(array_type(alike.one)),
-              alike.one.category, cut(line(alike.one.source))] for alike in found]
+    cells = [
+        [
+            cut(alike.name),
+            f"{alike.times_text} {human(alike.one.bytes)}",
+            cut(array_type(alike.one)),
+            alike.one.category,
+            cut(line(alike.one.source)),
+        ]
+        for alike in found
+    ]
     notes = [METHODS.get(report.method, report.method), *report.notes][:NOTES]
     return piece.render(
-        "summary", name=cut(report.title), where=cut(where(report.target)),
-        versions=cut(versions_text(report.versions)), verdict=verdict(report), figures=_figures(report),
-        breakdown=parts(report.breakdown, report.allocated_bytes), timeline=timeline(report), box=(WIDE, HIGH, BAND),
-        peak=human(report.peak_bytes), limit=human(report.limit_bytes), heads=HEADS, cells=cells,
-        of_all=of_all(report, found), findings=[_finding(each) for each in report.findings[:FINDINGS]],
-        findings_left=max(len(report.findings) - FINDINGS, 0), notes=[cut(note, _SENTENCE) for note in notes])
+        "summary",
+        name=cut(report.title),
+        where=cut(where(report.target)),
+        versions=cut(versions_text(report.versions)),
+        verdict=verdict(report),
+        figures=_figures(report),
+        breakdown=parts(report.breakdown, report.allocated_bytes),
+        timeline=timeline(report),
+        box=(WIDE, HIGH, BAND),
+        peak=human(report.peak_bytes),
+        limit=human(report.limit_bytes),
+        heads=HEADS,
+        cells=cells,
+        of_all=of_all(report, found),
+        findings=[_finding(each) for each in report.findings[:FINDINGS]],
+        findings_left=max(len(report.findings) - FINDINGS, 0),
+        notes=[cut(note, _SENTENCE) for note in notes],
+    )
 
 
 def _finding(finding: Finding) -> tuple[str, str, str]:

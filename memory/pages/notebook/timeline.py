@@ -56,14 +56,24 @@ def timeline(report: Report) -> Timeline | None:
     top = max(1, near or 0, max(stacks[-1]))
     xs = [_x(i, len(points)) for i in shown]
     ys = [[_y(size, top) for size in stack] for stack in stacks]
-    areas = tuple(Area(row, f"{row_name(row)}: {human(report.breakdown.get(row, 0))} at the peak", _path(xs, high, low))
-                  for row, (low, high) in zip(series, pairwise(ys)))
-    bands = tuple((_x(start, len(points)), round(_x(end + 1, len(points)) - _x(start, len(points)), 1), phase)
-                  for start, end, phase in phase_bands(points, MOST_BANDS) if phase in STEP_PHASES)
+    areas = tuple(
+        Area(row, f"{row_name(row)}: {human(report.breakdown.get(row, 0))} at the peak", _path(xs, high, low))
+        for row, (low, high) in zip(series, pairwise(ys))
+    )
+    bands = tuple(
+        (_x(start, len(points)), round(_x(end + 1, len(points)) - _x(start, len(points)), 1), phase)
+        for start, end, phase in phase_bands(points, MOST_BANDS)
+        if phase in STEP_PHASES
+    )
     found = {phase for _, _, phase in bands}
     at = min(max(report.peak_index, 0), len(points) - 1)
-    return Timeline(areas, bands, tuple(phase for phase in STEP_PHASES if phase in found),
-                    (_x(at, len(points)), _y(points[at].bytes, top)), None if near is None else _y(near, top))
+    return Timeline(
+        areas,
+        bands,
+        tuple(phase for phase in STEP_PHASES if phase in found),
+        (_x(at, len(points)), _y(points[at].bytes, top)),
+        None if near is None else _y(near, top),
+    )
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -24,9 +24,20 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
     first = schedules[0]
     title = f"Pipeline of {first.stages} stages, {first.micro_batches} micro-batches"
     shown = [_shown(one, own) for one, own in zip(schedules, layers)]
-    return page("pipeline", title, {}, heading=title, where="schedules by tick · nothing compiled", versions="",
-                figures=[{"name": one["name"], "value": one["stash"], "note": f"stash, {one['bubble']} bubble",
-                          "exact": ""} for one in shown], schedules=shown, published=_published(schedules))
+    return page(
+        "pipeline",
+        title,
+        {},
+        heading=title,
+        where="schedules by tick · nothing compiled",
+        versions="",
+        figures=[
+            {"name": one["name"], "value": one["stash"], "note": f"stash, {one['bubble']} bubble", "exact": ""}
+            for one in shown
+        ],
+        schedules=shown,
+        published=_published(schedules),
+    )
 
 
 def _published(schedules: Sequence[Schedule]) -> Table | None:
@@ -50,14 +61,30 @@ def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
     found, stash = figures.simulate(schedule), figures.stash_by_stage(schedule)
     formula, least = figures.expected_bubble(schedule)
     most = max(stash)
-    stages = [{"number": stage, "slots": slots, "stash": f"{float(own):.3f}", "width": float(120 * own / most),
-               "idle": share(idle),
-               "layers": "" if layers is None else " + ".join(str(layers[k]) for k in schedule.placement[stage])}
-              for stage, (slots, own, idle) in enumerate(zip(schedule.stash_slots, stash, found.idle))]
-    return {"name": schedule.name, "summary": SCHEDULES[schedule.name].summary, "virtual": schedule.virtual,
-            "ticks": schedule.ticks, "stash": f"{float(most):.3f}", "bubble": share(found.bubble), "stages": stages,
-            "formula": f"{formula} {share(least)}",
-            "width": schedule.ticks * WIDE + 70, "height": schedule.stages * HIGH + 20, "units": _units(schedule)}
+    stages = [
+        {
+            "number": stage,
+            "slots": slots,
+            "stash": f"{float(own):.3f}",
+            "width": float(120 * own / most),
+            "idle": share(idle),
+            "layers": "" if layers is None else " + ".join(str(layers[k]) for k in schedule.placement[stage]),
+        }
+        for stage, (slots, own, idle) in enumerate(zip(schedule.stash_slots, stash, found.idle))
+    ]
+    return {
+        "name": schedule.name,
+        "summary": SCHEDULES[schedule.name].summary,
+        "virtual": schedule.virtual,
+        "ticks": schedule.ticks,
+        "stash": f"{float(most):.3f}",
+        "bubble": share(found.bubble),
+        "stages": stages,
+        "formula": f"{formula} {share(least)}",
+        "width": schedule.ticks * WIDE + 70,
+        "height": schedule.stages * HIGH + 20,
+        "units": _units(schedule),
+    }
 
 
 def _units(schedule: Schedule) -> list[dict[str, Any]]:
@@ -67,8 +94,15 @@ def _units(schedule: Schedule) -> list[dict[str, Any]]:
         table = getattr(schedule, kind)
         for tick, stage in zip(*(table[:, :, 0] != IDLE).nonzero()):
             m, chunk, slot = map(int, table[tick, stage])
-            found.append({"kind": kind, "dim": chunk % 2, "x": 70 + int(tick) * WIDE, "label": m,
-                          "y": int(stage) * HIGH + place * (HIGH // 2 - 2),
-                          "title": f"tick {tick}, stage {stage}: {kind} of micro-batch {m}, chunk {chunk} (virtual "
-                                   f"stage {schedule.placement[stage][chunk]}), slot {slot}"})
+            found.append(
+                {
+                    "kind": kind,
+                    "dim": chunk % 2,
+                    "x": 70 + int(tick) * WIDE,
+                    "label": m,
+                    "y": int(stage) * HIGH + place * (HIGH // 2 - 2),
+                    "title": f"tick {tick}, stage {stage}: {kind} of micro-batch {m}, chunk {chunk} (virtual "
+                    f"stage {schedule.placement[stage][chunk]}), slot {slot}",
+                }
+            )
     return found

@@ -39,11 +39,22 @@ def render(found: Mapping[str, Any]) -> str:
     rates = f"rates: {found['rates']}" if found["rates"] else ""
     long = len(rates) > _LINE  # of several chips
     return page(
-        "validation", f"{found['set']} · validate", page_data(found), heading=f"{found['set']}: predicted and measured",
-        where="" if long else rates, facts=[], versions=versions(found["versions"]),
-        figures=_figures(found), left=len(found["left"]), cohorts=table(_cohort("rows"), found["cohorts"]),
-        sources=table(_cohort("source"), found["sources"]), groups=table(_GROUPS, found["groups"]),
-        rows=table(_ROWS, rows), unsaid=table(_UNSAID, found["unsaid"]), notes=(*NOTES, rates) if long else NOTES)
+        "validation",
+        f"{found['set']} · validate",
+        page_data(found),
+        heading=f"{found['set']}: predicted and measured",
+        where="" if long else rates,
+        facts=[],
+        versions=versions(found["versions"]),
+        figures=_figures(found),
+        left=len(found["left"]),
+        cohorts=table(_cohort("rows"), found["cohorts"]),
+        sources=table(_cohort("source"), found["sources"]),
+        groups=table(_GROUPS, found["groups"]),
+        rows=table(_ROWS, rows),
+        unsaid=table(_UNSAID, found["unsaid"]),
+        notes=(*NOTES, rates) if long else NOTES,
+    )
 
 
 def _off(row: Mapping[str, Any]) -> float:
@@ -56,30 +67,51 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
     for row in found["rows"]:
         if row["measured_seconds"]:
             series.setdefault((row["model"], row["gpus"]), []).append(row)
-    return {"series": [{"name": f"{model} on {gpus}", "x": [row["measured_seconds"] for row in rows],
-                        "y": [row["predicted_seconds"] for row in rows], "tips": [_tip(row) for row in rows]}
-                       for (model, gpus), rows in series.items()]}
+    return {
+        "series": [
+            {
+                "name": f"{model} on {gpus}",
+                "x": [row["measured_seconds"] for row in rows],
+                "y": [row["predicted_seconds"] for row in rows],
+                "tips": [_tip(row) for row in rows],
+            }
+            for (model, gpus), rows in series.items()
+        ]
+    }
 
 
 def _tip(row: Mapping[str, Any]) -> list[str]:
-    bytes_of = (f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['measured_bytes'] / 2**30:.2f} measured"
-                if row["allocated_bytes"] and row["measured_bytes"] else "")
-    return [text for text in (
-        f"{row['model']} on {row['gpus']}: {row['setup'] or row['id']}",
-        f"measured {seconds(row['measured_seconds'])}",
-        f"predicted {seconds(row['predicted_seconds'])} ({row['ratio']:.2f}), bound by {row['bound_by']}",
-        f"device alone {seconds(row['device_seconds'])}" if row["launch_seconds"] else "", bytes_of, row["differs"],
-        row["bytes_reason"]) if text]
+    bytes_of = (
+        f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['measured_bytes'] / 2**30:.2f} measured"
+        if row["allocated_bytes"] and row["measured_bytes"]
+        else ""
+    )
+    return [
+        text
+        for text in (
+            f"{row['model']} on {row['gpus']}: {row['setup'] or row['id']}",
+            f"measured {seconds(row['measured_seconds'])}",
+            f"predicted {seconds(row['predicted_seconds'])} ({row['ratio']:.2f}), bound by {row['bound_by']}",
+            f"device alone {seconds(row['device_seconds'])}" if row["launch_seconds"] else "",
+            bytes_of,
+            row["differs"],
+            row["bytes_reason"],
+        )
+        if text
+    ]
 
 
 def _figures(found: Mapping[str, Any]) -> list[Figure]:
     """No score: those of different models and numbers of GPUs are never pooled."""
     unsaid = sum(len(group["rows"]) for group in found["unsaid"])
-    return [Figure("runs", str(len(found["rows"])), "measured and predicted"),
-            Figure("not compared", str(unsaid), "with the reason below")]
+    return [
+        Figure("runs", str(len(found["rows"])), "measured and predicted"),
+        Figure("not compared", str(unsaid), "with the reason below"),
+    ]
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------
+
 
 def _number(value: float | None) -> Cell | str:
     return "" if value is None else Cell(f"{value:.2f}", value=value)
@@ -110,6 +142,7 @@ def _among(key: str, place: int) -> Any:
 
 def _middle(of: str) -> Any:
     """A median with its least and most, of `of`_median and so on."""
+
     def cell(cohort: Mapping[str, Any]) -> Cell | str:
         low, middle, high = (cohort[of + key] for key in ("least", "median", "most"))
         return "" if middle is None else Cell(f"{middle:.2f}", note=f"{low:.2f} to {high:.2f}", value=middle)
@@ -122,8 +155,11 @@ def _cohort(title: str) -> tuple[Column, ...]:
         (title, "name", lambda cohort: cohort["name"]),
         ("runs", "num", lambda cohort: str(cohort["rows"] or "")),
         ("programs", "num", lambda cohort: str(cohort["programs"] or "")),
-        ("within 15 %", "num", lambda cohort: "" if cohort["within"] is None else Cell(percent(cohort["within"]),
-                                                                                       value=cohort["within"])),
+        (
+            "within 15 %",
+            "num",
+            lambda cohort: "" if cohort["within"] is None else Cell(percent(cohort["within"]), value=cohort["within"]),
+        ),
         ("predicted/measured", "num", _middle("")),
         ("with bytes", "num", lambda cohort: str(cohort["bytes_rows"] or "")),
         *((f"bytes {name}", "num", _among("bytes_within", place)) for place, name in enumerate(BYTES_WITHIN)),

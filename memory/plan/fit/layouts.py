@@ -29,8 +29,12 @@ class Standing:
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values."""
         found = self.step.to_json()
-        return {"layout": self.layout, "least_seconds": self.least or None, "slower": self.slower,
-                **{key: found[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")}}
+        return {
+            "layout": self.layout,
+            "least_seconds": self.least or None,
+            "slower": self.slower,
+            **{key: found[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")},
+        }
 
 
 def standings(walk: Walk) -> list[Standing]:

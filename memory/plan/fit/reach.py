@@ -78,10 +78,15 @@ class Reached:
     def to_json(self, flags: str) -> dict[str, Any]:
         """The row as JSON values; `flags`: what sets its keys."""
         found = self.step.to_json()
-        own = {key: getattr(self, key) for key in ("rank", "length", "micro", "base", "policy", "most", "beyond",
-                                                   "tokens_per_s", "verdict")}
-        return {**own, "flags": flags, **{key: found[key] for key in (
-            "allocated_bytes", "host_bytes", "predicted_seconds", "fits")}}
+        own = {
+            key: getattr(self, key)
+            for key in ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
+        }
+        return {
+            **own,
+            "flags": flags,
+            **{key: found[key] for key in ("allocated_bytes", "host_bytes", "predicted_seconds", "fits")},
+        }
 
 
 @dataclasses.dataclass
@@ -209,8 +214,16 @@ class Reach:
             return None
         flat = self.trials.flat(keys)
         step = judged("reach", "", keys, answer, self.walk.budget, self.trials)
-        row = Reached(flat[LORA_RANK], flat[DATA_SEQ_LEN], flat[BATCH_MICRO], flat[LORA_BASE], policy, most, step,
-                      answer["tokens_per_update"])
+        row = Reached(
+            flat[LORA_RANK],
+            flat[DATA_SEQ_LEN],
+            flat[BATCH_MICRO],
+            flat[LORA_BASE],
+            policy,
+            most,
+            step,
+            answer["tokens_per_update"],
+        )
         self.found.append(row)
         return row
 

@@ -36,8 +36,13 @@ from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.rows import Row
 
 
-def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
-            measured: Mapping[str, Any] | None = None, reach: Reach | None = None) -> dict[str, Any]:
+def to_json(
+    walk: Walk,
+    flags: Callable[[Mapping[str, str]], str],
+    versions: Mapping[str, str],
+    measured: Mapping[str, Any] | None = None,
+    reach: Reach | None = None,
+) -> dict[str, Any]:
     """A walk that has ended as JSON values; see the module for the keys.
 
     flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run. reach: what
@@ -47,17 +52,27 @@ def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Map
     if walk.best is not None:
         row = Row.of(dict(walk.best.keys), walk.best.answer)
         best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
-            "flags": flags(walk.best.keys), "what": walk.best.what}
+            "flags": flags(walk.best.keys),
+            "what": walk.best.what,
+        }
     elif walk.tightest is not None:
         certificate = walk.tightest.certificate(flags(walk.tightest.keys), walk.budget, host)
     return {
-        "best": best, "walk": [step.to_json() for step in walk.steps], "certificate": certificate,
-        "budget_bytes": walk.budget, "host_budget_bytes": None if host == math.inf else int(host),
-        "batch_tokens": walk.space.tokens, "config": walk.trials.config,
-        "given": given_flags(walk.trials.overrides), "target": walk.trials.target.to_json(), "versions": dict(versions),
+        "best": best,
+        "walk": [step.to_json() for step in walk.steps],
+        "certificate": certificate,
+        "budget_bytes": walk.budget,
+        "host_budget_bytes": None if host == math.inf else int(host),
+        "batch_tokens": walk.space.tokens,
+        "config": walk.trials.config,
+        "given": given_flags(walk.trials.overrides),
+        "target": walk.trials.target.to_json(),
+        "versions": dict(versions),
         "ties": [step.what for step in walk.ties],
         "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
-        "programs": walk.trials.compiles, "seconds": walk.seconds,
-        "stopped": walk.stopped or (reach.stopped if reach else ""), "reach": reach.to_json(flags) if reach else [],
+        "programs": walk.trials.compiles,
+        "seconds": walk.seconds,
+        "stopped": walk.stopped or (reach.stopped if reach else ""),
+        "reach": reach.to_json(flags) if reach else [],
         "layouts": [standing.to_json() for standing in standings(walk)],
     }

@@ -61,8 +61,15 @@ LEVERS: Mapping[str, str] = {
 HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
-ONE_AXIS = {MESH_STAGE: "1", MESH_DATA: "1", MESH_EXPERT: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1",
-            MESH_SEQUENCE_PARALLEL: "false", PIPELINE_VIRTUAL: "1"}
+ONE_AXIS = {
+    MESH_STAGE: "1",
+    MESH_DATA: "1",
+    MESH_EXPERT: "1",
+    MESH_CONTEXT: "1",
+    MESH_TENSOR: "1",
+    MESH_SEQUENCE_PARALLEL: "false",
+    PIPELINE_VIRTUAL: "1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +105,20 @@ SQUEEZES = (
     Squeeze("8-bit moments", ("precision",), _BYTES),
     Squeeze("8-bit moments and parameters in host memory", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
     Squeeze("16-bit parameters, 8-bit moments", ("precision",), {**_NARROW, **_BYTES}),
-    Squeeze("16-bit parameters updated inside the backward pass, moments in host memory", ("precision", "offload"),
-            {**_NARROW, **_FUSED, **_MOMENTS}, True, True),
-    Squeeze("16-bit parameters updated inside the backward pass, Adafactor", ("precision",),
-            {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"}, False, True),
+    Squeeze(
+        "16-bit parameters updated inside the backward pass, moments in host memory",
+        ("precision", "offload"),
+        {**_NARROW, **_FUSED, **_MOMENTS},
+        True,
+        True,
+    ),
+    Squeeze(
+        "16-bit parameters updated inside the backward pass, Adafactor",
+        ("precision",),
+        {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"},
+        False,
+        True,
+    ),
 )
 # Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
 _INT8, _NF4 = {LORA_BASE: "int8"}, {LORA_BASE: "nf4"}
@@ -146,16 +163,26 @@ class Space:
         hosts, found = self.n_devices // self.per_host, [{}]
         found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1"})
         if hosts > 1:
-            found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts),
-                          MESH_FSDP: str(self.per_host)})
+            found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts), MESH_FSDP: str(self.per_host)})
         found += [{**ONE_AXIS, MESH_STRATEGY: name, MESH_FSDP: "-1"} for name in ("zero2", "zero1", "ddp")]
         experts, sizes = self.flat[MODEL_EXPERTS], (self.n_devices, self.per_host, self.per_host // 2)
-        found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_EXPERT: str(size)}
-                  for size in sizes if experts and size > 1 and experts % size == 0]
+        found += [
+            {**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_EXPERT: str(size)}
+            for size in sizes
+            if experts and size > 1 and experts % size == 0
+        ]
         heads = math.gcd(self.flat[MODEL_N_HEADS], self.flat[MODEL_N_KV_HEADS])
-        found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_TENSOR: str(size),
-                   MESH_SEQUENCE_PARALLEL: "true"}
-                  for size in (2, 4, 8) if self.per_host % size == 0 and heads % size == 0]
+        found += [
+            {
+                **ONE_AXIS,
+                MESH_STRATEGY: "zero3",
+                MESH_FSDP: "-1",
+                MESH_TENSOR: str(size),
+                MESH_SEQUENCE_PARALLEL: "true",
+            }
+            for size in (2, 4, 8)
+            if self.per_host % size == 0 and heads % size == 0
+        ]
         found += [{**ONE_AXIS, **keys} for keys in stage_meshes(self.flat, self.given, self.n_devices, self.per_host)]
         different: dict[tuple[Any, ...], Keys] = {}
         for keys in found:
@@ -164,6 +191,7 @@ class Space:
 
     def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Sizes of the mesh's axes without -1, and its strategy: "ddp" wherever nothing is sharded."""
+
         def value(name: str) -> Any:
             text = keys.get(MESH + name)
             return self.flat[MESH + name] if text is None else text
@@ -172,8 +200,12 @@ class Space:
         rest = math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: size if size > 0 else max(self.n_devices // rest, 1) for axis, size in sizes.items()}
         shared = sizes["fsdp"] * sizes["expert"] * sizes["context"] > 1
-        return {**sizes, "strategy": value("strategy") if shared else "ddp", "schedule": self.schedule(keys),
-                "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false"}
+        return {
+            **sizes,
+            "strategy": value("strategy") if shared else "ddp",
+            "schedule": self.schedule(keys),
+            "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false",
+        }
 
     def schedule(self, mesh: Mapping[str, str]) -> str:
         """The schedule of a mesh with stages, given as keys; "" of one without."""
@@ -215,8 +247,13 @@ class Space:
         AdamW."""
         adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
         table = ADAPTER_SQUEEZES if self.flat[LORA_RANK] else SQUEEZES
-        return [squeeze for squeeze in table if set(squeeze.levers) <= self.levers
-                and not self.given.intersection(squeeze.keys) and (adam or OPTIMIZER_NAME not in squeeze.keys)]
+        return [
+            squeeze
+            for squeeze in table
+            if set(squeeze.levers) <= self.levers
+            and not self.given.intersection(squeeze.keys)
+            and (adam or OPTIMIZER_NAME not in squeeze.keys)
+        ]
 
     def baseline(self) -> Keys:
         """The keys of every variant: bf16 compute over float32 master parameters, where the config is float32
@@ -246,8 +283,15 @@ def choose(text: str | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[str], n_devices: int, per_host: int,
-             tokens: int | None, narrow: bool = True) -> Space:
+def space_of(
+    flat: Mapping[str, Any],
+    given: Collection[str],
+    levers: frozenset[str],
+    n_devices: int,
+    per_host: int,
+    tokens: int | None,
+    narrow: bool = True,
+) -> Space:
     """The space of a config on a target.
 
     Args:
@@ -258,8 +302,10 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
     """
     if flat[BATCH_ACCUMULATION_SCHEDULE]:
-        raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
-                          "--batch-tokens, and give the schedule when training")
+        raise ReportError(
+            f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
+            "--batch-tokens, and give the schedule when training"
+        )
     length = flat[DATA_SEQ_LEN]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
@@ -294,8 +340,10 @@ def layout(keys: Mapping[str, str], space: Space) -> str:
 
 def words(keys: Mapping[str, str], space: Space) -> str:
     """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
-    parts = [layout(keys, space),
-             f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}"]
+    parts = [
+        layout(keys, space),
+        f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}",
+    ]
     for key, value in keys.items():
         if key in (PRECISION_PRESET, OPTIMIZER_NAME, LORA_BASE):
             parts.append(f"{key.rpartition('.')[2]}={value}")

@@ -33,8 +33,9 @@ SIZES = (2, 4, 8)
 CHUNKS = 2
 
 
-def stage_meshes(flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
-                 ) -> Iterator[dict[str, str]]:
+def stage_meshes(
+    flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
+) -> Iterator[dict[str, str]]:
     """The keys of each mesh with stages; none where a config, or a key of the command line, cannot be combined with
     stages."""
     held = {PIPELINE_SCHEDULE, PIPELINE_VIRTUAL}.intersection(given)
@@ -54,8 +55,13 @@ def stage_meshes(flat: Mapping[str, Any], given: Collection[str], n_devices: int
 
 
 def _mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
-    return {MESH_STAGE: str(size), MESH_STRATEGY: "zero3", MESH_FSDP: "-1", PIPELINE_SCHEDULE: schedule,
-            PIPELINE_VIRTUAL: str(chunks)}
+    return {
+        MESH_STAGE: str(size),
+        MESH_STRATEGY: "zero3",
+        MESH_FSDP: "-1",
+        PIPELINE_SCHEDULE: schedule,
+        PIPELINE_VIRTUAL: str(chunks),
+    }
 
 
 def _allows_stages(flat: Mapping[str, Any]) -> bool:

@@ -49,8 +49,12 @@ class Step:
     @property
     def thrift(self) -> tuple[float, int, bool]:
         """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
-        return thrift(Row.of(self.keys, {key: self.answer.get(key) for key in
-                                  ("recompute_flops_fraction", "allocated_bytes", "host_bytes")}))
+        return thrift(
+            Row.of(
+                self.keys,
+                {key: self.answer.get(key) for key in ("recompute_flops_fraction", "allocated_bytes", "host_bytes")},
+            )
+        )
 
     @property
     def allocated(self) -> int:
@@ -60,24 +64,38 @@ class Step:
     def to_json(self) -> dict[str, Any]:
         """The step as a row of a fit's `walk` (see `memory.plan.fit.result`)."""
         low, high = self.spread
-        return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
-                **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
-                "predicted_seconds": self.seconds, "predicted_seconds_low": low, "predicted_seconds_high": high,
-                "fits": self.fits, "verdict": self.verdict}
+        return {
+            "stage": self.stage,
+            "what": self.what,
+            "keys": dict(self.keys),
+            **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
+            "predicted_seconds": self.seconds,
+            "predicted_seconds_low": low,
+            "predicted_seconds_high": high,
+            "fits": self.fits,
+            "verdict": self.verdict,
+        }
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
         """The step as a fit's `certificate`, where nothing fits: what it holds, and what is missing.
 
         flags: what runs it. budget, host_budget: bytes of one device and of its share of host memory.
         """
-        return {"keys": dict(self.keys), "flags": flags, "what": self.what, "allocated_bytes": self.allocated,
-                "missing_bytes": max(self.allocated - budget, 0), "host_bytes": self.answer["host_bytes"],
-                "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
-                "breakdown": dict(self.answer["breakdown"])}
+        return {
+            "keys": dict(self.keys),
+            "flags": flags,
+            "what": self.what,
+            "allocated_bytes": self.allocated,
+            "missing_bytes": max(self.allocated - budget, 0),
+            "host_bytes": self.answer["host_bytes"],
+            "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
+            "breakdown": dict(self.answer["breakdown"]),
+        }
 
 
-def judged(stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int,
-           trials: Trials) -> Step:
+def judged(
+    stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int, trials: Trials
+) -> Step:
     """The step of a variant that runs, compared with the budgets of device and host."""
     over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
     verdict = "fits"

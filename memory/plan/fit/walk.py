@@ -114,8 +114,7 @@ class Walk:
 
     def _missing(self, step: Step) -> float:
         """Bytes that a step lacks, on the device and on the host together."""
-        return (max(step.allocated - self.budget, 0)
-                + max(step.answer["host_bytes"] - self.trials.host_budget, 0))
+        return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
 
     def _try(self, stage: str, variants: Sequence[Mapping[str, str]], plan: str = "") -> list[Step]:
         """Compiles variants of one stage and plan together."""
@@ -144,8 +143,12 @@ class Walk:
             self._without_remat(base, meshes)
             return
         smallest = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
-        self._try_all([("baseline", {**first, **remat_keys(NONE)}, NONE),
-                       *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest)])
+        self._try_all(
+            [
+                ("baseline", {**first, **remat_keys(NONE)}, NONE),
+                *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest),
+            ]
+        )
         for number, squeeze in enumerate(space.squeezes()):
             if number and self.best is not None and not squeeze.beside:
                 break
@@ -168,8 +171,9 @@ class Walk:
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
         steps = self._try(stage, [{**keys, **remat_keys(FULL)} for _, keys in starts], FULL)
-        ranked = sorted((self.bound(step), number) for number, step in enumerate(steps)
-                        if step.ok and self._can_fit(step, squeeze))
+        ranked = sorted(
+            (self.bound(step), number) for number, step in enumerate(steps) if step.ok and self._can_fit(step, squeeze)
+        )
         # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
         to_beat = math.inf if self.best is None else self.best.seconds
         for bound, number in ranked:
@@ -241,6 +245,7 @@ class Walk:
 
         activations: whether tensors of blocks may go to host memory.
         """
+
         def record(tried: Tried) -> None:
             variant = {**keys, **tried.plan.keys()}
             self.record("remat", variant, self.trials.compile([variant])[0], str(tried.plan))

@@ -16,7 +16,15 @@ from bytescope.memory.units import human
 
 # Parts of what is measured, in the order in which they are shown.
 PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS = (
-    "products", "thin products", "attention", "memory", "floor", "call", "collectives", "host link")
+    "products",
+    "thin products",
+    "attention",
+    "memory",
+    "floor",
+    "call",
+    "collectives",
+    "host link",
+)
 TO_HOST, TO_DEVICE = "to host", "to device"
 COPY, ADD = "copy", "add"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -79,15 +87,29 @@ class Sizes:
 
 
 ACCELERATOR = Sizes(
-    units=("bf16", "tf32", "fp8", "fp16", "fp32"), sides=(4096, 8192, 1024, 2048, 512, 16384),
+    units=("bf16", "tf32", "fp8", "fp16", "fp32"),
+    sides=(4096, 8192, 1024, 2048, 512, 16384),
     thin=((8192, 4096, 14336), (16384, 4096, 1024), (512, 4096, 4096), (4096, 2048, 131072)),
-    lengths=(2048, 8192, 512, 4096, 1024, 16384), widths=(128, 64, 256), tokens=16384, heads=2048,
-    arrays=(256 * MIB, 16 * MIB, 64 * MIB, MIB, 1024 * MIB), payloads=(64 * MIB, MIB, 64 * 2**10, 512 * MIB, 8 * MIB),
-    copied=256 * MIB)
+    lengths=(2048, 8192, 512, 4096, 1024, 16384),
+    widths=(128, 64, 256),
+    tokens=16384,
+    heads=2048,
+    arrays=(256 * MIB, 16 * MIB, 64 * MIB, MIB, 1024 * MIB),
+    payloads=(64 * MIB, MIB, 64 * 2**10, 512 * MIB, 8 * MIB),
+    copied=256 * MIB,
+)
 HOST = Sizes(
-    units=("fp32", "bf16"), sides=(512, 256, 1024, 128), thin=((1024, 256, 1024), (64, 512, 2048)),
-    lengths=(256, 512, 128), widths=(64, 128), tokens=512, heads=256,
-    arrays=(16 * MIB, MIB, 64 * MIB, MIB // 4), payloads=(MIB, 16 * MIB, MIB // 8), copied=16 * MIB)
+    units=("fp32", "bf16"),
+    sides=(512, 256, 1024, 128),
+    thin=((1024, 256, 1024), (64, 512, 2048)),
+    lengths=(256, 512, 128),
+    widths=(64, 128),
+    tokens=512,
+    heads=256,
+    arrays=(16 * MIB, MIB, 64 * MIB, MIB // 4),
+    payloads=(MIB, 16 * MIB, MIB // 8),
+    copied=16 * MIB,
+)
 
 
 def links_of(work: float, rate: float) -> int:
@@ -117,8 +139,9 @@ class Chain:
         import jax.numpy as jnp
 
         arguments = [(self.before, jnp.float32), *(each[:2] for each in self.inputs)]
-        return jax.jit(self.program).lower(*(
-            jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding) for shape, dtype in arguments))
+        return jax.jit(self.program).lower(
+            *(jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding) for shape, dtype in arguments)
+        )
 
     def start(self) -> Callable[[], Any]:
         """Compiles it and fills its inputs; a call begins a run, which waits for the one before."""
@@ -136,8 +159,14 @@ class Chain:
         return run
 
 
-def chain(device: Any, link: Callable[..., Any], links: int, inputs: Sequence[tuple[tuple[int, ...], Any, float]],
-          prepare: Callable[..., tuple] | None = None, unroll: int = UNROLLED) -> Chain:
+def chain(
+    device: Any,
+    link: Callable[..., Any],
+    links: int,
+    inputs: Sequence[tuple[tuple[int, ...], Any, float]],
+    prepare: Callable[..., tuple] | None = None,
+    unroll: int = UNROLLED,
+) -> Chain:
     """`links` runs of `link(x, *others) -> x` on one device.
 
     Args:

@@ -36,8 +36,13 @@ def floors(device: Any) -> Iterator[Case]:
     import jax.numpy as jnp
 
     def make(links: int) -> Chain:
-        return chain(device, lambda x: jax.lax.optimization_barrier(x * 1.0001), links,
-                     [((1024,), jnp.float32, 1.0)], unroll=4 * UNROLLED)
+        return chain(
+            device,
+            lambda x: jax.lax.optimization_barrier(x * 1.0001),
+            links,
+            [((1024,), jnp.float32, 1.0)],
+            unroll=4 * UNROLLED,
+        )
 
     yield Case(FLOOR, (), 0, 0.0, MOST_LINKS, functools.partial(make, MOST_LINKS), needed=True)
     yield Case(CALL, (), 0, 0.0, 1, functools.partial(make, 1), needed=True)
@@ -63,22 +68,34 @@ def _times(unit: str) -> Callable[[Any, Any], Any]:
 def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> Iterator[Case]:
     def make(unit: str, side: int, links: int) -> Chain:
         shape = (side, side), _dtype(unit)
-        return chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side ** -0.5)])
+        return chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
 
     for side in sizes.sides:
         for unit in units:
-            work = 2.0 * side ** 3
+            work = 2.0 * side**3
             links = links_of(work, flops)
-            yield Case(PRODUCTS, (unit,), side, work, links, functools.partial(make, unit, side, links),
-                       needed=(unit, side) == (units[0], sizes.sides[0]))
+            yield Case(
+                PRODUCTS,
+                (unit,),
+                side,
+                work,
+                links,
+                functools.partial(make, unit, side, links),
+                needed=(unit, side) == (units[0], sizes.sides[0]),
+            )
 
 
 def thin(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
     """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
+
     def make(m: int, k: int, n: int, links: int) -> Chain:
         times, dtype = _times(unit), _dtype(unit)
-        return chain(device, lambda x, up, down: times(times(x, up), down), links,
-                      [((m, k), dtype, 1.0), ((k, n), dtype, k ** -0.5), ((n, k), dtype, n ** -0.5)])
+        return chain(
+            device,
+            lambda x, up, down: times(times(x, up), down),
+            links,
+            [((m, k), dtype, 1.0), ((k, n), dtype, k**-0.5), ((n, k), dtype, n**-0.5)],
+        )
 
     for m, k, n in sizes.thin:
         work = 4.0 * m * k * n
@@ -92,17 +109,26 @@ def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
 
     apart = jax.lax.optimization_barrier
     kinds: Mapping[str, tuple[int, Callable[..., Any]]] = {
-        COPY: (2, lambda x: apart(x * 1.0001)), ADD: (3, lambda x, y: apart(x + y))}
+        COPY: (2, lambda x: apart(x * 1.0001)),
+        ADD: (3, lambda x, y: apart(x + y)),
+    }
 
     def make(kind: str, size: int, links: int) -> Chain:
         arrays, link = kinds[kind]
-        return chain(device, link, links, [((size // 4,), jnp.float32, scale) for scale in (1.0, SMALL)][:arrays - 1])
+        return chain(device, link, links, [((size // 4,), jnp.float32, scale) for scale in (1.0, SMALL)][: arrays - 1])
 
     for size in sizes.arrays:
         for kind, (arrays, _) in kinds.items():
             links = links_of(arrays * size, moved)
-            yield Case(MEMORY, (kind,), size, float(arrays * size), links, functools.partial(make, kind, size, links),
-                       needed=size == sizes.arrays[0])
+            yield Case(
+                MEMORY,
+                (kind,),
+                size,
+                float(arrays * size),
+                links,
+                functools.partial(make, kind, size, links),
+                needed=size == sizes.arrays[0],
+            )
 
 
 def attention(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
@@ -111,13 +137,20 @@ def attention(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Ca
             for way in WAYS:
                 batch, heads = max(sizes.tokens // length, 1), max(sizes.heads // width, 1)
                 causal, backward = way.endswith("causal"), way.startswith("backward")
-                work = 4.0 * batch * heads * length ** 2 * width * (0.5 if causal else 1.0)
+                work = 4.0 * batch * heads * length**2 * width * (0.5 if causal else 1.0)
                 links = links_of(work * (_BACKWARD if backward else 1.0), flops)
                 # A call of a backward chain begins with one forward pass.
                 work *= _BACKWARD + 1 / links if backward else 1.0
                 make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
-                yield Case(ATTENTION, (way, width), length, work, links, make,
-                           needed=(length, width) == (sizes.lengths[0], sizes.widths[0]))
+                yield Case(
+                    ATTENTION,
+                    (way, width),
+                    length,
+                    work,
+                    links,
+                    make,
+                    needed=(length, width) == (sizes.lengths[0], sizes.widths[0]),
+                )
 
 
 def _attend(device: Any, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
@@ -133,5 +166,4 @@ def _attend(device: Any, unit: str, shape: tuple[int, ...], causal: bool, backwa
     def pull(g: Any, back: Any) -> Any:
         return g + SMALL * sum(back(g))
 
-    return chain(device, pull, links, [arrays[0], *arrays],
-                 prepare=lambda g, q, k, v: (jax.vjp(attend, q, k, v)[1],))
+    return chain(device, pull, links, [arrays[0], *arrays], prepare=lambda g, q, k, v: (jax.vjp(attend, q, k, v)[1],))

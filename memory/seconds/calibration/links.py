@@ -47,8 +47,10 @@ def host_link(device: Any, sizes: Sizes) -> Iterator[Case]:
     kind = next((kind for kind in ("pinned_host", "unpinned_host") if kind in kinds), None)
     if kind is None:
         return
-    on_host, on_device = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
-                          jax.sharding.SingleDeviceSharding(device))
+    on_host, on_device = (
+        jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
+        jax.sharding.SingleDeviceSharding(device),
+    )
 
     def make(way: str, size: int) -> Copies:
         return Copies(size, *((on_device, on_host) if way == TO_HOST else (on_host, on_device)))
@@ -67,9 +69,15 @@ def collectives(devices: Sequence[Any], sizes: Sizes, moved: float) -> Iterator[
                     continue  # only what tells the seconds of a hop
                 whole = size - size % (4 * group * group)
                 links = links_of(whole, moved)
-                yield Case(COLLECTIVES, (kind, group), whole, float(whole), links,
-                           functools.partial(_send, tuple(devices[:group]), kind, whole, links),
-                           needed=kind == KINDS[0] and (size, group) == (sizes.payloads[0], groups[0]))
+                yield Case(
+                    COLLECTIVES,
+                    (kind, group),
+                    whole,
+                    float(whole),
+                    links,
+                    functools.partial(_send, tuple(devices[:group]), kind, whole, links),
+                    needed=kind == KINDS[0] and (size, group) == (sizes.payloads[0], groups[0]),
+                )
 
 
 def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Chain:
@@ -88,7 +96,8 @@ def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Chain:
         "all-gather": lambda x: jax.lax.all_gather(x, axis, tiled=True)[:part] + SMALL,
         "reduce-scatter": lambda x: x.at[:part].set(jax.lax.psum_scatter(x, axis, tiled=True) * SMALL),
         "all-to-all": lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
-        "collective-permute": lambda x: jax.lax.ppermute(x, axis, ring)}
+        "collective-permute": lambda x: jax.lax.ppermute(x, axis, ring),
+    }
 
     def program(before: Any, x: Any) -> Any:
         x = jax.lax.fori_loop(0, links, lambda _, x: send[kind](x), x + before[0] * 0)

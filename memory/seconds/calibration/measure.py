@@ -95,8 +95,9 @@ def sizes_of(target: Target) -> Sizes:
     return HOST if target.platform == "cpu" else ACCELERATOR
 
 
-def measure(todo: Sequence[Case], target: Target, devices: int, seconds: float = 60.0,
-            tell: Tell = lambda labels, done: None) -> Calibration:
+def measure(
+    todo: Sequence[Case], target: Target, devices: int, seconds: float = 60.0, tell: Tell = lambda labels, done: None
+) -> Calibration:
     """The rates that cases tell (of `cases_of`), measured in about so many seconds.
 
     Args:
@@ -177,13 +178,25 @@ def _reason(error: Exception) -> str:
 def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]:
     """What to measure, the needed first, then by turns a case of each part."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
-    flops, moved = (target.peak_flops[units[0]], target.hbm_bytes_per_s) if target.peak_flops else \
-        roofline.machine_rates() if target.platform == "cpu" else _GUESS
-    rows = [list(row) for row in (
-        kernels.floors(devices[0]), kernels.products(devices[0], units, sizes, flops),
-        kernels.memory(devices[0], sizes, moved), kernels.attention(devices[0], units[0], sizes, flops / 2),
-        links.host_link(devices[0], sizes), links.collectives(devices, sizes, moved / 10),
-        kernels.thin(devices[0], units[0], sizes, flops))]
+    flops, moved = (
+        (target.peak_flops[units[0]], target.hbm_bytes_per_s)
+        if target.peak_flops
+        else roofline.machine_rates()
+        if target.platform == "cpu"
+        else _GUESS
+    )
+    rows = [
+        list(row)
+        for row in (
+            kernels.floors(devices[0]),
+            kernels.products(devices[0], units, sizes, flops),
+            kernels.memory(devices[0], sizes, moved),
+            kernels.attention(devices[0], units[0], sizes, flops / 2),
+            links.host_link(devices[0], sizes),
+            links.collectives(devices, sizes, moved / 10),
+            kernels.thin(devices[0], units[0], sizes, flops),
+        )
+    ]
     turns = [row[turn] for turn in range(max(map(len, rows))) for row in rows if turn < len(row)]
     return sorted(turns, key=lambda case: not case.needed)
 
@@ -202,8 +215,9 @@ def _sample(each: _Prepared) -> Sample:
     case, seconds = each.case, each.seconds or [each.first]
     quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else None
     middle = statistics.median(seconds)
-    return Sample(case.part, case.key, case.size, case.work, middle,
-                  (quarters[2] - quarters[0]) / middle if quarters else None)
+    return Sample(
+        case.part, case.key, case.size, case.work, middle, (quarters[2] - quarters[0]) / middle if quarters else None
+    )
 
 
 def _rounded(value: float) -> float:
@@ -213,8 +227,12 @@ def _rounded(value: float) -> float:
 
 def _about(target: Target, devices: int) -> dict[str, str]:
     """What was measured, when and with which versions."""
-    found = {"device": target.kind, "platform": target.platform, "devices": str(devices),
-             "date": datetime.date.today().isoformat()}
+    found = {
+        "device": target.kind,
+        "platform": target.platform,
+        "devices": str(devices),
+        "date": datetime.date.today().isoformat(),
+    }
     for name in _VERSIONS:
         try:
             found[name] = metadata.version(name)
@@ -233,7 +251,9 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
         parts[sample.part].append(sample)
     floor = _rounded(min((sample.seconds for sample in parts[FLOOR]), default=0.0))
     products = _curves(parts[PRODUCTS], floor)
-    peaks = {unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit, ])) for unit, in products}
+    peaks = {
+        unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit,])) for (unit,) in products
+    }
     attention: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
     for (way, width), curve in sorted(_curves(parts[ATTENTION], floor).items()):
         attention[way][width] = curve
@@ -246,14 +266,22 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
     where = f"{about.get('devices', 1)} x {target.kind}"
     return Rates(
         source=f"measured on {where} on {about.get('date', 'an unknown day')}, {versions}",
-        peak_flops={**target.peak_flops, **peaks}, products={unit: curve for (unit,), curve in products.items()},
-        attention=attention, memory=_bandwidth(parts[MEMORY], floor), floor_seconds=floor,
+        peak_flops={**target.peak_flops, **peaks},
+        products={unit: curve for (unit,), curve in products.items()},
+        attention=attention,
+        memory=_bandwidth(parts[MEMORY], floor),
+        floor_seconds=floor,
         host_link_bytes_per_s=_rounded(min(sample.work / sample.seconds for sample in copies)),
         host_link_seconds=_rounded(max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0)),
-        collectives=_collectives(parts[COLLECTIVES]), hop_seconds=_rounded(min(short, default=0.0)),
-        cores=chip.gpu.cores if chip and chip.gpu else 0, measured=dict(about),
-        sources={sample.part: f"{sample.seconds * 1e6:.1f} us from one call of a short program to the next"
-                 for sample in parts[CALL]})
+        collectives=_collectives(parts[COLLECTIVES]),
+        hop_seconds=_rounded(min(short, default=0.0)),
+        cores=chip.gpu.cores if chip and chip.gpu else 0,
+        measured=dict(about),
+        sources={
+            sample.part: f"{sample.seconds * 1e6:.1f} us from one call of a short program to the next"
+            for sample in parts[CALL]
+        },
+    )
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
@@ -274,8 +302,12 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
     alike: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         alike[sample.size].append(sample)
-    points = {statistics.fmean(s.work for s in found): _rounded(sum(s.work for s in found) / sum(
-        _work_seconds(s, floor) for s in found)) for found in alike.values()}
+    points = {
+        statistics.fmean(s.work for s in found): _rounded(
+            sum(s.work for s in found) / sum(_work_seconds(s, floor) for s in found)
+        )
+        for found in alike.values()
+    }
     return tuple(sorted(points.items()))
 
 
@@ -285,6 +317,5 @@ def _collectives(samples: Iterable[Sample]) -> tuple[Collective, ...]:
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
-            found[sample.key][float(sample.size)] = _rounded(
-                WIRE[kind](group) * sample.work / sample.seconds)
+            found[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
     return tuple(Collective(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items())

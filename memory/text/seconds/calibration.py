@@ -37,8 +37,13 @@ from bytescope.memory.units import human
 
 _T, _G = 1e12, 1e9
 # HLO's dtype of a unit's operands, and their bytes.
-_OPERANDS = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp8": ("float8_e4m3fn", 1), "tf32": ("tf32", 4),
-             "fp32": ("float32", 4)}
+_OPERANDS = {
+    "bf16": ("bfloat16", 2),
+    "fp16": ("float16", 2),
+    "fp8": ("float8_e4m3fn", 1),
+    "tf32": ("tf32", 4),
+    "fp32": ("float32", 4),
+}
 _MOST_LEFT_OUT = 3
 # A spread, in the middle of all, above which something else ran on the devices or the host.
 _BUSY = 0.2
@@ -54,15 +59,21 @@ def render(found: Calibration, target: Target) -> Group:
 
     A rate is the work over the seconds, the floor of the kernel included; those of the data sheet are of one device.
     """
-    table = FigureTable(label("kernel", least=17), label("size", least=12), *map(figure, (
-        "time", "spread", "rate", "sheet", "share")))
+    table = FigureTable(
+        label("kernel", least=17), label("size", least=12), *map(figure, ("time", "spread", "rate", "sheet", "share"))
+    )
     for sample in sorted(found.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
-        table.add(name, size, _time(sample.seconds),
-                  "" if sample.spread is None else f"{sample.spread:.0%}", _shown(rate, sample) if rate else "",
-                  _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
-                  f"{rate / sheet:.0%}" if rate and sheet else "")
+        table.add(
+            name,
+            size,
+            _time(sample.seconds),
+            "" if sample.spread is None else f"{sample.spread:.0%}",
+            _shown(rate, sample) if rate else "",
+            _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
+            f"{rate / sheet:.0%}" if rate and sheet else "",
+        )
     return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
 
 
@@ -80,17 +91,23 @@ def _thin(found: Calibration) -> Iterator[Any]:
 
 def _order(sample: Sample) -> tuple:
     """By part, then by what it is, then by size; numbers of a key as numbers."""
-    return PARTS.index(sample.part), tuple((str(part), 0) if isinstance(part, str) else ("", part)
-                                           for part in sample.key), sample.size
+    return (
+        PARTS.index(sample.part),
+        tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
+        sample.size,
+    )
 
 
 def _notes(found: Calibration) -> Iterator[Any]:
-    yield Prose("spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate",
-                "dim")
+    yield Prose(
+        "spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate", "dim"
+    )
     spreads = [sample.spread for sample in found.samples if sample.spread is not None]
     if spreads and (middle := statistics.median(spreads)) > _BUSY:
-        yield Prose(f"half of the spreads are above {middle:.0%}: something else ran here; measure again when nothing "
-                    "does", "yellow")
+        yield Prose(
+            f"half of the spreads are above {middle:.0%}: something else ran here; measure again when nothing does",
+            "yellow",
+        )
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, why in found.left_out.items():
         reasons[why].append(name)
@@ -114,7 +131,8 @@ _SHEET: Mapping[str, Callable[[Sample, Target], float]] = {
     ATTENTION: lambda sample, target: target.peak_flops.get("bf16", 0.0),
     MEMORY: lambda sample, target: target.hbm_bytes_per_s,
     COLLECTIVES: lambda sample, target: target.interconnect_bytes_per_s.get("in_host", 0.0),
-    HOST_LINK: lambda sample, target: target.host_link_bytes_per_s}
+    HOST_LINK: lambda sample, target: target.host_link_bytes_per_s,
+}
 
 
 def _sheet(sample: Sample, target: Target) -> float:
@@ -136,8 +154,10 @@ def _by_cubes(sample: Sample, rates: Rates) -> str:
     """The time of a pair of thin products by the rates that were measured on cubes."""
     unit, m, k, n = sample.key
     dtype, wide = _OPERANDS[unit]
-    pair = (Kernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
-            for size in ((1, m, n, k), (1, m, k, n)))
+    pair = (
+        Kernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
+        for size in ((1, m, n, k), (1, m, k, n))
+    )
     return _time(sum(seconds(kernel, rates) for kernel in pair))
 
 
@@ -146,9 +166,13 @@ _COPIES = {TO_HOST: "device to host", TO_DEVICE: "host to device"}
 _NAMES: Mapping[str, Callable[[Sample], tuple[str, str]]] = {
     PRODUCTS: lambda s: (f"product, {s.key[0]}", f"{s.size} cubed"),
     THIN: lambda s: (f"thin pair, {s.key[0]}", "x".join(map(str, s.key[1:]))),
-    ATTENTION: lambda s: (_WAYS[s.key[0].removesuffix("_causal")],
-                          f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}"),
+    ATTENTION: lambda s: (
+        _WAYS[s.key[0].removesuffix("_causal")],
+        f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}",
+    ),
     MEMORY: lambda s: (f"memory, {s.key[0]}", human(s.size)),
-    FLOOR: lambda s: ("chained kernel", ""), CALL: lambda s: ("program call", ""),
+    FLOOR: lambda s: ("chained kernel", ""),
+    CALL: lambda s: ("program call", ""),
     COLLECTIVES: lambda s: (f"{s.key[0].removeprefix('collective-')} x{s.key[1]}", human(s.size)),
-    HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size))}
+    HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size)),
+}

@@ -29,15 +29,25 @@ def show(found: Result, *, console: Console | None = None) -> None:
 def render(found: Result) -> RenderableType:
     """Head, scores over models where they are pooled, seconds and order by model and GPUs, bytes, the worst rows, rows
     that are known to differ, and what is not compared, with the reasons."""
-    return blocks(_head(found), _cohorts(found.cohorts, "rows"), _cohorts(found.sources, "source"),
-                  _cohort_bytes(found), _seconds(found) if found.groups else None,
-                  _order(found), _across(found), None if found.cohorts else _bytes(found), _worst(found),
-                  _reasons(found) if found.cohorts else _differing(found), _unsaid(found))
+    return blocks(
+        _head(found),
+        _cohorts(found.cohorts, "rows"),
+        _cohorts(found.sources, "source"),
+        _cohort_bytes(found),
+        _seconds(found) if found.groups else None,
+        _order(found),
+        _across(found),
+        None if found.cohorts else _bytes(found),
+        _worst(found),
+        _reasons(found) if found.cohorts else _differing(found),
+        _unsaid(found),
+    )
 
 
 def _head(found: Result) -> RenderableType:
-    title = Text.assemble((f"{found.set}: {len(found.scored)} measured runs", "bold"),
-                          f", {found.compiled} compiled now")
+    title = Text.assemble(
+        (f"{found.set}: {len(found.scored)} measured runs", "bold"), f", {found.compiled} compiled now"
+    )
     lines: list[RenderableType] = [title]
     if found.rates:
         lines.append(Prose(f"rates: {one_line(found.rates)}", "dim"))
@@ -52,41 +62,93 @@ def _cohorts(some: Sequence[Cohort], title: str) -> RenderableType | None:
     timed = [one for one in some if one.rows]
     if not timed:
         return None
-    table = FigureTable(label(title, least=18), figure("runs"), figure("programs"), figure("within 15 %"),
-                        figure("median"), figure("least"), figure("most"))
+    table = FigureTable(
+        label(title, least=18),
+        figure("runs"),
+        figure("programs"),
+        figure("within 15 %"),
+        figure("median"),
+        figure("least"),
+        figure("most"),
+    )
     for one in timed:
-        table.add(one.name, str(one.rows), str(one.programs), _percent(one.within), _ratio(one.median),
-                  _ratio(one.least), _ratio(one.most))
-    return Group(Prose("predicted seconds over measured ones, over all models; runs that are one program of ours "
-                       "weigh one together:") if title == "rows" else Text("by source:"), table)
+        table.add(
+            one.name,
+            str(one.rows),
+            str(one.programs),
+            _percent(one.within),
+            _ratio(one.median),
+            _ratio(one.least),
+            _ratio(one.most),
+        )
+    return Group(
+        Prose(
+            "predicted seconds over measured ones, over all models; runs that are one program of ours "
+            "weigh one together:"
+        )
+        if title == "rows"
+        else Text("by source:"),
+        table,
+    )
 
 
 def _cohort_bytes(found: Result) -> RenderableType | None:
     sized = [one for one in found.sources if one.bytes_rows]
     if not sized:
         return None
-    table = FigureTable(label("source", least=18), fixed("measured"), figure("runs"), figure("programs"),
-                        figure("at or below"), *(figure(name) for name in BYTES_WITHIN), figure("median"),
-                        figure("least"), figure("most"))
+    table = FigureTable(
+        label("source", least=18),
+        fixed("measured"),
+        figure("runs"),
+        figure("programs"),
+        figure("at or below"),
+        *(figure(name) for name in BYTES_WITHIN),
+        figure("median"),
+        figure("least"),
+        figure("most"),
+    )
     for one in sized:
-        table.add(one.name, one.bytes_are, str(one.bytes_rows), str(one.bytes_programs), _percent(one.bytes_below),
-                  *map(_percent, one.bytes_within), _ratio(one.bytes_median), _ratio(one.bytes_least),
-                  _ratio(one.bytes_most))
+        table.add(
+            one.name,
+            one.bytes_are,
+            str(one.bytes_rows),
+            str(one.bytes_programs),
+            _percent(one.bytes_below),
+            *map(_percent, one.bytes_within),
+            _ratio(one.bytes_median),
+            _ratio(one.bytes_least),
+            _ratio(one.bytes_most),
+        )
     return Group(Prose("our allocated bytes over the measured ones, by source:"), table, *_doubted(found))
 
 
 def _seconds(found: Result) -> RenderableType:
     hosts = any(one.row.host_bound for one in found.scored)
-    table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("least"), figure("10 %"),
-                        figure("median"), figure("90 %"), figure("most"), figure("within 15 %"),
-                        *((figure("free of host"), figure("runs")) if hosts else ()))
+    table = FigureTable(
+        label("model"),
+        figure("GPUs"),
+        figure("runs"),
+        figure("least"),
+        figure("10 %"),
+        figure("median"),
+        figure("90 %"),
+        figure("most"),
+        figure("within 15 %"),
+        *((figure("free of host"), figure("runs")) if hosts else ()),
+    )
     for group in found.groups:
         quantiles = [_ratio(one) for one in group.ratios] or [""] * 5
         free = (_ratio(group.free_median), str(group.free_rows) if group.free_median else "")
-        table.add(group.name, str(group.gpus), str(group.rows), *quantiles, _percent(group.within),
-                  *(free if hosts else ()))
-    return Group(Prose("predicted seconds over measured ones" + (
-        "; free of host: the median of runs that launches do not bind:" if hosts else ", by model and GPUs:")), table)
+        table.add(
+            group.name, str(group.gpus), str(group.rows), *quantiles, _percent(group.within), *(free if hosts else ())
+        )
+    return Group(
+        Prose(
+            "predicted seconds over measured ones"
+            + ("; free of host: the median of runs that launches do not bind:" if hosts else ", by model and GPUs:")
+        ),
+        table,
+    )
 
 
 def _order(found: Result) -> RenderableType | None:
@@ -94,15 +156,30 @@ def _order(found: Result) -> RenderableType | None:
     groups = [group for group in found.groups if group.pairs.count >= (_FEW if found.cohorts else 0)]
     if not groups:
         return None
-    table = FigureTable(label("model"), figure("GPUs"), figure("pairs"), figure("right"), figure("by tensor"),
-                        figure("near pairs"), figure("right"), figure("by tensor"), figure("rank corr."),
-                        figure("by tensor"))
+    table = FigureTable(
+        label("model"),
+        figure("GPUs"),
+        figure("pairs"),
+        figure("right"),
+        figure("by tensor"),
+        figure("near pairs"),
+        figure("right"),
+        figure("by tensor"),
+        figure("rank corr."),
+        figure("by tensor"),
+    )
     for group in groups:
-        table.add(group.name, str(group.gpus), *_pairs(group.pairs), _ratio(group.spearman),
-                  _ratio(group.spearman_by_tensor))
-    return Group(Prose("order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
-                       "the right order, of runs with as many stages, beside what sorting by the tensor split "
-                       "gives:"), table)
+        table.add(
+            group.name, str(group.gpus), *_pairs(group.pairs), _ratio(group.spearman), _ratio(group.spearman_by_tensor)
+        )
+    return Group(
+        Prose(
+            "order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
+            "the right order, of runs with as many stages, beside what sorting by the tensor split "
+            "gives:"
+        ),
+        table,
+    )
 
 
 def _across(found: Result) -> RenderableType | None:
@@ -110,16 +187,30 @@ def _across(found: Result) -> RenderableType | None:
     groups = [group for group in found.groups if group.across and group.across.count]
     if not groups:
         return None
-    table = FigureTable(label("model"), figure("GPUs"), figure("pairs"), figure("right"), figure("by tensor"),
-                        figure("near pairs"), figure("right"), figure("by tensor"))
+    table = FigureTable(
+        label("model"),
+        figure("GPUs"),
+        figure("pairs"),
+        figure("right"),
+        figure("by tensor"),
+        figure("near pairs"),
+        figure("right"),
+        figure("by tensor"),
+    )
     for group in groups:
         table.add(group.model, str(group.gpus), *_pairs(group.across))
     return Group(Prose("order across numbers of stages, none among them:"), table)
 
 
 def _pairs(pairs: Pairs) -> tuple[str, ...]:
-    return (str(pairs.count), _percent(pairs.right), _percent(pairs.by_tensor), str(pairs.near_count),
-            _percent(pairs.near_right), _percent(pairs.near_by_tensor))
+    return (
+        str(pairs.count),
+        _percent(pairs.right),
+        _percent(pairs.by_tensor),
+        str(pairs.near_count),
+        _percent(pairs.near_right),
+        _percent(pairs.near_by_tensor),
+    )
 
 
 def _bytes(found: Result) -> RenderableType | None:
@@ -128,8 +219,9 @@ def _bytes(found: Result) -> RenderableType | None:
         return None
     table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("median"), figure("at or below"))
     for group in groups:
-        table.add(group.name, str(group.gpus), str(group.bytes_rows), _ratio(group.bytes_median),
-                  _percent(group.bytes_below))
+        table.add(
+            group.name, str(group.gpus), str(group.bytes_rows), _ratio(group.bytes_median), _percent(group.bytes_below)
+        )
     kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
     return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *_doubted(found))
@@ -141,8 +233,10 @@ def _doubted(found: Result) -> list[Prose]:
     for one in found.scored:
         if one.row.bytes_reason:
             apart.setdefault(one.row.bytes_reason, []).append(one)
-    return [Prose(f"{len(rows)} not compared: {one_line(why)} ({'; '.join(map(_named_bytes, rows))})")
-            for why, rows in apart.items()]
+    return [
+        Prose(f"{len(rows)} not compared: {one_line(why)} ({'; '.join(map(_named_bytes, rows))})")
+        for why, rows in apart.items()
+    ]
 
 
 def _named_bytes(one: Scored) -> str:
@@ -154,8 +248,17 @@ def _worst(found: Result) -> RenderableType | None:
     rows = score.worst(found.scored, _WORST)
     if not rows:
         return None
-    table = FigureTable(label("predicted worst"), figure("GPUs"), value("setup"), figure("measured s"),
-                        figure("predicted s"), figure("ratio"), figure("alloc"), figure("measured"), value("bound by"))
+    table = FigureTable(
+        label("predicted worst"),
+        figure("GPUs"),
+        value("setup"),
+        figure("measured s"),
+        figure("predicted s"),
+        figure("ratio"),
+        figure("alloc"),
+        figure("measured"),
+        value("bound by"),
+    )
     for one in rows:
         table.add(*_worst_cells(one))
     return table
@@ -164,8 +267,17 @@ def _worst(found: Result) -> RenderableType | None:
 def _worst_cells(one: Scored) -> tuple[str, ...]:
     row = one.row
     held, measured = (human(count) if count else "" for count in (one.allocated_bytes, row.measured_bytes))
-    return (row.model, str(row.gpus), row.setup, f"{row.measured_seconds:#.4g}", f"{one.predicted_seconds:#.4g}",
-            _ratio(one.ratio), held, measured, one.bound_by)
+    return (
+        row.model,
+        str(row.gpus),
+        row.setup,
+        f"{row.measured_seconds:#.4g}",
+        f"{one.predicted_seconds:#.4g}",
+        _ratio(one.ratio),
+        held,
+        measured,
+        one.bound_by,
+    )
 
 
 def _differing(found: Result) -> RenderableType | None:
@@ -174,11 +286,18 @@ def _differing(found: Result) -> RenderableType | None:
     for one in found.scored:
         if one.row.differs and one.ratio:
             why.setdefault(one.row.differs, []).append(one)
-    lines = [Prose(f"{one_line(reason)}: " + "; ".join(
-        f"{one.row.model} on {one.row.gpus}, {one.row.setup} ({_ratio(one.ratio)})" for one in rows))
-        for reason, rows in why.items()]
-    return Group(Text("known to differ from what is predicted (predicted over measured)", style="bold"),
-                 *lines) if lines else None
+    lines = [
+        Prose(
+            f"{one_line(reason)}: "
+            + "; ".join(f"{one.row.model} on {one.row.gpus}, {one.row.setup} ({_ratio(one.ratio)})" for one in rows)
+        )
+        for reason, rows in why.items()
+    ]
+    return (
+        Group(Text("known to differ from what is predicted (predicted over measured)", style="bold"), *lines)
+        if lines
+        else None
+    )
 
 
 def _reasons(found: Result) -> RenderableType | None:

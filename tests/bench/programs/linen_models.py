@@ -28,6 +28,7 @@ class Cnn(nn.Module):
 
 def mnist():
     """A convolutional network; gradients and update are two functions, and the state is not donated."""
+
     def create(rng):
         model = Cnn()
         params = model.init(rng, jnp.ones([1, 28, 28, 1]))["params"]
@@ -97,14 +98,18 @@ def resnet50():
 
     def create(rng):
         variables = model.init({"params": rng}, jnp.ones((1, 224, 224, 3), model.dtype))
-        return BatchNormState.create(apply_fn=model.apply, params=variables["params"],
-                                     tx=optax.sgd(0.1, momentum=0.9, nesterov=True),
-                                     batch_stats=variables["batch_stats"])
+        return BatchNormState.create(
+            apply_fn=model.apply,
+            params=variables["params"],
+            tx=optax.sgd(0.1, momentum=0.9, nesterov=True),
+            batch_stats=variables["batch_stats"],
+        )
 
     def train_step(state, batch):
         def loss_fn(params):
             logits, new_model_state = state.apply_fn(
-                {"params": params, "batch_stats": state.batch_stats}, batch["image"], mutable=["batch_stats"])
+                {"params": params, "batch_stats": state.batch_stats}, batch["image"], mutable=["batch_stats"]
+            )
             one_hot = jax.nn.one_hot(batch["label"], 1000)
             loss = jnp.mean(optax.softmax_cross_entropy(logits, one_hot))
             weight_l2 = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
@@ -143,13 +148,15 @@ class Gpt(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(self.vocab, self.width, dtype=self.dtype)
-        positional_embedding = self.param("positional_embedding", nn.initializers.normal(0.02),
-                                          (1024, self.width), jnp.float32)
+        positional_embedding = self.param(
+            "positional_embedding", nn.initializers.normal(0.02), (1024, self.width), jnp.float32
+        )
         x = embed(tokens) + positional_embedding[None, : tokens.shape[1]].astype(self.dtype)
         mask = nn.make_causal_mask(tokens)
         layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat else DecoderLayer
-        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True},
-                        in_axes=nn.broadcast, length=self.layers)
+        stack = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=self.layers
+        )
         x, _ = stack(self.heads, self.dtype)(x, mask)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return embed.attend(x).astype(jnp.float32)
@@ -162,7 +169,8 @@ def gpt():
     def create(rng):
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
         return train_state.TrainState.create(
-            apply_fn=model.apply, params=model.init(rng, jnp.ones((1, 1024), jnp.int32))["params"], tx=tx)
+            apply_fn=model.apply, params=model.init(rng, jnp.ones((1, 1024), jnp.int32))["params"], tx=tx
+        )
 
     def train_step(state, tokens):
         def loss_fn(params):
@@ -207,8 +215,9 @@ def seq2seq():
     @jax.jit
     def train_step(state, batch, lstm_rng):
         def loss_fn(params):
-            logits = state.apply_fn({"params": params}, batch["query"], batch["length"], batch["answer"][:, :-1],
-                                    rngs={"lstm": lstm_rng})
+            logits = state.apply_fn(
+                {"params": params}, batch["query"], batch["length"], batch["answer"][:, :-1], rngs={"lstm": lstm_rng}
+            )
             labels = batch["answer"][:, 1:]
             return -jnp.mean(jnp.sum(nn.log_softmax(logits) * labels, axis=-1))
 
@@ -216,8 +225,11 @@ def seq2seq():
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     state = jax.eval_shape(create, jax.random.key(0))
-    batch = {"query": spec(shape, jnp.float32), "length": spec(shape[:1], jnp.int32),
-             "answer": spec(shape, jnp.float32)}
+    batch = {
+        "query": spec(shape, jnp.float32),
+        "length": spec(shape[:1], jnp.int32),
+        "answer": spec(shape, jnp.float32),
+    }
     return train_step, (state, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 

@@ -33,8 +33,11 @@ def _qwen3():
 def _sharded(state, mesh):
     """Leaves with the shardings that tunix writes into its variables."""
     specs = nnx.get_partition_spec(state)
-    return jax.tree.map(lambda leaf, axes: spec(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes)),
-                        nnx.pure(state), nnx.pure(specs))
+    return jax.tree.map(
+        lambda leaf, axes: spec(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes)),
+        nnx.pure(state),
+        nnx.pure(specs),
+    )
 
 
 def _abstract_qwen3(mesh, **changes):
@@ -54,8 +57,12 @@ def qwen3_train():
     tx, params = optax.adamw(1e-5), _sharded(state, mesh)
     moments = jax.eval_shape(tx.init, params)
     shardings = {(leaf.shape, str(leaf.dtype)): leaf.sharding for leaf in jax.tree.leaves(params)}
-    opt_state = jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype, sharding=shardings.get(
-        (leaf.shape, str(leaf.dtype)), NamedSharding(mesh, P()))), moments)
+    opt_state = jax.tree.map(
+        lambda leaf: spec(
+            leaf.shape, leaf.dtype, sharding=shardings.get((leaf.shape, str(leaf.dtype)), NamedSharding(mesh, P()))
+        ),
+        moments,
+    )
 
     def train_step(params, opt_state, batch):
         def loss_fn(params):
@@ -81,8 +88,11 @@ def qwen3_decode():
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     graph, state = _abstract_qwen3(mesh, param_dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
-        cache = jax.eval_shape(lambda: nnx.merge(graph, jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nnx.pure(state))).init_cache(64, 2048, jnp.bfloat16))
+        cache = jax.eval_shape(
+            lambda: nnx.merge(
+                graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nnx.pure(state))
+            ).init_cache(64, 2048, jnp.bfloat16)
+        )
     cache = jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), cache)
 
     def step(params, cache, tokens, positions, attention_mask):
@@ -118,5 +128,10 @@ def vit():
 
     key = jax.random.PRNGKey(0)
     model, opt_state = eqx.filter_eval_shape(create, key)
-    return make_step, (model, opt_state, spec((64, 3, 224, 224), jnp.float32), spec((64,), jnp.int32),
-                       spec(key.shape, key.dtype))
+    return make_step, (
+        model,
+        opt_state,
+        spec((64, 3, 224, 224), jnp.float32),
+        spec((64,), jnp.int32),
+        spec(key.shape, key.dtype),
+    )

@@ -49,6 +49,7 @@ def batch_of(size):
 
 def transformer():
     """A decoder and its optimizer as live objects under nnx.jit, as the tutorials have it; nothing is donated."""
+
     @nnx.jit
     def train_step(model, optimizer, batch):
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
@@ -65,6 +66,7 @@ def transformer():
 
 def functional():
     """The same decoder through nnx.split and nnx.merge: one pytree of state goes in, is donated, and comes out."""
+
     def create():
         model = Transformer(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)

@@ -44,9 +44,11 @@ def nuts():
 
 def chains():
     """A whole MCMC run of four vectorized chains as one program would be: warm-up and samples under one jit."""
+
     def run(key, x, y):
-        mcmc = MCMC(NUTS(logistic), num_warmup=50, num_samples=50, num_chains=4, chain_method="vectorized",
-                    progress_bar=False)
+        mcmc = MCMC(
+            NUTS(logistic), num_warmup=50, num_samples=50, num_chains=4, chain_method="vectorized", progress_bar=False
+        )
         mcmc.run(key, x, y)
         return mcmc.get_samples()
 

@@ -46,8 +46,12 @@ def tensor_parallel():
     """A gated MLP by shard_map: columns, then rows, one psum; forward and backward."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(AxisType.Auto,))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, None), P(None, "model"), P(None, "model"),
-                                                           P("model", None)), out_specs=P(None, None))
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(None, None), P(None, "model"), P(None, "model"), P("model", None)),
+        out_specs=P(None, None),
+    )
     def mlp(x, w_gate, w_up, w_down):
         return jax.lax.psum((jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down, "model")
 
@@ -62,8 +66,11 @@ def tensor_parallel():
     def on(shape, dtype, *axes):
         return spec(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
-    weights = (on((4096, 14336), bf16, None, "model"), on((4096, 14336), bf16, None, "model"),
-               on((14336, 4096), bf16, "model", None))
+    weights = (
+        on((4096, 14336), bf16, None, "model"),
+        on((4096, 14336), bf16, None, "model"),
+        on((14336, 4096), bf16, "model", None),
+    )
     return step, (weights, on((8192, 4096), bf16), on((8192, 4096), f32))
 
 
@@ -103,10 +110,15 @@ def data_parallel():
     sizes = (1024, 8192, 8192, 1024)
     params = [{"kernel": spec((m, n), f32), "bias": spec((n,), f32)} for m, n in itertools.pairwise(sizes)]
     replicated, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    params, opt_state = jax.tree.map(lambda x: spec(x.shape, x.dtype, sharding=replicated),
-                                     (params, jax.eval_shape(tx.init, params)))
-    return train_step, (params, opt_state, spec((8192, 1024), f32, sharding=sharded),
-                        spec((8192, 1024), f32, sharding=sharded))
+    params, opt_state = jax.tree.map(
+        lambda x: spec(x.shape, x.dtype, sharding=replicated), (params, jax.eval_shape(tx.init, params))
+    )
+    return train_step, (
+        params,
+        opt_state,
+        spec((8192, 1024), f32, sharding=sharded),
+        spec((8192, 1024), f32, sharding=sharded),
+    )
 
 
 def tensor_parallel_decode():
@@ -124,8 +136,10 @@ def tensor_parallel_decode():
     def on(shape, *axes):
         return spec(shape, bf16, sharding=NamedSharding(mesh, P(*axes)))
 
-    weights = {**{name: on((4096, 32, 128), None, "model", None) for name in "qkv"},
-               "o": on((32, 128, 4096), "model", None, None)}
+    weights = {
+        **{name: on((4096, 32, 128), None, "model", None) for name in "qkv"},
+        "o": on((32, 128, 4096), "model", None, None),
+    }
     cache = on((64, 4096, 32, 128), None, None, "model", None)
     at = spec((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return jax.jit(decode, donate_argnums=(2, 3)), (weights, on((64, 4096)), cache, cache, at)

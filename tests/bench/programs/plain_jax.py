@@ -29,6 +29,7 @@ def linear():
 
 def rnn():
     """A recurrent network over one sequence, vmapped over the batch: the scan is inside of the vmap."""
+
     def cell(p, h, x):
         z, r = jax.nn.sigmoid(x @ p["wz"] + h @ p["uz"]), jax.nn.sigmoid(x @ p["wr"] + h @ p["ur"])
         n = jnp.tanh(x @ p["wn"] + (r * h) @ p["un"])
@@ -46,8 +47,11 @@ def rnn():
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((jax.vmap(apply, (None, 0))(p, xs) - ys) ** 2))(p)
         return jax.tree.map(lambda w, g: w - 1e-2 * g, p, grads), loss
 
-    p = {**{f"w{gate}": spec((128, 512), f32) for gate in "zrn"},
-         **{f"u{gate}": spec((512, 512), f32) for gate in "zrn"}, "out": spec((512, 128), f32)}
+    p = {
+        **{f"w{gate}": spec((128, 512), f32) for gate in "zrn"},
+        **{f"u{gate}": spec((512, 512), f32) for gate in "zrn"},
+        "out": spec((512, 128), f32),
+    }
     return jax.jit(step), (p, spec((64, 256, 128), f32), spec((64, 256, 128), f32))
 
 
@@ -55,12 +59,23 @@ LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, VOCAB = 8, 2048, 16, 4, 128, 5632,
 
 
 def _llama_weights():
-    layer = {"q": (WIDTH, HEADS, HEAD), "k": (WIDTH, KV_HEADS, HEAD), "v": (WIDTH, KV_HEADS, HEAD),
-             "o": (HEADS, HEAD, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
-             "attn_norm": (WIDTH,), "mlp_norm": (WIDTH,)}
-    return {"embedding": spec((VOCAB, WIDTH), bf16), "lm_head": spec((WIDTH, VOCAB), bf16),
-            "final_norm": spec((WIDTH,), bf16),
-            "layers": [{name: spec(shape, bf16) for name, shape in layer.items()} for _ in range(LAYERS)]}
+    layer = {
+        "q": (WIDTH, HEADS, HEAD),
+        "k": (WIDTH, KV_HEADS, HEAD),
+        "v": (WIDTH, KV_HEADS, HEAD),
+        "o": (HEADS, HEAD, WIDTH),
+        "gate": (WIDTH, HIDDEN),
+        "up": (WIDTH, HIDDEN),
+        "down": (HIDDEN, WIDTH),
+        "attn_norm": (WIDTH,),
+        "mlp_norm": (WIDTH,),
+    }
+    return {
+        "embedding": spec((VOCAB, WIDTH), bf16),
+        "lm_head": spec((WIDTH, VOCAB), bf16),
+        "final_norm": spec((WIDTH,), bf16),
+        "layers": [{name: spec(shape, bf16) for name, shape in layer.items()} for _ in range(LAYERS)],
+    }
 
 
 def rms_norm(x, scale):
@@ -135,8 +150,20 @@ def dqn():
 
     params, size = mlp_params(128, 1024, 1024, 18), 1024
     obs = spec((size, 128), f32)
-    return (update, (params, params, jax.eval_shape(tx.init, params), obs, spec((size,), i32), spec((size,), f32), obs,
-                     spec((size,), f32)), {"donate_argnums": (0, 1, 2)})
+    return (
+        update,
+        (
+            params,
+            params,
+            jax.eval_shape(tx.init, params),
+            obs,
+            spec((size,), i32),
+            spec((size,), f32),
+            obs,
+            spec((size,), f32),
+        ),
+        {"donate_argnums": (0, 1, 2)},
+    )
 
 
 def gan():
@@ -158,9 +185,17 @@ def gan():
         return optax.apply_updates(generator, updates), discriminator, g_opt, d_opt
 
     generator, discriminator = mlp_params(128, 1024, 2048, 3072), mlp_params(3072, 2048, 1024, 1)
-    return (jax.jit(step), (generator, discriminator, jax.eval_shape(tx.init, generator),
-                            jax.eval_shape(tx.init, discriminator), spec((512, 3072), f32),
-                            jax.eval_shape(lambda: jax.random.PRNGKey(0))))
+    return (
+        jax.jit(step),
+        (
+            generator,
+            discriminator,
+            jax.eval_shape(tx.init, generator),
+            jax.eval_shape(tx.init, discriminator),
+            spec((512, 3072), f32),
+            jax.eval_shape(lambda: jax.random.PRNGKey(0)),
+        ),
+    )
 
 
 def accumulate():
@@ -185,6 +220,7 @@ def accumulate():
 
 def solver():
     """No training: conjugate gradients on a dense system, a while loop in float32."""
+
     def solve(a, b):
         x, _ = jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, maxiter=100)
         return x, jnp.linalg.norm(a @ x - b)

@@ -46,6 +46,7 @@ def moments():
 
 def test_tables_and_scales_go_with_the_weights():
     """Tables have a dimension of their own, scales are whole numbers of 8 bits: as data, neither says what data are."""
+
     def step(a0, a1, a2, tokens):
         def run(lora):
             x = a1["table"][tokens] + a1["scales"].astype(f32).sum()
@@ -119,6 +120,7 @@ def test_nothing_is_frozen_where_nothing_learns():
 
 def test_data_with_the_dimensions_of_weights_are_data():
     """As many sequences as the adapters have rank, as many positions as the model is wide."""
+
     def step(lora, moments, batch):
         grads = jax.grad(lambda p: ((jnp.tanh(batch["x"] @ p["a"]) @ p["b"] - batch["y"]) ** 2).mean())(lora)
         updates, moments = optax.adamw(1e-3).update(grads, moments, lora)
@@ -133,8 +135,12 @@ def test_data_with_the_dimensions_of_weights_are_data():
 @pytest.mark.quick
 def test_by_evidence():
     learns = Evidence("p['a']", learns=True, state=True, trained=True)
-    rest = [Evidence("p['b']", state=True, trained=True), Evidence("p['c']", gradient=True), Evidence("q['w']"),
-            Evidence("x")]
+    rest = [
+        Evidence("p['b']", state=True, trained=True),
+        Evidence("p['c']", gradient=True),
+        Evidence("q['w']"),
+        Evidence("x"),
+    ]
     found = frozen([learns, *rest], ["params", "params", "params", "params", "batch"])
     assert found == ["params", "params", "params", "frozen", "batch"]
     assert frozen(rest[2:], ["params", "batch"]) == ["params", "batch"]

@@ -18,10 +18,18 @@ B, D, F, T, V = 8, 32, 48, 16, 80
 
 # ---- results paired with arguments, by hand -------------------------------------------------------------------------
 
+
 @pytest.mark.quick
-@pytest.mark.parametrize(("path", "root", "keys"), [
-    ("state.params['w']", "state", ("params", "w")), ("args[1]['a/b'][0]", "args[1]", ("a/b", "0")),
-    ("flat_args[3]", "flat_args[3]", ()), ("[0].params[\"it's\"]", "", ("0", "params", "it's")), ("", "", ())])
+@pytest.mark.parametrize(
+    ("path", "root", "keys"),
+    [
+        ("state.params['w']", "state", ("params", "w")),
+        ("args[1]['a/b'][0]", "args[1]", ("a/b", "0")),
+        ("flat_args[3]", "flat_args[3]", ()),
+        ('[0].params["it\'s"]', "", ("0", "params", "it's")),
+        ("", "", ()),
+    ],
+)
 def test_paths_are_roots_and_keys(path, root, keys):
     assert (root_of(path), keys_of(path)) == (root, keys)
 
@@ -42,7 +50,8 @@ def test_state_comes_back_under_its_own_path():
     arguments = leaves("state.params['w']", "state.opt[0].mu['w']", "state.opt[0].nu['w']", "batch['w']")
     results = leaves("[0].opt[0].mu['w']", "[0].opt[0].nu['w']", "[0].params['w']", "[1]")
     assert paired(arguments, results) == {
-        (f"state{rest}", f"[0]{rest}", False) for rest in (".params['w']", ".opt[0].mu['w']", ".opt[0].nu['w']")}
+        (f"state{rest}", f"[0]{rest}", False) for rest in (".params['w']", ".opt[0].mu['w']", ".opt[0].nu['w']")
+    }
 
 
 @pytest.mark.quick
@@ -54,7 +63,9 @@ def test_shapes_and_dtypes_have_to_agree():
 @pytest.mark.quick
 def test_places_in_tuples_count_for_whole_arguments_only():
     assert paired(leaves("carry[0]", "carry[1]", "x"), leaves("[0][0]", "[0][1]", "[1]")) == {
-        ("carry[0]", "[0][0]", False), ("carry[1]", "[0][1]", False)}
+        ("carry[0]", "[0][0]", False),
+        ("carry[1]", "[0][1]", False),
+    }
     assert paired(leaves("batch[0]"), leaves("[0]")) == set()
 
 
@@ -68,8 +79,10 @@ def test_what_the_backward_pass_returns_is_a_gradient():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("how", "trained", "found"), [
-    (ELEMENTWISE, True, True), (ELEMENTWISE, False, False), (WRITTEN, False, True), (SAME, False, True)])
+@pytest.mark.parametrize(
+    ("how", "trained", "found"),
+    [(ELEMENTWISE, True, True), (ELEMENTWISE, False, False), (WRITTEN, False, True), (SAME, False, True)],
+)
 def test_without_paths_the_flow_of_values_tells(how, trained, found):
     """x + f(x) is no update of x where nothing is learned; what is written into x is."""
     assert bool(paired(leaves("p"), leaves("[0]"), [Update({0: how})], trained)) == found
@@ -90,38 +103,62 @@ def test_donated_memory_tells_where_nothing_else_does():
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.quick
-@pytest.mark.parametrize(("fields", "expected"), [
-    # structure: a name for data is no reason against it
-    ({"path": "x", "trained": True, "state": True, "read": True, "learns": True}, "params"),
-    ({"path": "position['w']", "trained": True, "state": True, "learns": True, "mirrors": True}, "optimizer"),
-    ({"path": "tokens", "trained": True, "state": True, "read": True}, "cache"),
-    ({"path": "target['w']", "trained": True, "mirrors": True, "read": True}, "params"),
-    ({"path": "theta_ema['w']", "trained": True, "state": True, "mirrors": True, "learns": True}, "optimizer"),
-    ({"path": "s", "shape": (), "dtype": "int32", "trained": True, "state": True}, "optimizer"),
-    ({"path": "s[0]", "state": True}, "cache"),
-    ({"path": "a", "dtype": "key<fry>", "shape": ()}, "rng"),
-    ({"path": "a", "dtype": "uint32", "shape": (2,)}, "batch"),
-    ({"path": "a", "dtype": "uint32", "shape": (5, 2), "random": True}, "rng"),
-    ({"path": "dropout_rng", "dtype": "uint32", "shape": (2,)}, "rng"),
-    ({"path": "seed", "dtype": "int32", "shape": ()}, "rng"),
-    ({"path": "model.blocks[0].dropout.rngs.count", "dtype": "uint32", "shape": (), "trained": True, "state": True},
-     "rng"),
-    ({"path": "tower['kv_proj'].kernel", "gradient": True}, "params"), ({"path": "image", "gradient": True}, "batch"),
-    ({"path": "a['s']", "products": True}, "params"),
-    ({"path": "a['s']", "products": True, "batch_dim": True}, "batch"),
-    ({"path": "a['s']", "products": True, "trained": True}, "batch"),
-    ({"path": "o.optim_state[1]", "trained": True, "state": True, "learns": True, "read": True}, "optimizer"),
-    ({"path": "o.optim_state[0]", "trained": True, "state": True, "learns": True, "read": True, "forward": True},
-     "params"),
-    ({"path": "a['s']", "weights": True}, "params"), ({"path": "a['s']", "dtype": "int32", "products": True}, "batch"),
-    # names, where structure leaves a choice
-    ({"path": "state['kv_proj']['kernel']"}, "params"), ({"path": "m['token_embedder']['embedding']"}, "params"),
-    ({"path": "m['positional_embedding']"}, "params"), ({"path": "target_params['w']"}, "params"),
-    ({"path": "cache['layer_0']['cached_key']"}, "cache"), ({"path": "batch_stats['bn']['mean']"}, "cache"),
-    ({"path": "variables['batch_stats']['bn']['mean']"}, "cache"), ({"path": "kv", "returned": True}, "cache"),
-    ({"path": "batch['weights']"}, "batch"), ({"path": "state.opt_state.acc_grads['w']"}, "accumulator"),
-    ({"path": "grads['w']"}, "gradients"), ({"path": "model['attn']['k']"}, "params"), ({"path": "k"}, "batch")])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # structure: a name for data is no reason against it
+        ({"path": "x", "trained": True, "state": True, "read": True, "learns": True}, "params"),
+        ({"path": "position['w']", "trained": True, "state": True, "learns": True, "mirrors": True}, "optimizer"),
+        ({"path": "tokens", "trained": True, "state": True, "read": True}, "cache"),
+        ({"path": "target['w']", "trained": True, "mirrors": True, "read": True}, "params"),
+        ({"path": "theta_ema['w']", "trained": True, "state": True, "mirrors": True, "learns": True}, "optimizer"),
+        ({"path": "s", "shape": (), "dtype": "int32", "trained": True, "state": True}, "optimizer"),
+        ({"path": "s[0]", "state": True}, "cache"),
+        ({"path": "a", "dtype": "key<fry>", "shape": ()}, "rng"),
+        ({"path": "a", "dtype": "uint32", "shape": (2,)}, "batch"),
+        ({"path": "a", "dtype": "uint32", "shape": (5, 2), "random": True}, "rng"),
+        ({"path": "dropout_rng", "dtype": "uint32", "shape": (2,)}, "rng"),
+        ({"path": "seed", "dtype": "int32", "shape": ()}, "rng"),
+        (
+            {
+                "path": "model.blocks[0].dropout.rngs.count",
+                "dtype": "uint32",
+                "shape": (),
+                "trained": True,
+                "state": True,
+            },
+            "rng",
+        ),
+        ({"path": "tower['kv_proj'].kernel", "gradient": True}, "params"),
+        ({"path": "image", "gradient": True}, "batch"),
+        ({"path": "a['s']", "products": True}, "params"),
+        ({"path": "a['s']", "products": True, "batch_dim": True}, "batch"),
+        ({"path": "a['s']", "products": True, "trained": True}, "batch"),
+        ({"path": "o.optim_state[1]", "trained": True, "state": True, "learns": True, "read": True}, "optimizer"),
+        (
+            {"path": "o.optim_state[0]", "trained": True, "state": True, "learns": True, "read": True, "forward": True},
+            "params",
+        ),
+        ({"path": "a['s']", "weights": True}, "params"),
+        ({"path": "a['s']", "dtype": "int32", "products": True}, "batch"),
+        # names, where structure leaves a choice
+        ({"path": "state['kv_proj']['kernel']"}, "params"),
+        ({"path": "m['token_embedder']['embedding']"}, "params"),
+        ({"path": "m['positional_embedding']"}, "params"),
+        ({"path": "target_params['w']"}, "params"),
+        ({"path": "cache['layer_0']['cached_key']"}, "cache"),
+        ({"path": "batch_stats['bn']['mean']"}, "cache"),
+        ({"path": "variables['batch_stats']['bn']['mean']"}, "cache"),
+        ({"path": "kv", "returned": True}, "cache"),
+        ({"path": "batch['weights']"}, "batch"),
+        ({"path": "state.opt_state.acc_grads['w']"}, "accumulator"),
+        ({"path": "grads['w']"}, "gradients"),
+        ({"path": "model['attn']['k']"}, "params"),
+        ({"path": "k"}, "batch"),
+    ],
+)
 def test_roles_by_evidence(fields, expected):
     assert decide([Evidence(**{"shape": (4, 4), **fields})]) == [expected]
 
@@ -132,6 +169,7 @@ def test_every_role_is_a_row():
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
+
 
 def roles_of(step, *args, **options):
     """Path -> role of a program's arguments, and its report."""
@@ -156,8 +194,12 @@ def adam(state, x, y):
 
 def test_adam_in_tuples_and_its_gradients_know_their_parameters():
     found, report = roles_of(adam, ((spec((D, F), f32), spec((F, D), f32)),) * 3, X, X)
-    assert found == {"x": "batch", "y": "batch", **{f"state[0][{i}]": "params" for i in (0, 1)},
-                     **{f"state[{k}][{i}]": "optimizer" for k in (1, 2) for i in (0, 1)}}
+    assert found == {
+        "x": "batch",
+        "y": "batch",
+        **{f"state[0][{i}]": "params" for i in (0, 1)},
+        **{f"state[{k}][{i}]": "optimizer" for k in (1, 2) for i in (0, 1)},
+    }
     owners = {b.name: b.parameter for b in report.buffers if b.category == "optimizer"}
     assert owners == {f"state[{k}][{i}]": f"state[0][{i}]" for k in (1, 2) for i in (0, 1)}
 
@@ -184,8 +226,11 @@ def test_batch_statistics_are_carried_and_target_weights_are_weights():
         return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, tp, p), running
 
     found, report = roles_of(step, WEIGHTS, WEIGHTS, {"mean": spec((D,), f32)}, X)
-    assert found == {"running['mean']": "cache", "x": "batch", **{f"{t}['{n}']": "params" for t in ("p", "tp")
-                                                                  for n in ("w", "v")}}
+    assert found == {
+        "running['mean']": "cache",
+        "x": "batch",
+        **{f"{t}['{n}']": "params" for t in ("p", "tp") for n in ("w", "v")},
+    }
     assert report.breakdown["cache"] == 4 * D
 
 
@@ -199,8 +244,12 @@ def decode(weights, kv, token, at):
     return jnp.einsum("bt,btd->bd", probs, v) @ weights["token_embedder"]["embedding"].T, (k, v)
 
 
-DECODE = ({"token_embedder": {"embedding": spec((V, D), f32)}, "kv_proj": {"kernel": spec((D, D), f32)}},
-          (spec((B, T, D), f32),) * 2, spec((B,), i32), spec((), i32))
+DECODE = (
+    {"token_embedder": {"embedding": spec((V, D), f32)}, "kv_proj": {"kernel": spec((D, D), f32)}},
+    (spec((B, T, D), f32),) * 2,
+    spec((B,), i32),
+    spec((), i32),
+)
 
 
 @pytest.mark.parametrize("donated", [False, True])
@@ -220,7 +269,9 @@ def test_a_cache_is_a_row_and_weights_are_known_by_their_use(donated, dumped):
 def test_a_gradient_that_is_returned_has_its_parameters_name():
     report = memory.analyze(lambda m, x: jax.value_and_grad(lambda m: mlp(m, x).sum())(m), WEIGHTS, X)
     assert {b.parameter for b in report.buffers if b.category == "outputs" and b.shape in ((D, F), (F, D))} == {
-        "m['w']", "m['v']"}
+        "m['w']",
+        "m['v']",
+    }
     assert report.breakdown["params"] == 2 * 4 * D * F
     assert "not_donated" not in {f.kind for f in report.findings}
 

@@ -11,10 +11,11 @@ spec = jax.ShapeDtypeStruct
 
 def test_an_activation_shaped_like_a_weight_has_no_gradient_of_a_parameter():
     """The batch is as large as a layer is wide; what becomes the gradient of a bias or of a weight is none itself."""
+
     def loss(params, x):
         for layer in params:
             x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
-        return (x ** 2).sum()
+        return (x**2).sum()
 
     def step(params, x):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))

@@ -1,6 +1,5 @@
 """ZeRO's classic account beside what the compiler holds, and why they differ."""
 
-
 import jax
 import pytest
 
@@ -12,8 +11,9 @@ from support import programs
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8),
-                                                 ("zero3", 16 / 8)])
+@pytest.mark.parametrize(
+    ("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8), ("zero3", 16 / 8)]
+)
 def test_zero_of_the_ledger(strategy, total):
     """Rajbhandari et al. 2020, figure 1, for 8 devices."""
     report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
@@ -36,8 +36,10 @@ def test_agreement_needs_no_reason():
     assert ledger.zero_rows(report, ledger.State(0, "ddp")) == () == ledger.zero_rows(report, ledger.State(100, ""))
 
 
-@pytest.mark.parametrize(("size", "reason"), [(400, "float32"), (100, "float32, part of them at the peak"),
-                                              (200, ""), (0, "none is alive at the peak")])
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(400, "float32"), (100, "float32, part of them at the peak"), (200, ""), (0, "none is alive at the peak")],
+)
 def test_gradients_have_their_reason(size, reason):
     alive = [Buffer("g", size, (size // 4,), "float32", "gradients", at_peak=True)] if size else []
     report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
@@ -62,13 +64,21 @@ def test_ledger_by_hand():
     def held(role, dtype, size, **fields):
         return Buffer(role, size, (4, 4), dtype, role, "argument", **fields)
 
-    buffers = [held("params", "bfloat16", 32), held("optimizer", "float32", 64), held("optimizer", "float32", 64),
-               held("optimizer", "float32", 64), held("batch", "int32", 999),
-               Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
-               Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
-               Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9)]
+    buffers = [
+        held("params", "bfloat16", 32),
+        held("optimizer", "float32", 64),
+        held("optimizer", "float32", 64),
+        held("optimizer", "float32", 64),
+        held("batch", "int32", 999),
+        Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+        Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
+        Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+    ]
     rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
     assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
-        ("params", "bfloat16", 2.0), ("gradients", "bfloat16", 2.0), ("optimizer", "float32", 12.0),
-        ("total", "", 16.0)]
+        ("params", "bfloat16", 2.0),
+        ("gradients", "bfloat16", 2.0),
+        ("optimizer", "float32", 12.0),
+        ("total", "", 16.0),
+    ]
     assert ledger.rows([], {})[-1].bytes_per_param == 0.0

@@ -31,8 +31,10 @@ def test_open_and_close():
 
 
 def test_sharing_keeps_memory_open():
-    found = curve({1: 10, 2: 10, 3: 4}, [
-        (ALLOC, 1, "a", 0), (SHARE, 2, "b", 1), (FREE, 1, "a", 0), (ALLOC, 3, "c", 0), (FREE, 2, "b", 0)])
+    found = curve(
+        {1: 10, 2: 10, 3: 4},
+        [(ALLOC, 1, "a", 0), (SHARE, 2, "b", 1), (FREE, 1, "a", 0), (ALLOC, 3, "c", 0), (FREE, 2, "b", 0)],
+    )
     assert found.peak_bytes == 14
     first = found.lives[0]
     assert (first.start, first.end) == (1, 3)
@@ -40,8 +42,7 @@ def test_sharing_keeps_memory_open():
 
 
 def test_sharing_reopens_what_was_closed():
-    found = curve({1: 10, 2: 10}, [
-        (ALLOC, 1, "a", 0), (FREE, 1, "a", 0), (SHARE, 2, "b", 1), (FREE, 2, "b", 0)])
+    found = curve({1: 10, 2: 10}, [(ALLOC, 1, "a", 0), (FREE, 1, "a", 0), (SHARE, 2, "b", 1), (FREE, 2, "b", 0)])
     assert [(life.start, life.end) for life in found.lives] == [(1, 1), (2, 2)]
     assert found.peak_bytes == 10
 
@@ -52,8 +53,18 @@ def test_what_is_never_freed_lasts():
 
 
 def test_nonsense_is_ignored():
-    found = curve({1: 10}, [(FREE, 1, "a", 0), (7, 1, "a", 0), (ALLOC, 99, "b", 0), (FREE, 99, "b", 0),
-                            (ALLOC, 1, "a", 0), (FREE, 1, "a", 0), (FREE, 1, "a", 0)])
+    found = curve(
+        {1: 10},
+        [
+            (FREE, 1, "a", 0),
+            (7, 1, "a", 0),
+            (ALLOC, 99, "b", 0),
+            (FREE, 99, "b", 0),
+            (ALLOC, 1, "a", 0),
+            (FREE, 1, "a", 0),
+            (FREE, 1, "a", 0),
+        ],
+    )
     assert found.peak_bytes == 10
     assert min(size for size, _ in found.points) == 0
 

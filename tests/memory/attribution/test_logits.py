@@ -39,8 +39,10 @@ def test_tied_logits_are_known_and_an_mlp_as_wide_is_none(trained):
     logits = {b.source for b in wide if b.category == "logits_loss"}
     assert any(b.op_name.endswith("/pad") for b in wide)
     others = {b.source for b in wide if b.category != "logits_loss"}
-    here = {name: {f"{__file__}:{line}" for line in range(function.__code__.co_firstlineno, last)}
-            for name, function, last in (("hidden", hidden, loss.__code__.co_firstlineno), ("loss", loss, 30))}
+    here = {
+        name: {f"{__file__}:{line}" for line in range(function.__code__.co_firstlineno, last)}
+        for name, function, last in (("hidden", hidden, loss.__code__.co_firstlineno), ("loss", loss, 30))
+    }
     assert logits and logits <= here["loss"] and others and others <= here["hidden"]
 
 
@@ -59,6 +61,7 @@ def test_without_a_vocabulary_nothing_is_logits():
 def test_a_head_that_is_kept_the_other_way_round():
     """As PyTorch and Equinox have it, (out, in)."""
     params = {"up": spec((D, D), f32), "head": spec((V, D), f32)}
-    report = memory.analyze(lambda params, x: (jnp.tanh(x @ params["up"]) @ params["head"].T).argmax(-1), params,
-                            spec((B, D), f32))
+    report = memory.analyze(
+        lambda params, x: (jnp.tanh(x @ params["up"]) @ params["head"].T).argmax(-1), params, spec((B, D), f32)
+    )
     assert report.breakdown["logits_loss"] == 4 * B * V

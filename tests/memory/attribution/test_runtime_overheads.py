@@ -34,19 +34,34 @@ def test_a_request_is_rounded_up_on_cuda_alone(size, counted):
 
 def test_every_item_by_hand():
     loop = LoopOverhead(waiting=(100, 300), results=2)
-    facts = {"loop": loop, "requests": (1000, 256, 4), "results": (4,), "context": 7, "communicators": 2, "code": 5,
-             "untuned_product": 40 * MIB, "hopper": True}
+    facts = {
+        "loop": loop,
+        "requests": (1000, 256, 4),
+        "results": (4,),
+        "context": 7,
+        "communicators": 2,
+        "code": 5,
+        "untuned_product": 40 * MIB,
+        "hopper": True,
+    }
     # requests 24 + 0 + 252, waiting 156 + 212, two results of 252 each
     assert found(platform="cuda", **facts) == {
-        "batches waiting": 400, "results not yet read": 8, "rounding": 24 + 252 + 156 + 212 + 2 * 252,
-        "cuBLAS workspace": 32 * MIB, "context": 7, "machine code": 5,
-        "NCCL": 2 * runtime_overheads.NCCL_CHANNELS * runtime_overheads.NCCL_CONNECTION_BYTES}
+        "batches waiting": 400,
+        "results not yet read": 8,
+        "rounding": 24 + 252 + 156 + 212 + 2 * 252,
+        "cuBLAS workspace": 32 * MIB,
+        "context": 7,
+        "machine code": 5,
+        "NCCL": 2 * runtime_overheads.NCCL_CHANNELS * runtime_overheads.NCCL_CONNECTION_BYTES,
+    }
     assert found(platform="cpu", **facts) == {"batches waiting": 400, "results not yet read": 8, "context": 7}
     assert found() == {}
 
 
-@pytest.mark.parametrize(("product", "hopper", "workspace"), [
-    (100 * MIB, True, 32 * MIB), (100 * MIB, False, 4 * MIB), (MIB, True, MIB), (0, True, 0)])
+@pytest.mark.parametrize(
+    ("product", "hopper", "workspace"),
+    [(100 * MIB, True, 32 * MIB), (100 * MIB, False, 4 * MIB), (MIB, True, MIB), (0, True, 0)],
+)
 def test_the_workspace_of_cublas_is_bounded_by_its_operands(product, hopper, workspace):
     assert found(platform="cuda", untuned_product=product, hopper=hopper).get("cuBLAS workspace", 0) == workspace
 
@@ -104,9 +119,21 @@ def _compiled(lowered):
 
 def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_path):
     """Counted in a real run: when the next update's batches are put, those of the last are still held."""
-    config = small_config({"batch.accumulation": 3, "batch.micro": 2, "train.steps": 4, "train.sample_tokens": 0,
-                           "model.vocab_size": 256, "model.n_layers": 1, "train.eval_sequences": 2,
-                           "train.tensorboard": False, "train.log_every": 1, "mesh.fsdp": 1, "mesh.data": 8})
+    config = small_config(
+        {
+            "batch.accumulation": 3,
+            "batch.micro": 2,
+            "train.steps": 4,
+            "train.sample_tokens": 0,
+            "model.vocab_size": 256,
+            "model.n_layers": 1,
+            "train.eval_sequences": 2,
+            "train.tensorboard": False,
+            "train.log_every": 1,
+            "mesh.fsdp": 1,
+            "mesh.data": 8,
+        }
+    )
     most, feed = [], loop.feed
 
     def counted(program, *rest):

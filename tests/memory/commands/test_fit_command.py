@@ -18,30 +18,39 @@ from bytescope.memory.report_records.schedule import Kernel
 from support.fit_trials import GIB
 from support.screen import seen, terminal
 
-SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64",
-         "--config.data.seq_len=16", "--config.batch.micro=8"]
+SMALL = [
+    "--config=tiny",
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=8",
+]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than 0"),
-    (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
-    (["--budget=x"], "--budget: 'x' is not a valid size"),
-    (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),
-    (["--levers=remat,rmat"], "no lever 'rmat': did you mean remat"),
-    (["--batch-tokens=5"], "--batch-tokens=5: sequences have 16 tokens; give a multiple of that"),
-    (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),
-    (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),
-    (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
-    (["--max-seconds=-1"], "--max-seconds=-1.0: give 0.001 or more"),
-    (["--max-seconds=nan"], "--max-seconds=nan"),
-    (["--measure"], "--measure on h100, which is not this machine: leave the target out"),
-    (["--target=h300"], "h300"),
-    (["--jobs=0"], "1 or more"),
-    (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),
-    (["--html=/no/such/f.html"], "cannot write /no/such/f.html: there is no folder /no/such"),
-    (["--config.model.d_modle=1"], "d_model"),
-    (["--config.batch.accumulation_schedule=(0:1,10:2)"], "give the schedule when training"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than 0"),
+        (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
+        (["--budget=x"], "--budget: 'x' is not a valid size"),
+        (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),
+        (["--levers=remat,rmat"], "no lever 'rmat': did you mean remat"),
+        (["--batch-tokens=5"], "--batch-tokens=5: sequences have 16 tokens; give a multiple of that"),
+        (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),
+        (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),
+        (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
+        (["--max-seconds=-1"], "--max-seconds=-1.0: give 0.001 or more"),
+        (["--max-seconds=nan"], "--max-seconds=nan"),
+        (["--measure"], "--measure on h100, which is not this machine: leave the target out"),
+        (["--target=h300"], "h300"),
+        (["--jobs=0"], "1 or more"),
+        (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),
+        (["--html=/no/such/f.html"], "cannot write /no/such/f.html: there is no folder /no/such"),
+        (["--config.model.d_modle=1"], "d_model"),
+        (["--config.batch.accumulation_schedule=(0:1,10:2)"], "give the schedule when training"),
+    ],
+)
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
     assert command.main(["fit", "--target=h100", *SMALL, *words]) == 2
@@ -58,8 +67,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
     def fit(budget, code):
         files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
-        assert command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--levers=remat", f"--budget={budget}",
-                             *files]) == code
+        assert (
+            command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--levers=remat", f"--budget={budget}", *files])
+            == code
+        )
         assert "<html" in (tmp_path / "f.html").read_text()
         return json.loads((tmp_path / "f.json").read_text()), capsys.readouterr().out
 
@@ -98,10 +109,18 @@ class Worker:
             self._killed.wait(60)
             return {"status": "the worker died", "dead": True}
         size = {"none": 3, "full": 1}[dict(job["overrides"])["remat.policy"]] * GIB
-        return {"status": "ok", "allocated_bytes": size, "host_bytes": 0, "breakdown": {"params": size},
-                "recompute_flops_fraction": 0.25, "calls_per_update": 1, "target": targets.parse("h100").to_json(),
-                "schedule": schedule.to_json(tuple(Kernel("product", phase, 0, 10**12, "bfloat16")
-                                                   for phase in ("forward", "recompute", "backward")))}
+        return {
+            "status": "ok",
+            "allocated_bytes": size,
+            "host_bytes": 0,
+            "breakdown": {"params": size},
+            "recompute_flops_fraction": 0.25,
+            "calls_per_update": 1,
+            "target": targets.parse("h100").to_json(),
+            "schedule": schedule.to_json(
+                tuple(Kernel("product", phase, 0, 10**12, "bfloat16") for phase in ("forward", "recompute", "backward"))
+            ),
+        }
 
     def kill(self):
         self._killed.set()
@@ -132,8 +151,16 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     monkeypatch.setattr(worker_pool, "Worker", Worker)
-    words = ["fit", *SMALL, "--target=h100", "--budget=2GiB", "--levers=remat", "--no-cache",
-             f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
+    words = [
+        "fit",
+        *SMALL,
+        "--target=h100",
+        "--budget=2GiB",
+        "--levers=remat",
+        "--no-cache",
+        f"--json={tmp_path / 'f.json'}",
+        f"--html={tmp_path / 'f.html'}",
+    ]
     assert command.main(words) == 130
     out = json.loads((tmp_path / "f.json").read_text())
     assert out["stopped"] == "Ctrl-C" and out["best"]["allocated_bytes"] == GIB

@@ -19,12 +19,32 @@ COMMAND = re.compile(r"::(error|warning|notice) (?P<properties>[^\n]*?)::(?P<mes
 
 
 def report_of(size, *, target="h100:8", jax="0.10.2", **fields):
-    buffers = (Buffer("fusion.1", size, (size // 4,), "float32", "residuals", "backward", module="Decoder/mlp",
-                      op_name="jit(step)/Decoder/mlp/dot", source="/srv/repo/model/mlp.py:40", at_peak=True),
-               Buffer("w", MIB, (4,), "float32", "params", "argument", at_peak=True))
+    buffers = (
+        Buffer(
+            "fusion.1",
+            size,
+            (size // 4,),
+            "float32",
+            "residuals",
+            "backward",
+            module="Decoder/mlp",
+            op_name="jit(step)/Decoder/mlp/dot",
+            source="/srv/repo/model/mlp.py:40",
+            at_peak=True,
+        ),
+        Buffer("w", MIB, (4,), "float32", "params", "argument", at_peak=True),
+    )
     rows = {**dict.fromkeys(ROWS, 0), "residuals": size, "params": MIB}
-    return Report(size + MIB, size + MIB, rows, buffers=buffers, program="jit_step", target={"name": target},
-                  versions={"jax": jax, "jaxlib": jax}, **fields)
+    return Report(
+        size + MIB,
+        size + MIB,
+        rows,
+        buffers=buffers,
+        program="jit_step",
+        target={"name": target},
+        versions={"jax": jax, "jaxlib": jax},
+        **fields,
+    )
 
 
 def parsed(line):
@@ -71,9 +91,16 @@ def test_what_a_name_holds_ends_no_command_and_no_cell():
     assert "<b>" not in text and "`" not in text
 
 
-@pytest.mark.parametrize(("source", "place"), [
-    ("/srv/repo/a/b.py:3", ("a/b.py", "3")), ("/other/b.py:3", ("/other/b.py", "3")), ("b.py:3", ("b.py", "3")),
-    ("", ("", "")), ("b.py", ("b.py", ""))])
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("/srv/repo/a/b.py:3", ("a/b.py", "3")),
+        ("/other/b.py:3", ("/other/b.py", "3")),
+        ("b.py:3", ("b.py", "3")),
+        ("", ("", "")),
+        ("b.py", ("b.py", "")),
+    ],
+)
 def test_files_are_told_from_the_root_of_the_repository(source, place):
     assert github._place(source, {"GITHUB_WORKSPACE": "/srv/repo"}) == place
 
@@ -105,11 +132,17 @@ def test_a_summary_that_cannot_be_written():
     github.add_summary("x", {})
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({}, []), ({"target": "h200"}, ["targets, h100:8 and h200"]), ({"jax": "0.12.0"}, ["jax, 0.10.2 and 0.12.0"]),
-    ({"versions": {"jax": "0.10.2", "jaxlib": "0.10.3"}}, ["jaxlib, 0.10.2 and 0.10.3"]),
-    ({"method": "schedule"}, ["derived from the schedule"]),
-    ({"target": "", "jax": "1"}, ["no target", "jax, 0.10.2"])])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, []),
+        ({"target": "h200"}, ["targets, h100:8 and h200"]),
+        ({"jax": "0.12.0"}, ["jax, 0.10.2 and 0.12.0"]),
+        ({"versions": {"jax": "0.10.2", "jaxlib": "0.10.3"}}, ["jaxlib, 0.10.2 and 0.10.3"]),
+        ({"method": "schedule"}, ["derived from the schedule"]),
+        ({"target": "", "jax": "1"}, ["no target", "jax, 0.10.2"]),
+    ],
+)
 def test_what_makes_two_reports_hard_to_compare(fields, words):
     versions = {"versions": fields.pop("versions")} if "versions" in fields else {}
     found = diff.warnings(report_of(MIB), dataclasses.replace(report_of(MIB, **fields), **versions))

@@ -48,8 +48,9 @@ def run(capsys, *arguments):
 def test_report_of_a_proto(step, capsys, tmp_path):
     proto, _, report = step
     json_file, page, folder = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "x"
-    code, out, err = run(capsys, "report", f"--hlo={proto}", f"--json={json_file}", f"--html={page}",
-                         f"--export={folder}")
+    code, out, err = run(
+        capsys, "report", f"--hlo={proto}", f"--json={json_file}", f"--html={page}", f"--export={folder}"
+    )
     assert (code, err) == (0, "")
     assert report_text.human(report.peak_bytes) in out and "params" in out and "FITS" in out
     written = json.loads(json_file.read_text())
@@ -96,8 +97,9 @@ def their_folder(tmp_path, monkeypatch):
 
 
 def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
-    code, out, err = run(capsys, "report", "--program=their_steps:program", "--json=r.json", "--html=r.html",
-                         "--export=x", "--github")
+    code, out, err = run(
+        capsys, "report", "--program=their_steps:program", "--json=r.json", "--html=r.html", "--export=x", "--github"
+    )
     assert (code, err) == (0, "") and out.startswith("jit_step on local (cpu)") and "FITS" in out
     report = memory.load("r.json")
     assert report.breakdown["optimizer"] >= 4 * 64 * 64 and report.xla.alias_bytes == 4 * 64 * 64, "roles, donation"
@@ -129,7 +131,7 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
     require("cuda")
     code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
-    ways = out[out.index("does not fit: "):]
+    ways = out[out.index("does not fit: ") :]
     assert "make the batch smaller" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
     assert memory.load("r.json").target["name"] == "h100"
@@ -137,8 +139,16 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
 
 def test_report_of_a_config(capsys, tmp_path):
     small = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.data.seq_len=32"]
-    code, _, err = run(capsys, "report", "--config=tiny", *small, "--config.mesh.data=-1",
-                       "--config.mesh.fsdp=1", "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
+    code, _, err = run(
+        capsys,
+        "report",
+        "--config=tiny",
+        *small,
+        "--config.mesh.data=-1",
+        "--config.mesh.fsdp=1",
+        "--target=cpu:8",
+        f"--json={tmp_path / 'r.json'}",
+    )
     assert (code, err) == (0, "")
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"
@@ -163,20 +173,23 @@ def test_one_screen(step):
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "no command"),
-    (["reprot"], "did you mean report?"),
-    (["report"], "no config"),
-    (["report", "--hlo=missing.pb"], "no file missing.pb"),
-    (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
-    (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
-    (["report", "--hlo=x", "--target=h300"], "h300"),
-    (["report", "--config=nothing"], "nothing"),
-    (["diff", "a.json"], "required"),
-    (["diff", "a.json", "b.json"], "cannot read a.json"),
-    (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a number of per cent, 0 or more"),
-    (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no command"),
+        (["reprot"], "did you mean report?"),
+        (["report"], "no config"),
+        (["report", "--hlo=missing.pb"], "no file missing.pb"),
+        (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
+        (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
+        (["report", "--hlo=x", "--target=h300"], "h300"),
+        (["report", "--config=nothing"], "nothing"),
+        (["diff", "a.json"], "required"),
+        (["diff", "a.json", "b.json"], "cannot read a.json"),
+        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a number of per cent, 0 or more"),
+        (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
+    ],
+)
 def test_mistakes_are_one_line(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == ""
@@ -205,40 +218,78 @@ def test_diff_fails_above(step, capsys, tmp_path):
 
 def test_diff_names_what_grew():
     def report(size, dtype):
-        buffers = (Buffer(f"fusion.{size}", size, (4,), dtype, "residuals", "forward", module="mlp",
-                          op_name="jit(f)/mlp/dot", checkpoint_name="up", at_peak=True),)
-        return Report(size, size, {"residuals": size}, buffers=buffers, residuals_by_name={"up": size},
-                      versions={"jax": dtype})
+        buffers = (
+            Buffer(
+                f"fusion.{size}",
+                size,
+                (4,),
+                dtype,
+                "residuals",
+                "forward",
+                module="mlp",
+                op_name="jit(f)/mlp/dot",
+                checkpoint_name="up",
+                at_peak=True,
+            ),
+        )
+        return Report(
+            size, size, {"residuals": size}, buffers=buffers, residuals_by_name={"up": size}, versions={"jax": dtype}
+        )
 
     changes = diff.diff(report(100, "a"), report(150, "b"))
     assert [(c.kind, c.name, c.growth) for c in changes] == [
-        ("total", "peak_bytes", 50), ("total", "allocated_bytes", 50), ("total", "host_bytes", 0),
-        ("category", "residuals", 50), ("residual", "up", 50),
-        ("buffer", "residuals/forward/mlp/up b[4]", 150), ("buffer", "residuals/forward/mlp/up a[4]", -100)]
+        ("total", "peak_bytes", 50),
+        ("total", "allocated_bytes", 50),
+        ("total", "host_bytes", 0),
+        ("category", "residuals", 50),
+        ("residual", "up", 50),
+        ("buffer", "residuals/forward/mlp/up b[4]", 150),
+        ("buffer", "residuals/forward/mlp/up a[4]", -100),
+    ]
     assert diff.version_changes(report(1, "a"), report(1, "b")) == (("jax", "a", "b"),)
     # The compiler's own names do not matter.
     assert all(not c.growth for c in diff.diff(report(100, "a"), report(100, "a")))
 
 
-@pytest.mark.parametrize(("size", "expected"), [
-    ("72GiB", 72 * 2**30), ("1.5 gib", 3 * 2**29), ("512MB", 512 * 10**6), ("17B", 17), (2**40, 2**40), ("0b", 0),
-    ("1048576", 2**20), (2**20, 2**20), ("0", 0), ("0.5 MiB", 2**19)])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("72GiB", 72 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("512MB", 512 * 10**6),
+        ("17B", 17),
+        (2**40, 2**40),
+        ("0b", 0),
+        ("1048576", 2**20),
+        (2**20, 2**20),
+        ("0", 0),
+        ("0.5 MiB", 2**19),
+    ],
+)
 def test_sizes(size, expected):
     assert parse_bytes(size) == expected
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("read", "flag"), [
-    (lambda size: parse_bytes(size), ""), (lambda size: limits.budget_of(str(size), 2**40, "--budget"), "--budget: "),
-    (lambda size: memory.assert_fits(abs, 1, size=size), ""), (lambda size: memory.watch(abs, limit=size), ""),
-    (lambda size: memory.plan_remat(abs, (), budget=size), "budget: ")])
+@pytest.mark.parametrize(
+    ("read", "flag"),
+    [
+        (lambda size: parse_bytes(size), ""),
+        (lambda size: limits.budget_of(str(size), 2**40, "--budget"), "--budget: "),
+        (lambda size: memory.assert_fits(abs, 1, size=size), ""),
+        (lambda size: memory.watch(abs, limit=size), ""),
+        (lambda size: memory.plan_remat(abs, (), budget=size), "budget: "),
+    ],
+)
 @pytest.mark.parametrize("size", [72, "72", " 72 ", 2**20 - 1])
 def test_a_small_number_without_a_unit_is_refused_before_anything_is_compiled(read, flag, size):
     number = str(size).strip()
     with pytest.raises(memory.ReportError) as caught:
         read(size)
-    assert str(caught.value) == (f"{flag}{number} without a unit is {int(number):,} bytes: write {number}GiB or "
-                                 f"{number}MiB, or {number}B for bytes")
+    assert str(caught.value) == (
+        f"{flag}{number} without a unit is {int(number):,} bytes: write {number}GiB or "
+        f"{number}MiB, or {number}B for bytes"
+    )
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "72 gigs", "-1", -1, None, True, "1e400GiB", 1.5])
@@ -288,6 +339,7 @@ def test_importing_needs_no_jax():
 
 # ---- what does not fit ------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def tiny_limit(monkeypatch):
     """Next to nothing of a described GPU is available: some 80 KB."""
@@ -311,8 +363,11 @@ class Precompiled(Adapter):
         self._proto = proto
 
     def program(self, name, overrides, target):
-        return SimpleNamespace(compile_for_report=lambda exact: compilation_of(self._proto),
-                               calls_per_update=1, batch_shapes=[SimpleNamespace(size=64)])
+        return SimpleNamespace(
+            compile_for_report=lambda exact: compilation_of(self._proto),
+            calls_per_update=1,
+            batch_shapes=[SimpleNamespace(size=64)],
+        )
 
     def settled(self, program):
         return {"batch": "1 micro-batch", "segments": [{"policy": "none", "save": [], "offload": [], "layers": 2}]}
@@ -330,7 +385,7 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
     out = capsys.readouterr().out
     assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out
     assert "attention [/b] (why)" in out and "EXCEEDS" in out
-    below = out[out.index("does not fit: "):]
+    below = out[out.index("does not fit: ") :]
     assert "--config.remat.policy=" in below
     fit = " ".join(below.partition("bytescope fit ")[2].replace("\\\n", " ").split())
     assert fit.startswith("tiny h100:2 --budget=") and "--config.data.seq_len=64" in fit

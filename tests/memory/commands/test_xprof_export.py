@@ -9,10 +9,20 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records import Buffer, Report
 
 BUFFERS = (
-    Buffer("fusion.1", 300, (3, 25), "f32", "workspace", "backward", "mlp", "blocks/mlp",
-           "jit(step)/transpose(jvp(blocks))/dot_general", "model/mlp.py:42", at_peak=True),
-    Buffer("params['w']", 2**40, (2**19, 2**20), "bf16", "params", "argument", source="nowhere",
-           at_peak=True),
+    Buffer(
+        "fusion.1",
+        300,
+        (3, 25),
+        "f32",
+        "workspace",
+        "backward",
+        "mlp",
+        "blocks/mlp",
+        "jit(step)/transpose(jvp(blocks))/dot_general",
+        "model/mlp.py:42",
+        at_peak=True,
+    ),
+    Buffer("params['w']", 2**40, (2**19, 2**20), "bf16", "params", "argument", source="nowhere", at_peak=True),
     Buffer("named", 7, category="residuals", checkpoint_name="qkv é \ud800", at_peak=True),
     Buffer("dead", 5, at_peak=False),
     Buffer("host", 9, at_peak=True, memory="host"),
@@ -42,7 +52,7 @@ def fields(message):
         else:
             assert key & 7 == 2
             size = varint()
-            out.append((key >> 3, message[at:at + size]))
+            out.append((key >> 3, message[at : at + size]))
             at += size
     assert at == len(message)
     return out
@@ -106,8 +116,7 @@ def test_an_independent_decoder_agrees():
     kind = descriptor_pb2.FieldDescriptorProto
     sample.field.add(name="location_id", number=1, type=kind.TYPE_UINT64, label=kind.LABEL_REPEATED)
     sample.field.add(name="value", number=2, type=kind.TYPE_INT64, label=kind.LABEL_REPEATED)
-    profile.field.add(name="sample", number=2, type=kind.TYPE_MESSAGE, label=kind.LABEL_REPEATED,
-                      type_name=".p.Sample")
+    profile.field.add(name="sample", number=2, type=kind.TYPE_MESSAGE, label=kind.LABEL_REPEATED, type_name=".p.Sample")
     profile.field.add(name="strings", number=6, type=kind.TYPE_STRING, label=kind.LABEL_REPEATED)
     profile.field.add(name="period", number=12, type=kind.TYPE_INT64, label=kind.LABEL_OPTIONAL)
     pool = descriptor_pool.DescriptorPool()

@@ -35,14 +35,17 @@ def groups(*fields):
 EVERY_SECOND = [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
-@pytest.mark.parametrize("fields", [
-    [field(49, field(1, bytes(group))) for group in EVERY_SECOND],
-    [field(87, b"".join(field(1, field(1, bytes(group))) for group in EVERY_SECOND))],
-    [field(92, field(1, 4) + field(2, 2) + field(3, b"\2\2\2") + field(4, b"\0\2\1"))],  # [4,2]<=[2,2,2]T(0,2,1)
-    [field(93, field(1, b"".join(field(1, field(2, 2)) for _ in range(3))) + field(2, field(1, 1)))],
-    # axis of 8, its middle part: 2 before it, 2 long
-    [field(93, field(1, field(1, field(2, 8))) + field(2, field(2, field(1, 2) + field(2, 2))))],
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [field(49, field(1, bytes(group))) for group in EVERY_SECOND],
+        [field(87, b"".join(field(1, field(1, bytes(group))) for group in EVERY_SECOND))],
+        [field(92, field(1, 4) + field(2, 2) + field(3, b"\2\2\2") + field(4, b"\0\2\1"))],  # [4,2]<=[2,2,2]T(0,2,1)
+        [field(93, field(1, b"".join(field(1, field(2, 2)) for _ in range(3))) + field(2, field(1, 1)))],
+        # axis of 8, its middle part: 2 before it, 2 long
+        [field(93, field(1, field(1, field(2, 8))) + field(2, field(2, field(1, 2) + field(2, 2))))],
+    ],
+)
 def test_every_way_to_write_the_same_groups(fields):
     found = groups(*fields)
     assert sorted(found) == EVERY_SECOND
@@ -62,10 +65,14 @@ def test_no_groups_is_everyone_and_pairs_are_groups():
     assert hlo_mesh.spanned([[0, 9]], (("data", 8),)) == () == hlo_mesh.spanned([[0, 1]], ())
 
 
-@pytest.mark.parametrize("fields", [
-    field(92, field(1, 4) + field(2, 3) + field(3, b"\2\2\2")),
-    field(92, field(1, 4) + field(2, 2) + field(3, b"\2\2\2") + field(4, b"\0\0\1")),
-    field(93, field(1, field(1, field(2, 2**40))))])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        field(92, field(1, 4) + field(2, 3) + field(3, b"\2\2\2")),
+        field(92, field(1, 4) + field(2, 2) + field(3, b"\2\2\2") + field(4, b"\0\0\1")),
+        field(93, field(1, field(1, field(2, 2**40)))),
+    ],
+)
 def test_groups_that_cannot_be_are_refused(fields):
     with pytest.raises(memory.ReportError):
         groups(fields)
@@ -78,6 +85,7 @@ def test_mesh_of_a_config():
 
 
 # ---- programs --------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def talk(devices):
@@ -92,7 +100,8 @@ def test_collectives_by_hand(talk):
         "collective-permute": (("data",), 2, 3, part, part, "float32", True),
         "all-gather": (("model",), 4, 1, 4 * part, 3 * part, "float32", True),
         "all-to-all": (("data",), 2, 1, 4 * part, 2 * part, "float32", True),
-        "reduce-scatter": (("data", "model"), 8, 1, 4 * part, 4 * part * 7 // 8, "float32", True)}
+        "reduce-scatter": (("data", "model"), 8, 1, 4 * part, 4 * part * 7 // 8, "float32", True),
+    }
     sums = {row.kind: (row.times, row.bytes, row.wire_bytes, row.exposed_bytes) for row in talk.communication}
     assert sums["all-reduce"] == (15, 15 * part, 15 * part * 3 // 2, 15 * part * 3 // 2)
     assert [row.wire_bytes for row in talk.communication] == sorted((s[2] for s in sums.values()), reverse=True)
@@ -105,9 +114,10 @@ def test_one_device_says_nothing(devices):
 
 
 def test_data_parallel_gradients_are_the_formula(devices):
-    report = memory.analyze(programs.trace_step(devices, "full"), config={
-        "mesh": {"data": 8, "fsdp": 1}, "precision": {"preset": "fp32"}})
-    row, = [row for row in report.communication if row.formula_bytes]
+    report = memory.analyze(
+        programs.trace_step(devices, "full"), config={"mesh": {"data": 8, "fsdp": 1}, "precision": {"preset": "fp32"}}
+    )
+    (row,) = [row for row in report.communication if row.formula_bytes]
     assert (row.kind, row.axes, row.group) == ("all-reduce", ("data",), 8)
     # the CPU sums gradients in float32; the loss goes with them
     assert row.formula_bytes < row.wire_bytes < 1.001 * row.formula_bytes
@@ -120,8 +130,15 @@ def while_module(condition, config=b""):
     given = field(1, "p") + field(2, "parameter") + field(35, 1) + field(3, shape)
     body = field(3, field(1, "body") + field(5, 2) + field(6, 2) + field(2, given) + field(2, summed))
     cond = field(3, field(1, "cond") + field(5, 3) + field(6, 9) + b"".join(field(2, i) for i in condition))
-    loop = (field(1, "loop") + field(2, "while") + field(35, 4) + field(36, b"\3") + field(38, b"\2\3")
-            + field(3, shape) + (field(43, config) if config else b""))
+    loop = (
+        field(1, "loop")
+        + field(2, "while")
+        + field(35, 4)
+        + field(36, b"\3")
+        + field(38, b"\2\3")
+        + field(3, shape)
+        + (field(43, config) if config else b"")
+    )
     first = field(1, "x") + field(2, "parameter") + field(35, 3) + field(3, shape)
     entry = field(3, field(1, "main") + field(5, 1) + field(6, 4) + field(2, first) + field(2, loop))
     return field(1, field(1, "m") + field(6, 1) + body + cond + entry + field(15, field(1, 1) + field(2, 8)))
@@ -135,23 +152,28 @@ def constant(id, value):
 LESS = field(1, "less") + field(2, "compare") + field(35, 9) + field(63, "LT") + field(3, field(2, 1))
 
 
-@pytest.mark.parametrize(("condition", "config", "times"), [
-    ([constant(8, 12), LESS], b"", 12),
-    ([constant(8, 12), LESS], b'{"known_trip_count":{"n":"7"}}', 7),
-    ([constant(8, 12), constant(7, 3), LESS], b"", 1),  # which of them counts is not known
-    ([constant(8, 12), LESS.replace(b"LT", b"GT")], b"", 1),
-    ([LESS], b"not json", 1)])
+@pytest.mark.parametrize(
+    ("condition", "config", "times"),
+    [
+        ([constant(8, 12), LESS], b"", 12),
+        ([constant(8, 12), LESS], b'{"known_trip_count":{"n":"7"}}', 7),
+        ([constant(8, 12), constant(7, 3), LESS], b"", 1),  # which of them counts is not known
+        ([constant(8, 12), LESS.replace(b"LT", b"GT")], b"", 1),
+        ([LESS], b"not json", 1),
+    ],
+)
 def test_trip_counts(condition, config, times):
     program = hlo_buffers.read(while_module(condition, config))
     assert loops.runs(program.module) == {1: 1, 2: times, 3: times}
     report = memory.analyze(while_module(condition, config))
-    found, = report.collectives
+    (found,) = report.collectives
     assert (found.times, found.group, found.axes, found.bytes, found.wire_bytes) == (times, 8, (), 16, 28)
     assert report_text.over(found.axes, found.group) == "groups of 8"
     assert report_text.over(("stage",), 4, 4) == "stage 4, 4 hosts"
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------
+
 
 def overlapping(order, config=b""):
     """A module with an all-gather of 2 devices, a product and a done in the given schedule (ids)."""
@@ -161,19 +183,24 @@ def overlapping(order, config=b""):
     start = item("gather", "all-gather-start", 2, field(36, b"\1"), pair, *([field(43, config)] if config else []))
     product = item("product", "dot", 3, field(36, b"\1\1"), matrix(8), field(30, field(1, b"\1") + field(2, b"\0")))
     done = item("done", "all-gather-done", 4, field(36, b"\2"), matrix(16))
-    entry = field(3, field(1, "main") + field(5, 1) + field(6, 4) + item("x", "parameter", 1, matrix(8)) + start
-                  + product + done)
+    entry = field(
+        3, field(1, "main") + field(5, 1) + field(6, 4) + item("x", "parameter", 1, matrix(8)) + start + product + done
+    )
     schedule = field(7, field(1, field(1, 1) + field(2, field(1, bytes(order)))))
     return field(1, field(1, "m") + field(6, 1) + entry + schedule + field(15, field(1, 1) + field(2, 2)))
 
 
-@pytest.mark.parametrize(("order", "config", "hidden"), [
-    ([1, 2, 3, 4], b"", (True, 1, 2 * 8 * 8 * 8, False)),
-    ([1, 3, 2, 4], b"", (True, 0, 0, True)),
-    ([1, 2, 3, 4], b'{"collective_backend_config":{"is_sync":true}}', (False, 0, 0, True)),
-    ([1, 2, 3, 4], b'{"collective_backend_config":{"is_sync":false}}', (True, 1, 1024, False))])
+@pytest.mark.parametrize(
+    ("order", "config", "hidden"),
+    [
+        ([1, 2, 3, 4], b"", (True, 1, 2 * 8 * 8 * 8, False)),
+        ([1, 3, 2, 4], b"", (True, 0, 0, True)),
+        ([1, 2, 3, 4], b'{"collective_backend_config":{"is_sync":true}}', (False, 0, 0, True)),
+        ([1, 2, 3, 4], b'{"collective_backend_config":{"is_sync":false}}', (True, 1, 1024, False)),
+    ],
+)
 def test_what_is_scheduled_between_start_and_done(order, config, hidden):
-    found, = memory.analyze(overlapping(order, config)).collectives
+    (found,) = memory.analyze(overlapping(order, config)).collectives
     assert (found.asynchronous, found.overlapped, found.overlapped_flops, found.exposed) == hidden
     assert (found.bytes, found.wire_bytes, found.in_flight_bytes) == (16 * 8 * 4, 8 * 8 * 4, 8 * 8 * 4 * 3)
 
@@ -205,15 +232,22 @@ def test_described_gpus_hide_their_gathers():
 
 # ---- rows and formulas -------------------------------------------------------------------------------------------
 
+
 def test_rows_stand_beside_their_formulas():
-    found = [Collective("a", "all-gather", ("fsdp",), 4, times=3, bytes=400, wire_bytes=300, asynchronous=True,
-                        overlapped=1),
-             Collective("b", "all-gather", ("fsdp",), 4, times=1, bytes=40, wire_bytes=30)]
-    expected = [Expected("all-gather", ("fsdp",), 4, 800, "2 x parameters"),
-                Expected("all-reduce", ("data",), 2, 100, "gradients")]
+    found = [
+        Collective(
+            "a", "all-gather", ("fsdp",), 4, times=3, bytes=400, wire_bytes=300, asynchronous=True, overlapped=1
+        ),
+        Collective("b", "all-gather", ("fsdp",), 4, times=1, bytes=40, wire_bytes=30),
+    ]
+    expected = [
+        Expected("all-gather", ("fsdp",), 4, 800, "2 x parameters"),
+        Expected("all-reduce", ("data",), 2, 100, "gradients"),
+    ]
     assert collectives.rows(found, expected) == (
         Communication("all-gather", ("fsdp",), 4, 4, 1240, 930, 30, 600, "2 x parameters"),
-        Communication("all-reduce", ("data",), 2, 0, 0, 0, 0, 100, "gradients"))
+        Communication("all-reduce", ("data",), 2, 0, 0, 0, 0, 100, "gradients"),
+    )
     assert collectives.rows(found)[0].formula_bytes is None
 
 
@@ -225,16 +259,20 @@ def wire(entries):
 def test_zero_of_the_paper():
     """Section 7: 2 psi for plain data parallelism and the first two stages, 3 psi for the third, but for (N-1)/N."""
     psi, share = 1000, 7 / 8
-    sent = {strategy: sum(wire(communication.data_parallel(strategy, psi, 1, {}, {"fsdp": 8})).values()) / share
-            for strategy in ("ddp", "zero1", "zero2", "zero3")}
+    sent = {
+        strategy: sum(wire(communication.data_parallel(strategy, psi, 1, {}, {"fsdp": 8})).values()) / share
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    }
     assert sent == {"ddp": 2 * psi, "zero1": 2 * psi, "zero2": 2 * psi, "zero3": 3 * psi}
 
 
 def test_shards_are_summed_over_replicas():
     entries = communication.data_parallel("zero3", 1000, 2, {"data": 2}, {"fsdp": 4}, gathers=3, reductions=5)
     assert [(e.kind, e.axes, e.bytes) for e in entries] == [
-        ("all-gather", ("fsdp",), 3 * 5 * 2000), ("reduce-scatter", ("fsdp",), 5 * 2000),
-        ("all-reduce", ("data",), 5 * 500)]
+        ("all-gather", ("fsdp",), 3 * 5 * 2000),
+        ("reduce-scatter", ("fsdp",), 5 * 2000),
+        ("all-reduce", ("data",), 5 * 500),
+    ]
 
 
 def test_tensor_parallelism_sends_the_same_with_sequence_parallelism_but_for_what_is_gathered_again():
@@ -245,19 +283,43 @@ def test_tensor_parallelism_sends_the_same_with_sequence_parallelism_but_for_wha
     assert communication.tensor_parallel("tensor", 1, 3, 1000) == []
 
 
-CONFIG = {"mesh.strategy": "zero3", "precision.preset": "bf16", "batch.micro": 2, "batch.mode": "multisteps",
-          "batch.accumulation": 4, "data.seq_len": 16, "model.d_model": 32, "model.n_layers": 3, "remat.policy": "full"}
+CONFIG = {
+    "mesh.strategy": "zero3",
+    "precision.preset": "bf16",
+    "batch.micro": 2,
+    "batch.mode": "multisteps",
+    "batch.accumulation": 4,
+    "data.seq_len": 16,
+    "model.d_model": 32,
+    "model.n_layers": 3,
+    "remat.policy": "full",
+}
 
 
-@pytest.mark.parametrize(("change", "axes", "expected"), [
-    ({}, {"data": 1, "fsdp": 8, "tensor": 1}, {("all-gather", ("fsdp",)): 4000, ("reduce-scatter", ("fsdp",)): 2000}),
-    ({"mesh.strategy": "ddp"}, {"data": 2, "fsdp": 4}, {("all-reduce", ("data", "fsdp")): 2000}),
-    ({"mesh.strategy": "zero1", "batch.mode": "scan"}, {"data": 1, "fsdp": 8},
-     {("all-gather", ("fsdp",)): 2000, ("reduce-scatter", ("fsdp",)): 4000}),  # summed once, in float32
-    ({"mesh.strategy": "zero2", "batch.mode": "scan"}, {"fsdp": 8},
-     {("all-gather", ("fsdp",)): 2000, ("reduce-scatter", ("fsdp",)): 8000}),
-    ({}, {"data": 1, "fsdp": 1, "tensor": 4}, {("all-reduce", ("tensor",)): 5 * 3 * 2 * 16 * 32 * 2}),
-    ({"precision.preset": "int3"}, {"fsdp": 8}, {}), ({}, {"x": 8}, {})])
+@pytest.mark.parametrize(
+    ("change", "axes", "expected"),
+    [
+        (
+            {},
+            {"data": 1, "fsdp": 8, "tensor": 1},
+            {("all-gather", ("fsdp",)): 4000, ("reduce-scatter", ("fsdp",)): 2000},
+        ),
+        ({"mesh.strategy": "ddp"}, {"data": 2, "fsdp": 4}, {("all-reduce", ("data", "fsdp")): 2000}),
+        (
+            {"mesh.strategy": "zero1", "batch.mode": "scan"},
+            {"data": 1, "fsdp": 8},
+            {("all-gather", ("fsdp",)): 2000, ("reduce-scatter", ("fsdp",)): 4000},
+        ),  # summed once, in float32
+        (
+            {"mesh.strategy": "zero2", "batch.mode": "scan"},
+            {"fsdp": 8},
+            {("all-gather", ("fsdp",)): 2000, ("reduce-scatter", ("fsdp",)): 8000},
+        ),
+        ({}, {"data": 1, "fsdp": 1, "tensor": 4}, {("all-reduce", ("tensor",)): 5 * 3 * 2 * 16 * 32 * 2}),
+        ({"precision.preset": "int3"}, {"fsdp": 8}, {}),
+        ({}, {"x": 8}, {}),
+    ],
+)
 def test_formulas_of_a_config(change, axes, expected):
     found = communication.of_config({**CONFIG, **change}, axes, 1000)
     assert {(e.kind, e.axes): e.bytes for e in found} == expected
@@ -273,17 +335,28 @@ def shown(report):
 def test_the_terminal_has_both_tables(talk):
     lines = shown(talk)
     assert max(map(len, lines)) <= 100
-    sums, one_by_one = (next(i for i, line in enumerate(lines) if line.startswith(head))
-                        for head in ("communication", "largest collectives"))
+    sums, one_by_one = (
+        next(i for i, line in enumerate(lines) if line.startswith(head))
+        for head in ("communication", "largest collectives")
+    )
     assert lines[sums + 1].split() == ["all-reduce", "model", "4", "15", "60.00", "KiB", "90.00", "KiB", "100%"]
     assert lines[one_by_one + 2].split()[1:] == [
-        "model", "4", "15", "90.00", "KiB", "8.00", "KiB", "synchronous", "forward/inner()"]
+        "model",
+        "4",
+        "15",
+        "90.00",
+        "KiB",
+        "8.00",
+        "KiB",
+        "synchronous",
+        "forward/inner()",
+    ]
     assert not any("communication" in line for line in shown(Report(1, 1, {})))
 
 
 def test_the_page_has_both_tables(talk):
     page = report_page.render(talk)
-    part = page[page.index('id="communication"'):page.index("Findings</h2>")]
+    part = page[page.index('id="communication"') : page.index("Findings</h2>")]
     assert part.count("<tr") == 2 + 5 + 1 + 5  # heads, kinds, their total, operations
     assert "data x model 8" in part and part.count("synchronous") == 5
     assert "No communication between devices" in report_page.render(Report(1, 1, {}))

@@ -21,9 +21,10 @@ def counted(function, *shapes, dtype=jnp.float32):
 
 
 def step_count(**overrides):
-    program = small_program({"loss.kind": "full", "model.attention": "naive", "model.attention_chunk": 16,
-                             "remat.policy": "none"} | {
-        key.replace("__", "."): value for key, value in overrides.items()})
+    program = small_program(
+        {"loss.kind": "full", "model.attention": "naive", "model.attention_chunk": 16, "remat.policy": "none"}
+        | {key.replace("__", "."): value for key, value in overrides.items()}
+    )
     return count(program.step.trace(program.state, program.batch_shapes).jaxpr), program
 
 
@@ -41,8 +42,9 @@ AGAIN = LAYERS * (QKV + CORE + OUT + UP_AND_GATE)
 def test_products_by_hand():
     assert counted(lambda a, b: a @ b, (3, 5), (5, 7)) == FlopCount(2 * 3 * 5 * 7)
     assert counted(partial(jnp.einsum, "bij,bjk->bik"), (4, 3, 5), (4, 5, 7)).total == 2 * 4 * 3 * 5 * 7
-    convolve = partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-                       dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    convolve = partial(
+        jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     assert counted(convolve, (2, 8, 8, 3), (5, 5, 3, 16)).total == 2 * (2 * 8 * 8 * 16) * 3 * 5 * 5
     depthwise = partial(convolve, feature_group_count=6)
     assert counted(depthwise, (2, 8, 8, 6), (3, 3, 1, 6)).total == 2 * (2 * 8 * 8 * 6) * 3 * 3
@@ -82,11 +84,9 @@ def test_dead_products_are_not_counted():
 
 def test_a_shard_counts_for_every_device_it_runs_on(devices):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    split = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P(None, "tensor")),
-                          out_specs=P("data", "tensor"))
+    split = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P(None, "tensor")), out_specs=P("data", "tensor"))
     assert counted(split, (8, 16), (16, 32)).total == 2 * 8 * 16 * 32
-    partly = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
-                           axis_names={"data"})
+    partly = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
     assert counted(partly, (8, 16), (16, 32)).total == 2 * 8 * 16 * 32
 
 
@@ -94,9 +94,14 @@ def test_a_pallas_kernel_counts_for_every_point_of_its_grid():
     def kernel(x, w, out):
         out[...] = x[...] @ w[...]
 
-    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((32, 8), jnp.float32), grid=(4,), interpret=True,
-                          in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 8), lambda i: (0, 0))],
-                          out_specs=pl.BlockSpec((8, 8), lambda i: (i, 0)))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((32, 8), jnp.float32),
+        grid=(4,),
+        interpret=True,
+        in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 8), lambda i: (0, 0))],
+        out_specs=pl.BlockSpec((8, 8), lambda i: (i, 0)),
+    )
     assert counted(call, (32, 16), (16, 8)).total == 2 * 32 * 16 * 8
 
 
@@ -119,8 +124,7 @@ def test_a_pallas_kernel_is_replicated_unless_a_shard_map_is_around_it(devices):
 
 # What each policy repeats, in FLOPs of the toy step with the naive kernel.
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("policy, again", [("none", 0), ("full", AGAIN), ("dots", 0),
-                                           ("dots_no_batch", LAYERS * CORE)])
+@pytest.mark.parametrize("policy, again", [("none", 0), ("full", AGAIN), ("dots", 0), ("dots_no_batch", LAYERS * CORE)])
 def test_policies_repeat_exactly_what_they_must(policy, again, scan):
     found, program = step_count(remat__policy=policy, model__scan=scan)
     assert found == FlopCount(MODEL + again, again, 0)
@@ -201,8 +205,17 @@ def test_xla_counts_the_same_on_unrolled_programs(policy):
 
 
 def test_xla_counts_the_same_for_an_unrolled_training_step():
-    program = small_program({"remat.policy": "none", "model.scan": False, "loss.kind": "full", "model.d_ff": 1024,
-                             "model.attention": "naive", "model.d_model": 256, "model.d_head": 64})
+    program = small_program(
+        {
+            "remat.policy": "none",
+            "model.scan": False,
+            "loss.kind": "full",
+            "model.d_ff": 1024,
+            "model.attention": "naive",
+            "model.d_model": 256,
+            "model.d_head": 64,
+        }
+    )
     traced = program.step.trace(program.state, program.batch_shapes)
     found = count(traced.jaxpr)
     assert found.total <= traced.lower().compile().cost_analysis()["flops"] <= 1.02 * found.total
@@ -210,6 +223,7 @@ def test_xla_counts_the_same_for_an_unrolled_training_step():
 
 def test_a_loop_that_says_how_often_it_turns_on_average_is_counted_so():
     """64/56 turns of each of 14 runs on each of 4 devices: 64 products; the compiled module counts the most, 8."""
+
     def layers(x, turns):
         with jax.named_scope("turns_8_mean_64_56"):
             return jax.lax.fori_loop(0, turns, lambda _, x: x @ x, x)
@@ -221,8 +235,10 @@ def test_a_loop_that_says_how_often_it_turns_on_average_is_counted_so():
     executable = jax.jit(run).lower(jnp.zeros((16, 16)), 3).compile().runtime_executable()
     assert 4 * count(jax.jit(run).trace(jnp.zeros((16, 16)), 3).jaxpr).total == 64 * 2 * 16**3
     module = read_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto()).module
-    loop, inner = sorted((one for one in module.instructions.values() if one.opcode == "while"),
-                         key=lambda one: "turns" in module.metadata(one).op_name)
+    loop, inner = sorted(
+        (one for one in module.instructions.values() if one.opcode == "while"),
+        key=lambda one: "turns" in module.metadata(one).op_name,
+    )
     assert (loops.trip_count(module, loop), loops.full_turns(module, loop)) == (14, 11)
     assert (loops.trip_count(module, inner), loops.full_turns(module, inner)) == (8, 8)
     assert max(loops.runs(module).values()) == 14 * 8

@@ -14,8 +14,9 @@ def module(opcode, operands, result):
     out = Module(entry=1, computations={1: Computation(1, instructions=[])})
     for i, shape in enumerate([*operands, result], 1):
         last = i == len(operands) + 1
-        out.instructions[i] = Instruction(i, f"i{i}", opcode if last else "parameter", computation=1,
-                                          operands=list(range(1, i)) if last else [])
+        out.instructions[i] = Instruction(
+            i, f"i{i}", opcode if last else "parameter", computation=1, operands=list(range(1, i)) if last else []
+        )
         out.computations[1].instructions.append(i)
         out._shapes[i] = shape
     return out
@@ -25,18 +26,22 @@ def array(elements, host=False):
     return Shape("float32", (elements,), host_transfers.HOST_SPACE * host, None, 32)
 
 
-@pytest.mark.parametrize(("opcode", "operands", "result", "moved"), [
-    ("copy", [array(10)], array(10, True), (40, 0)),
-    ("copy", [array(10)], array(10), (0, 0)),
-    ("copy-start", [array(10, True)], Shape(parts=(array(10), array(10, True))), (0, 40)),
-    ("dynamic-slice", [array(10, True), array(1)], array(5), (0, 20)),
-    ("dynamic-update-slice", [array(10, True), array(5), array(1)], array(10, True), (20, 0)),
-    ("add", [array(10, True), array(10)], array(10), (0, 0)),
-])
+@pytest.mark.parametrize(
+    ("opcode", "operands", "result", "moved"),
+    [
+        ("copy", [array(10)], array(10, True), (40, 0)),
+        ("copy", [array(10)], array(10), (0, 0)),
+        ("copy-start", [array(10, True)], Shape(parts=(array(10), array(10, True))), (0, 40)),
+        ("dynamic-slice", [array(10, True), array(1)], array(5), (0, 20)),
+        ("dynamic-update-slice", [array(10, True), array(5), array(1)], array(10, True), (20, 0)),
+        ("add", [array(10, True), array(10)], array(10), (0, 0)),
+    ],
+)
 def test_what_moves(opcode, operands, result, moved):
     found = host_transfers.find(module(opcode, operands, result), 8.0)
     assert {row.direction: (row.bytes, row.seconds) for row in found} == {
-        direction: (size, size / 8) for direction, size in zip(("to host", "to device"), moved) if size}
+        direction: (size, size / 8) for direction, size in zip(("to host", "to device"), moved) if size
+    }
 
 
 def test_a_program_without_host_memory_moves_nothing():

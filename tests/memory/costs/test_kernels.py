@@ -36,25 +36,43 @@ def module(*lines):
 
 def alone(opcode, operands, result, **more):
     """One operation over parameters, and the bytes it moves."""
-    made = module(*((1, "parameter", (), shape, {}) for shape in operands),
-                  (1, opcode, range(len(operands)), result, more))
+    made = module(
+        *((1, "parameter", (), shape, {}) for shape in operands), (1, opcode, range(len(operands)), result, more)
+    )
     return kernels.moved(made, made.instructions[len(operands)])
 
 
 A, B, S = array(10, 4), array(2, 4), array()
 
 
-@pytest.mark.parametrize(("opcode", "operands", "result", "size"), [
-    ("add", (A, A), A, 480), ("dot", (A, array(4, 6)), array(10, 6), 160 + 96 + 240), ("broadcast", (S,), A, 164),
-    ("reduce", (A, S), array(10), 160 + 4 + 40), ("copy", (A,), A, 320), ("transpose", (A,), array(4, 10), 320),
-    ("dynamic-slice", (A, S, S), B, 32 + 8 + 32), ("slice", (A,), B, 64), ("gather", (A, array(2)), B, 32 + 8 + 32),
-    ("dynamic-update-slice", (A, B, S, S), A, 32 + 8 + 32), ("scatter", (A, array(2), B), A, 32 + 8 + 32 + 32),
-    ("convert", (A,), array(10, 4, dtype="bfloat16", bits=16), 160 + 80),
-    ("tuple", (A, B), parts(A, B), 0), ("bitcast", (A,), array(40), 0), ("all-reduce", (A,), A, 0),
-    ("all-gather-start", (A,), parts(A, A), 0), ("get-tuple-element", (parts(A, B),), A, 0),
-    ("copy", (A,), array(10, 4, space=5), 160), ("copy-start", (A,), parts(array(10, 4, space=5), A, S), 160),
-    ("copy-start", (A,), parts(A, A, S), 320), ("copy-done", (parts(A, A, S),), A, 0),
-    ("add", (array(10, 4, space=1), A), A, 320), ("sort", (A, A), parts(A, A), 640)])
+@pytest.mark.parametrize(
+    ("opcode", "operands", "result", "size"),
+    [
+        ("add", (A, A), A, 480),
+        ("dot", (A, array(4, 6)), array(10, 6), 160 + 96 + 240),
+        ("broadcast", (S,), A, 164),
+        ("reduce", (A, S), array(10), 160 + 4 + 40),
+        ("copy", (A,), A, 320),
+        ("transpose", (A,), array(4, 10), 320),
+        ("dynamic-slice", (A, S, S), B, 32 + 8 + 32),
+        ("slice", (A,), B, 64),
+        ("gather", (A, array(2)), B, 32 + 8 + 32),
+        ("dynamic-update-slice", (A, B, S, S), A, 32 + 8 + 32),
+        ("scatter", (A, array(2), B), A, 32 + 8 + 32 + 32),
+        ("convert", (A,), array(10, 4, dtype="bfloat16", bits=16), 160 + 80),
+        ("tuple", (A, B), parts(A, B), 0),
+        ("bitcast", (A,), array(40), 0),
+        ("all-reduce", (A,), A, 0),
+        ("all-gather-start", (A,), parts(A, A), 0),
+        ("get-tuple-element", (parts(A, B),), A, 0),
+        ("copy", (A,), array(10, 4, space=5), 160),
+        ("copy-start", (A,), parts(array(10, 4, space=5), A, S), 160),
+        ("copy-start", (A,), parts(A, A, S), 320),
+        ("copy-done", (parts(A, A, S),), A, 0),
+        ("add", (array(10, 4, space=1), A), A, 320),
+        ("sort", (A, A), parts(A, A), 640),
+    ],
+)
 def test_one_operation(opcode, operands, result, size):
     assert alone(opcode, operands, result) == size
 
@@ -64,9 +82,15 @@ def test_an_operand_that_comes_twice_is_read_once():
     assert kernels.moved(made, made.instructions[1]) == 320
 
 
-@pytest.mark.parametrize(("target", "product", "size"), [
-    ("__cublas$lt$matmul", True, 480), ("__cudnn$fmhaSoftmax", True, 480), ("TopK", False, 480 + 99),
-    ("MoveToHost", False, 0)])
+@pytest.mark.parametrize(
+    ("target", "product", "size"),
+    [
+        ("__cublas$lt$matmul", True, 480),
+        ("__cudnn$fmhaSoftmax", True, 480),
+        ("TopK", False, 480 + 99),
+        ("MoveToHost", False, 0),
+    ],
+)
 def test_calls_of_a_library_and_their_workspace(target, product, size):
     result = parts(A, array(99, dtype="int8", bits=8))
     assert alone("custom-call", (A, A), result, target=target) == size
@@ -77,10 +101,12 @@ def test_calls_of_a_library_and_their_workspace(target, product, size):
 def fused(*inside, operands=(A, B, S), result=A):
     """(bytes, product or not) of a fusion over three parameters; `inside`: (opcode, operands, shape) of each."""
     n = len(operands)
-    made = module(*((1, "parameter", (), shape, {}) for shape in operands),
-                  (1, "fusion", range(n), result, {"called": [2]}),
-                  *((2, "parameter", (), shape, {}) for shape in operands),
-                  *((2, opcode, [n + 1 + at for at in places], shape, {}) for opcode, places, shape in inside))
+    made = module(
+        *((1, "parameter", (), shape, {}) for shape in operands),
+        (1, "fusion", range(n), result, {"called": [2]}),
+        *((2, "parameter", (), shape, {}) for shape in operands),
+        *((2, opcode, [n + 1 + at for at in places], shape, {}) for opcode, places, shape in inside),
+    )
     return kernels.moved(made, made.instructions[n]), kernels.is_product(made, made.instructions[n])
 
 
@@ -93,14 +119,16 @@ def test_fusions_read_what_they_ask_for_and_write_what_they_update():
     assert fused(("dynamic-update-slice", (0, 1, 2), A)) == (32 + 4 + 32, False)
     assert fused(("dynamic-update-slice", (0, 1, 2), A), ("bitcast", (3,), A)) == (32 + 4 + 32, False)
     assert fused(("convert", (0,), A), ("dynamic-update-slice", (3, 1, 2), A))[0] == 160 + 32 + 4 + 32
-    both = fused(("dynamic-update-slice", (0, 1, 2), A), ("negate", (1,), B), ("tuple", (3, 4), parts(A, B)),
-                 result=parts(A, B))
+    both = fused(
+        ("dynamic-update-slice", (0, 1, 2), A), ("negate", (1,), B), ("tuple", (3, 4), parts(A, B)), result=parts(A, B)
+    )
     assert both == (32 + 4 + 32 + 32, False)
     assert fused(("dot", (0, 1), array(10, 2)), result=array(10, 2)) == (160 + 32 + 80, True)
 
 
 def test_slices_of_a_loop_are_not_the_stack():
     """One product and one elementwise kernel a turn, of a stack of six matrices."""
+
     def program(w_LDD, x_BD):
         return jax.lax.scan(lambda x_BD, w_DD: (jnp.sin(x_BD @ w_DD), None), x_BD, w_LDD)[0]
 

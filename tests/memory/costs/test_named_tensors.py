@@ -21,14 +21,27 @@ def table(**overrides):
 def test_every_name_with_its_copies_bytes_and_cost(scan):
     _, found = table(**{"model.scan": scan, "remat.policy": "full"})
     absent = {name for name in NAMES if name.endswith("mask")} | {
-        "probs_dropped", "lse", *QUANTIZED, *ADAPTERS, *EXPERTS, *LATENTS}
+        "probs_dropped",
+        "lse",
+        *QUANTIZED,
+        *ADAPTERS,
+        *EXPERTS,
+        *LATENTS,
+    }
     assert set(found) == set(NAMES) - absent
     tokens, D, F, H, K, S = 8 * 32, 32, 48, 4, 8, 32
     assert found["up"].shape == (8, 32, F) and found["up"].copies == 3 and found["embed"].copies == 1
     assert found["up"].bytes_each == tokens * F * 4 and found["up"].bytes == 3 * tokens * F * 4
-    costs = {"up": 2 * tokens * D * F, "mlp_out": 2 * tokens * F * D, "attn_out": 2 * tokens * H * K * D,
-             "probs": 2 * tokens * H * K * S, "context": 2 * tokens * H * K * S, "act": 0, "attn_norm": 0,
-             "final_norm": 0}
+    costs = {
+        "up": 2 * tokens * D * F,
+        "mlp_out": 2 * tokens * F * D,
+        "attn_out": 2 * tokens * H * K * D,
+        "probs": 2 * tokens * H * K * S,
+        "context": 2 * tokens * H * K * S,
+        "act": 0,
+        "attn_norm": 0,
+        "final_norm": 0,
+    }
     assert {name: found[name].flops for name in costs} == costs
 
 
@@ -49,8 +62,17 @@ def test_dropout_masks_and_the_chunked_kernel_have_their_names():
 
 def test_the_command_divides_over_the_mesh(capsys, tmp_path):
     out = tmp_path / "names.json"
-    code = main(["names", "--config=tiny", "--config.mesh.fsdp=4", "--config.mesh.data=1", "--config.mesh.tensor=2",
-                 "--target=cpu:8", f"--json={out}"])
+    code = main(
+        [
+            "names",
+            "--config=tiny",
+            "--config.mesh.fsdp=4",
+            "--config.mesh.data=1",
+            "--config.mesh.tensor=2",
+            "--target=cpu:8",
+            f"--json={out}",
+        ]
+    )
     text = capsys.readouterr().out
     assert code == 0 and "mlp_norm" in text and max(len(line.rstrip()) for line in text.splitlines()) <= 100
     rows = {row["name"]: row for row in json.loads(out.read_text())["names"]}

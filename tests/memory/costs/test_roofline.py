@@ -38,18 +38,27 @@ FIGURES = Figures({"bf16": 100.0, "fp32": 10.0}, 8.0, 2.0, {"in_host": 4.0, "bet
 
 
 def phase(**more):
-    return {"flops": {}, "product_bytes": 0, "other_bytes": 0, "collective_bytes": {}, "to_host_bytes": 0,
-            "to_device_bytes": 0} | more
+    return {
+        "flops": {},
+        "product_bytes": 0,
+        "other_bytes": 0,
+        "collective_bytes": {},
+        "to_host_bytes": 0,
+        "to_device_bytes": 0,
+    } | more
 
 
-@pytest.mark.parametrize(("part", "total", "term"), [
-    (phase(flops={"bf16": 500, "fp32": 20}), 7.0, "products"),
-    (phase(flops={"bf16": 500}, product_bytes=48), 6.0, "products"),
-    (phase(flops={"bf16": 500}, product_bytes=16), 5.0, "products"),
-    (phase(other_bytes=24), 3.0, "memory"),
-    (phase(collective_bytes={"in_host": 4, "between_hosts": 3}), 4.0, "collectives"),
-    (phase(to_host_bytes=6, to_device_bytes=10), 5.0, "host_link"),
-])
+@pytest.mark.parametrize(
+    ("part", "total", "term"),
+    [
+        (phase(flops={"bf16": 500, "fp32": 20}), 7.0, "products"),
+        (phase(flops={"bf16": 500}, product_bytes=48), 6.0, "products"),
+        (phase(flops={"bf16": 500}, product_bytes=16), 5.0, "products"),
+        (phase(other_bytes=24), 3.0, "memory"),
+        (phase(collective_bytes={"in_host": 4, "between_hosts": 3}), 4.0, "collectives"),
+        (phase(to_host_bytes=6, to_device_bytes=10), 5.0, "host_link"),
+    ],
+)
 def test_each_term_alone(part, total, term):
     found = seconds({"forward": part}, FIGURES)
     assert (found.total, found.bound_by, found.source) == (total, term, "by hand")
@@ -69,28 +78,53 @@ def test_on_the_device_terms_follow_each_other_and_what_runs_beside_is_waited_fo
 
 
 def test_recompute_and_backward_share_a_window_and_the_other_phases_do_not():
-    work = {"recompute": phase(other_bytes=32), "backward": phase(other_bytes=16, to_device_bytes=14),
-            "optimizer": phase(other_bytes=8, to_host_bytes=4), "forward": phase(other_bytes=80)}
+    work = {
+        "recompute": phase(other_bytes=32),
+        "backward": phase(other_bytes=16, to_device_bytes=14),
+        "optimizer": phase(other_bytes=8, to_host_bytes=4),
+        "forward": phase(other_bytes=80),
+    }
     found = seconds(work, FIGURES)
     assert found.by_phase == {"forward": 10, "recompute": 4, "backward": 2 + 1, "optimizer": 1 + 1}
     assert found.total == sum(found.by_phase.values()) == sum(found.by_term.values()) == 19
     assert Prediction(**json.loads(json.dumps(found.to_json()))) == found
 
 
-@pytest.mark.parametrize(("peaks", "dtype", "rate"), [
-    ({"fp8": 8, "bf16": 4}, "fp8", 8), ({"bf16": 4}, "fp8", 4), ({"fp32": 1}, "bf16", 1), ({"fp32": 1}, "tf32", 1),
-    ({"tf32": 2, "fp32": 1}, "fp16", 2), ({"tf32": 2, "fp32": 1}, "fp32", 1),
-    ({"bf16": 6}, "tf32", 6), ({"bf16": 6}, "fp32", 1), ({"bf16": 6}, "fp16", 6)])
+@pytest.mark.parametrize(
+    ("peaks", "dtype", "rate"),
+    [
+        ({"fp8": 8, "bf16": 4}, "fp8", 8),
+        ({"bf16": 4}, "fp8", 4),
+        ({"fp32": 1}, "bf16", 1),
+        ({"fp32": 1}, "tf32", 1),
+        ({"tf32": 2, "fp32": 1}, "fp16", 2),
+        ({"tf32": 2, "fp32": 1}, "fp32", 1),
+        ({"bf16": 6}, "tf32", 6),
+        ({"bf16": 6}, "fp32", 1),
+        ({"bf16": 6}, "fp16", 6),
+    ],
+)
 def test_a_dtype_without_a_unit_is_computed_by_the_next_wider_one(peaks, dtype, rate):
     assert Figures(peaks, 1, 1, {"in_host": 1, "between_hosts": 1}).flops_per_s(dtype) == rate
 
 
-@pytest.mark.parametrize(("changes", "name"), [
-    ({"hbm_bytes_per_s": 0}, "memory"), ({"peak_flops": {}}, "any dtype"), ({"peak_flops": {"bf16": 0}}, "bf16"),
-    ({"interconnect_bytes_per_s": {"in_host": 1}}, "between_hosts"), ({"host_link_bytes_per_s": -1.0}, "host link")])
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"hbm_bytes_per_s": 0}, "memory"),
+        ({"peak_flops": {}}, "any dtype"),
+        ({"peak_flops": {"bf16": 0}}, "bf16"),
+        ({"interconnect_bytes_per_s": {"in_host": 1}}, "between_hosts"),
+        ({"host_link_bytes_per_s": -1.0}, "host link"),
+    ],
+)
 def test_figures_are_whole_or_none(changes, name):
-    good = {"peak_flops": {"bf16": 1}, "hbm_bytes_per_s": 1, "host_link_bytes_per_s": 1,
-            "interconnect_bytes_per_s": {"in_host": 1, "between_hosts": 1}}
+    good = {
+        "peak_flops": {"bf16": 1},
+        "hbm_bytes_per_s": 1,
+        "host_link_bytes_per_s": 1,
+        "interconnect_bytes_per_s": {"in_host": 1, "between_hosts": 1},
+    }
     assert Figures(**good)
     with pytest.raises(ValueError, match=name):
         Figures(**(good | changes))
@@ -109,38 +143,73 @@ def test_figures_of_targets():
 
 # ---- the work of a program --------------------------------------------------------------------------
 
+
 def test_work_by_phase():
     flops = {("forward", "bf16"): 10, ("backward", "bf16"): 15, ("backward", "tf32"): 5}
-    report = Report(0, 0, {}, collectives=(
-        Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
-        Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
-        Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2)),
-        transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)))
+    report = Report(
+        0,
+        0,
+        {},
+        collectives=(
+            Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
+            Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
+            Collective(
+                "c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2
+            ),
+        ),
+        transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)),
+    )
     kernel_bytes = {"forward": {"product_bytes": 3, "other_bytes": 4}}
     found = by_phase(report, kernel_bytes, flops, (("data", 2), ("tensor", 2)), 2)
     none = {"in_host": 0, "between_hosts": 0}
     empty = phase(collective_bytes=none, hidden_collective_bytes=none)
     assert found == {
-        "forward": empty | {"flops": {"bf16": 10}, "product_bytes": 3, "other_bytes": 4, "to_device_bytes": 11,
-                            "collective_bytes": {"in_host": 0, "between_hosts": 30}},
+        "forward": empty
+        | {
+            "flops": {"bf16": 10},
+            "product_bytes": 3,
+            "other_bytes": 4,
+            "to_device_bytes": 11,
+            "collective_bytes": {"in_host": 0, "between_hosts": 30},
+        },
         "recompute": empty | {"collective_bytes": {"in_host": 14, "between_hosts": 0}},
-        "backward": empty | {"flops": {"bf16": 15, "tf32": 5},
-                             "hidden_collective_bytes": {"in_host": 5, "between_hosts": 0}},
-        "optimizer": empty | {"to_host_bytes": 13}}
+        "backward": empty
+        | {"flops": {"bf16": 15, "tf32": 5}, "hidden_collective_bytes": {"in_host": 5, "between_hosts": 0}},
+        "optimizer": empty | {"to_host_bytes": 13},
+    }
 
 
-@pytest.mark.parametrize(("axes", "group", "per_host", "hosts"), [
-    (("fsdp",), 4, 8, 1), (("data",), 2, 8, 2), (("data",), 2, 0, 1), (("data",), 2, 16, 1),
-    (("tensor",), 2, 4, 1), (("fsdp",), 4, 4, 2), (("tensor",), 2, 3, 2),
-    ((), 8, 8, 1), ((), 16, 8, 2), ((), 17, 8, 3), (("other",), 16, 8, 2)])
+@pytest.mark.parametrize(
+    ("axes", "group", "per_host", "hosts"),
+    [
+        (("fsdp",), 4, 8, 1),
+        (("data",), 2, 8, 2),
+        (("data",), 2, 0, 1),
+        (("data",), 2, 16, 1),
+        (("tensor",), 2, 4, 1),
+        (("fsdp",), 4, 4, 2),
+        (("tensor",), 2, 3, 2),
+        ((), 8, 8, 1),
+        ((), 16, 8, 2),
+        ((), 17, 8, 3),
+        (("other",), 16, 8, 2),
+    ],
+)
 def test_hosts_of_an_axis(axes, group, per_host, hosts):
     assert hosts_of(axes, group, (("data", 2), ("fsdp", 4), ("tensor", 2)), per_host) == hosts
 
 
-@pytest.mark.parametrize(("kind", "wire", "card"), [
-    # Eight hosts of eight: 7/8 of the payload enter a host, through eight cards; a message to each goes its own way.
-    ("all-gather", 63, 7), ("reduce-scatter", 63, 7), ("all-reduce", 126, 14), ("all-to-all", 63, 56),
-    ("collective-permute", 64, 64)])
+@pytest.mark.parametrize(
+    ("kind", "wire", "card"),
+    [
+        # Eight hosts of eight: 7/8 of the payload enter a host, through eight cards; a message to each goes its own way.
+        ("all-gather", 63, 7),
+        ("reduce-scatter", 63, 7),
+        ("all-reduce", 126, 14),
+        ("all-to-all", 63, 56),
+        ("collective-permute", 64, 64),
+    ],
+)
 def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
     report = Report(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
     found = by_phase(report, {}, {}, (("fsdp", 64),), 8)
@@ -158,11 +227,11 @@ def test_replicated_attention_counts_in_full_on_every_device_but_for_what_its_ma
         x_BLHK = jax.lax.with_sharding_constraint(x_BLHK, replicated)
         return jax.nn.dot_product_attention(x_BLHK, x_BLHK, x_BLHK, is_causal=True, implementation="cudnn")
 
-    report = memory.analyze(jax.jit(forward).trace(
-        jax.ShapeDtypeStruct((B, L, H, K), jnp.bfloat16, sharding=sharded)))
+    report = memory.analyze(jax.jit(forward).trace(jax.ShapeDtypeStruct((B, L, H, K), jnp.bfloat16, sharding=sharded)))
     assert report.work["forward"]["flops"] == {"bf16": 4 * B * L * L * H * K / 2}
-    assert report.work["forward"]["flops"] == {"bf16": sum(
-        times * kernel.flops for kernel, times in schedule.kernels(report.schedule))}
+    assert report.work["forward"]["flops"] == {
+        "bf16": sum(times * kernel.flops for kernel, times in schedule.kernels(report.schedule))
+    }
 
 
 def test_flops_by_phase_and_dtype():
@@ -176,20 +245,32 @@ def test_flops_by_phase_and_dtype():
         return found
 
     full = by(remat__policy="full")
-    assert full.by == {("forward", "tf32"): full.model_flops // 3, ("backward", "tf32"): full.model_flops // 3 * 2,
-                       ("recompute", "tf32"): full.recomputed}
+    assert full.by == {
+        ("forward", "tf32"): full.model_flops // 3,
+        ("backward", "tf32"): full.model_flops // 3 * 2,
+        ("recompute", "tf32"): full.recomputed,
+    }
     assert {dtype for _, dtype in by(precision__preset="fp16").by} == {"fp16", "tf32"}
     muon = by(remat__policy="none", optimizer__name="muon", precision__preset="bf16")
     assert {phase for phase, _ in muon.by} == {"forward", "backward", "optimizer"}
     assert muon.by["forward", "bf16"] == full.by["forward", "tf32"]
 
 
-@pytest.mark.parametrize(("dtypes", "precision", "unit"), [
-    (("float32", "float32"), None, "tf32"), (("float32", "float32"), "high", "tf32"),
-    (("float32", "float32"), "highest", "fp32"), (("float32", "float32"), "F32_F32_F32", "fp32"),
-    (("float32", "float32"), "BF16_BF16_F32_X3", "bf16"), (("bfloat16", "bfloat16"), None, "bf16"),
-    (("float16", "float16"), "highest", "fp16"), (("float8_e4m3fn", "float8_e5m2"), None, "fp8"),
-    (("float8_e4m3fn", "bfloat16"), None, "bf16"), (("int32", "int32"), None, "tf32")])
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "unit"),
+    [
+        (("float32", "float32"), None, "tf32"),
+        (("float32", "float32"), "high", "tf32"),
+        (("float32", "float32"), "highest", "fp32"),
+        (("float32", "float32"), "F32_F32_F32", "fp32"),
+        (("float32", "float32"), "BF16_BF16_F32_X3", "bf16"),
+        (("bfloat16", "bfloat16"), None, "bf16"),
+        (("float16", "float16"), "highest", "fp16"),
+        (("float8_e4m3fn", "float8_e5m2"), None, "fp8"),
+        (("float8_e4m3fn", "bfloat16"), None, "bf16"),
+        (("int32", "int32"), None, "tf32"),
+    ],
+)
 def test_the_unit_of_a_product(dtypes, precision, unit):
     def product(a, b):
         return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision, jnp.float32)
@@ -205,8 +286,10 @@ def test_the_work_of_a_known_program(devices):
     def program(x_BF, w_FD):
         return jax.lax.with_sharding_constraint(x_BF @ w_FD, NamedSharding(mesh, P()))
 
-    split = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-             for shape, spec in (((64, 128), P(None, "tensor")), ((128, 32), P("tensor")))]
+    split = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((64, 128), P(None, "tensor")), ((128, 32), P("tensor")))
+    ]
     report = memory.analyze(jax.jit(program).trace(*split))
     found = report.work["forward"]
     assert found["flops"] == {"tf32": 2 * 64 * 128 * 32 / 4}
@@ -216,10 +299,16 @@ def test_the_work_of_a_known_program(devices):
 
 # ---- rows and reports -------------------------------------------------------------------------------
 
+
 def test_a_row_has_the_least_seconds_of_an_update():
     work = {"forward": phase(other_bytes=int(4.8e12))}
-    answer = {"status": "ok", "work": work, "calls_per_update": 3, "tokens_per_update": 96,
-              "target": json.loads(json.dumps(targets.parse("h200").to_json()))}
+    answer = {
+        "status": "ok",
+        "work": work,
+        "calls_per_update": 3,
+        "tokens_per_update": 96,
+        "target": json.loads(json.dumps(targets.parse("h200").to_json())),
+    }
     row = Row.of({}, answer)
     assert row.least_seconds == pytest.approx(3.0) and row.tokens_per_update == 96
     assert row.predicted_seconds is row.predicted_mfu is None, "a bound is no prediction"
@@ -230,10 +319,16 @@ def test_a_row_has_the_least_seconds_of_an_update():
 
 def test_the_worker_answers_with_work():
 
-    small = [("model.n_layers", "2"), ("model.d_model", "32"), ("model.d_ff", "64"), ("data.seq_len", "16"),
-             ("batch.micro", "2"), ("batch.accumulation", "3"), ("batch.mode", "multisteps")]
-    answer = worker.answer_to({"config": "tiny", "overrides": small, "target": "cpu:1", "measure": False},
-                                      Adapter())
+    small = [
+        ("model.n_layers", "2"),
+        ("model.d_model", "32"),
+        ("model.d_ff", "64"),
+        ("data.seq_len", "16"),
+        ("batch.micro", "2"),
+        ("batch.accumulation", "3"),
+        ("batch.mode", "multisteps"),
+    ]
+    answer = worker.answer_to({"config": "tiny", "overrides": small, "target": "cpu:1", "measure": False}, Adapter())
     assert (answer["calls_per_update"], answer["tokens_per_update"]) == (3, 3 * 2 * 16)
     assert sum(sum(part["flops"].values()) for part in answer["work"].values()) == answer["hardware_flops"]
     once = roofline.of_answer(json.loads(json.dumps(answer)))
@@ -251,17 +346,27 @@ def test_the_report_and_its_page_tell_it_in_a_line():
     assert line in console.file.getvalue()
     assert line in report_page.render(report)
     of = dataclasses.replace(report, subject=Subject(tokens=100, calls=5))
-    assert times.at_least(of) == ("at least 10 s per update, at most 10 tokens/s, by by hand (products 7.5 s, "
-                                  "memory 2.5 s)")
+    assert times.at_least(of) == (
+        "at least 10 s per update, at most 10 tokens/s, by by hand (products 7.5 s, memory 2.5 s)"
+    )
     assert Report.from_json(json.loads(json.dumps(report.to_json()))).roofline == found.to_json()
     assert times.at_least(Report(8, 8, {})) == "" and "at least" not in report_page.render(Report(8, 8, {}))
 
 
 # ---- described GPUs ---------------------------------------------------------------------------------
 
-GPU = {"model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64, "model.d_ff": 1024,
-       "model.n_layers": 8, "model.max_seq_len": 1024, "data.seq_len": 1024, "batch.micro": 4,
-       "precision.preset": "bf16"}
+GPU = {
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 64,
+    "model.d_ff": 1024,
+    "model.n_layers": 8,
+    "model.max_seq_len": 1024,
+    "data.seq_len": 1024,
+    "batch.micro": 4,
+    "precision.preset": "bf16",
+}
 
 
 @functools.cache

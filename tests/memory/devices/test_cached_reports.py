@@ -10,6 +10,7 @@ from support import programs
 
 def test_a_report_is_the_same_fresh_and_cached(folder):
     """Of the cached executable alone only the schedule is known: its peak is another, by 1 KB."""
+
     def reports(*turns):
         """Their reports, and when the entry was written."""
         for exact in turns:
@@ -29,6 +30,7 @@ def test_a_report_is_the_same_fresh_and_cached(folder):
 
 def test_a_program_with_other_names_has_its_own_report(folder):
     """jax gives the executable of one for the other: only the names in its source tell them apart."""
+
     def step(scope, exact=True):
         def body(x):
             with jax.named_scope(scope):

@@ -48,6 +48,7 @@ def test_whole_entries_stay(folder):
 
 # ---- protos beside the entries ----------------------------------------------------------------------
 
+
 def entry(folder, key):
     (folder / f"{key}-cache").write_bytes(b"an executable")
     return Entry(key, hit=True)
@@ -79,7 +80,8 @@ def test_protos_do_not_pile_up(folder):
     for number in range(6):
         own.keep(f"text{number}", b"proto", {})
     assert sorted(path.name for path in folder.glob("*.buffers.gz")) == [
-        f"jit_step-0a1b-text{number}.buffers.gz" for number in range(2, 6)]
+        f"jit_step-0a1b-text{number}.buffers.gz" for number in range(2, 6)
+    ]
 
 
 @pytest.mark.parametrize("written", [b"", b"another executable"])

@@ -52,8 +52,13 @@ def test_other_failures_are_raised(error, options):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("error", ["INVALID_ARGUMENT: Invalid dimension size -4, is_dynamic=false",
-                                   "INVALID_ARGUMENT: overflow in static extent product: dimensions=[4, 9]"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "INVALID_ARGUMENT: Invalid dimension size -4, is_dynamic=false",
+        "INVALID_ARGUMENT: overflow in static extent product: dimensions=[4, 9]",
+    ],
+)
 def test_sizes_that_overflow_in_xla_are_one_line(error):
     """A GPU's compiler raises what the CPU's aborts at."""
     with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of such sizes .*: give smaller sizes"):

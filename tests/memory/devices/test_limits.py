@@ -30,21 +30,29 @@ def test_free_memory_without_a_cgroup_is_what_the_kernel_calls_available(tmp_pat
 
 
 def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(tmp_path):
-    root = _root(tmp_path, {
-        "proc/self/cgroup": "0::/job/step\n",
-        "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
-        "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
-        "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "17\n",
-    })
+    root = _root(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": "17\n",
+        },
+    )
     assert host_memory.free_host_bytes(root) == host_memory.cgroup_room(root) == 2 * GIB
 
 
 def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
-    root = _root(tmp_path, {
-        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\nnonsense\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
-    })
+    root = _root(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\nnonsense\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+        },
+    )
     assert host_memory.free_host_bytes(root) == GIB
 
 
@@ -56,9 +64,10 @@ def test_the_address_space_of_a_process_is_a_limit_of_its_memory(tmp_path, monke
 
 
 def test_a_cgroup_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
-    root = _root(tmp_path, {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "200"})
+    root = _root(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "200"},
+    )
     assert host_memory.free_host_bytes(root) == 0
 
 
@@ -89,23 +98,44 @@ def test_a_known_card_without_statistics_has_its_row_and_an_unknown_one_is_an_er
         limits.limit_bytes(Device("gpu", "Abacus 3", None))
 
 
-@pytest.mark.parametrize("env, fraction", [
-    ({}, 0.92), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".6"}, 0.6), ({"XLA_CLIENT_MEM_FRACTION": "0.7"}, 0.7),
-    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}, 0.92), ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 1.0),
-])
+@pytest.mark.parametrize(
+    "env, fraction",
+    [
+        ({}, 0.92),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".6"}, 0.6),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.7"}, 0.7),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}, 0.92),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 1.0),
+    ],
+)
 def test_the_fraction_is_the_users_or_ours(env, fraction):
     assert platform.memory_fraction(env) == fraction
 
 
-@pytest.mark.parametrize(("target", "limit", "words"), [
-    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92}, 72,
-     "92 % of the GPU's memory after CUDA's context"),
-    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.755}, 72,
-     "75.5 % of the GPU's memory after CUDA's context"),
-    ({"platform": "cuda", "limit_bytes": 60, "memory_fraction": None, "device_memory_bytes": 80}, 60,
-     "75 % of the GPU's memory, by its allocator"),
-    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92}, 70, ""),  # a size that somebody chose
-    ({"platform": "tpu", "limit_bytes": 72}, 72, ""), ({"platform": "cpu", "limit_bytes": 72}, 72, ""), ({}, None, "")])
+@pytest.mark.parametrize(
+    ("target", "limit", "words"),
+    [
+        (
+            {"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92},
+            72,
+            "92 % of the GPU's memory after CUDA's context",
+        ),
+        (
+            {"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.755},
+            72,
+            "75.5 % of the GPU's memory after CUDA's context",
+        ),
+        (
+            {"platform": "cuda", "limit_bytes": 60, "memory_fraction": None, "device_memory_bytes": 80},
+            60,
+            "75 % of the GPU's memory, by its allocator",
+        ),
+        ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92}, 70, ""),  # a size that somebody chose
+        ({"platform": "tpu", "limit_bytes": 72}, 72, ""),
+        ({"platform": "cpu", "limit_bytes": 72}, 72, ""),
+        ({}, None, ""),
+    ],
+)
 def test_the_share_of_a_gpus_memory_in_words(target, limit, words):
     assert limits.limit_share(target, limit) == words
 
@@ -121,17 +151,20 @@ def _nodes(tmp_path, *names):
     return _root(tmp_path, {name.lstrip("/"): "" for name in names})
 
 
-@pytest.mark.parametrize("nodes, env, expected, left", [
-    ((), {}, "cpu", {"JAX_PLATFORMS": "cpu"}),
-    ((), {"JAX_PLATFORMS": "cuda,cpu"}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
-    (("/dev/nvidiactl",), {}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
-    (("/dev/nvidiactl",), {"JAX_PLATFORMS": "cpu"}, "cpu", {}),
-    (("/dev/nvidiactl",), {"CUDA_VISIBLE_DEVICES": ""}, "cpu", {"JAX_PLATFORMS": "cpu"}),
-    (("/dev/nvidia0",), {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
-    (("/dev/nvidia0",), {"XLA_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
-    (("/dev/accel0",), {}, "tpu", {}),
-    (("/dev/kfd",), {}, "rocm", {}),
-])
+@pytest.mark.parametrize(
+    "nodes, env, expected, left",
+    [
+        ((), {}, "cpu", {"JAX_PLATFORMS": "cpu"}),
+        ((), {"JAX_PLATFORMS": "cuda,cpu"}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
+        (("/dev/nvidiactl",), {}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
+        (("/dev/nvidiactl",), {"JAX_PLATFORMS": "cpu"}, "cpu", {}),
+        (("/dev/nvidiactl",), {"CUDA_VISIBLE_DEVICES": ""}, "cpu", {"JAX_PLATFORMS": "cpu"}),
+        (("/dev/nvidia0",), {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
+        (("/dev/nvidia0",), {"XLA_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
+        (("/dev/accel0",), {}, "tpu", {}),
+        (("/dev/kfd",), {}, "rocm", {}),
+    ],
+)
 def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env, expected, left):
     before = dict(env)
     assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
@@ -145,8 +178,10 @@ def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env
 @pytest.mark.skipif(platform.accelerator() != "cpu", reason="this machine has an accelerator")
 @pytest.mark.parametrize("order", ["import jax; choose()", "choose(); import jax"])
 def test_no_traceback_on_a_machine_without_accelerator(order):
-    code = ("from bytescope.memory.devices.platform import choose_platform as choose\n"
-            f"{order}\nprint(jax.devices()[0].platform)")
+    code = (
+        "from bytescope.memory.devices.platform import choose_platform as choose\n"
+        f"{order}\nprint(jax.devices()[0].platform)"
+    )
     env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "cpu\n" and "Traceback" not in done.stderr and "cuPTI" not in done.stderr

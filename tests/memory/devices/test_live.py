@@ -11,8 +11,13 @@ from bytescope.memory.records import Report
 from support.described import described
 
 GIB = 2**30
-STATS = {"bytes_in_use": 6 * GIB, "peak_bytes_in_use": 10 * GIB, "bytes_limit": 16 * GIB,
-         "largest_free_block_bytes": 4 * GIB, "pool_bytes": 14 * GIB}
+STATS = {
+    "bytes_in_use": 6 * GIB,
+    "peak_bytes_in_use": 10 * GIB,
+    "bytes_limit": 16 * GIB,
+    "largest_free_block_bytes": 4 * GIB,
+    "pool_bytes": 14 * GIB,
+}
 
 
 class Card:
@@ -42,8 +47,12 @@ def _report(allocated):
 def test_the_allocators_figures_and_the_card(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-beef")
     asked = []
-    _nvml(monkeypatch, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda n: asked.append(n) or n,
-          nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=15 * GIB, total=140 * GIB))
+    _nvml(
+        monkeypatch,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda n: asked.append(n) or n,
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=15 * GIB, total=140 * GIB),
+    )
     seen = live.sample(Card(STATS))
     assert asked == [3]
     assert (seen.in_use_bytes, seen.peak_bytes, seen.limit_bytes) == (6 * GIB, 10 * GIB, 16 * GIB)
@@ -98,9 +107,17 @@ def test_what_a_sample_is_compared_with():
 
 
 def test_the_line_gives_the_error_in_per_cent():
-    seen = live.LiveMemory("NVIDIA H200", "allocator", peak_bytes=10 * GIB, limit_bytes=16 * GIB,
-                           card_used_bytes=15 * GIB, card_total_bytes=140 * GIB)
+    seen = live.LiveMemory(
+        "NVIDIA H200",
+        "allocator",
+        peak_bytes=10 * GIB,
+        limit_bytes=16 * GIB,
+        card_used_bytes=15 * GIB,
+        card_total_bytes=140 * GIB,
+    )
     line = live.predicted_against_measured(_report(11 * GIB), seen)
-    assert line == ("predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
-                    "limit 16.00 GiB, card 15.00 GiB of 140.00 GiB in use")
+    assert line == (
+        "predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
+        "limit 16.00 GiB, card 15.00 GiB of 140.00 GiB in use"
+    )
     assert "nothing measured" in live.predicted_against_measured(_report(GIB), None)

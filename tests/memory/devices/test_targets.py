@@ -23,10 +23,19 @@ needs_cuda = pytest.mark.oracle("cuda")
 needs_tpu = pytest.mark.oracle("tpu")
 
 SHAPES = {
-    "h200": ((1, 1), 1, 1), "h200:8": ((1, 8), 8, 8), "h100:2x8": ((2, 8), 16, 8),
-    "h100:64x8": ((64, 8), 512, 8), "a100-40g:4": ((1, 4), 4, 4), "H100:8 ": ((1, 8), 8, 8),
-    "v5e": ((1, 1), 1, 1), "v5e:4x4": ((4, 4), 16, 4), "v5p": ((2, 2, 1), 4, 4),
-    "v5p:2x2x2": ((2, 2, 2), 8, 4), "v6e:2x4": ((2, 4), 8, 4), "gb200:18x4": ((18, 4), 72, 4), "gb200": ((1, 1), 1, 1),
+    "h200": ((1, 1), 1, 1),
+    "h200:8": ((1, 8), 8, 8),
+    "h100:2x8": ((2, 8), 16, 8),
+    "h100:64x8": ((64, 8), 512, 8),
+    "a100-40g:4": ((1, 4), 4, 4),
+    "H100:8 ": ((1, 8), 8, 8),
+    "v5e": ((1, 1), 1, 1),
+    "v5e:4x4": ((4, 4), 16, 4),
+    "v5p": ((2, 2, 1), 4, 4),
+    "v5p:2x2x2": ((2, 2, 2), 8, 4),
+    "v6e:2x4": ((2, 4), 8, 4),
+    "gb200:18x4": ((18, 4), 72, 4),
+    "gb200": ((1, 1), 1, 1),
     "t4:2x8": ((2, 8), 16, 8),
 }
 
@@ -38,16 +47,33 @@ def test_shape_of_a_described_target(name):
     assert target.is_described and target.name == name.strip().lower()
 
 
-@pytest.mark.parametrize("name, words", [
-    ("h20", "did you mean h200?"), ("a100", "did you mean a100-40g or a100-80g?"), ("zzz", "rtx4090"),
-    ("", "local"), ("h100:", "after the colon"), ("h100:0", "after the colon"),
-    ("h100:-1", "after the colon"),
-    ("h100:8x", "after the colon"), ("h100:1e9", "after the colon"), ("h100:16", "say h100:2x8"),
-    ("h100:1x2x3", "at most 8"), ("v5e:3x3", "even numbers"), ("v5e:32x2", "up to 16x16"),
-    ("v5e:8", "2 axes"), ("v5p:1x1x1", "3 axes"), ("local:2", "takes no count"), ("cpu:2x4", "counted"),
-    ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"), ("h10", "did you mean h100, h100-pcie or h100-nvl?"),
-    ("rtx4080", "did you mean rtx4090"), ("gb200:8", "say gb200:2x4"), ("gb200:19x4", "a rack holds 18x4"),
-])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("h20", "did you mean h200?"),
+        ("a100", "did you mean a100-40g or a100-80g?"),
+        ("zzz", "rtx4090"),
+        ("", "local"),
+        ("h100:", "after the colon"),
+        ("h100:0", "after the colon"),
+        ("h100:-1", "after the colon"),
+        ("h100:8x", "after the colon"),
+        ("h100:1e9", "after the colon"),
+        ("h100:16", "say h100:2x8"),
+        ("h100:1x2x3", "at most 8"),
+        ("v5e:3x3", "even numbers"),
+        ("v5e:32x2", "up to 16x16"),
+        ("v5e:8", "2 axes"),
+        ("v5p:1x1x1", "3 axes"),
+        ("local:2", "takes no count"),
+        ("cpu:2x4", "counted"),
+        ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"),
+        ("h10", "did you mean h100, h100-pcie or h100-nvl?"),
+        ("rtx4080", "did you mean rtx4090"),
+        ("gb200:8", "say gb200:2x4"),
+        ("gb200:19x4", "a rack holds 18x4"),
+    ],
+)
 def test_a_wrong_name_is_one_line_that_says_what_exists(name, words):
     with pytest.raises(ReportError) as caught:
         targets.parse(name)
@@ -131,8 +157,10 @@ def test_a_gpu_that_cuda_13_has_left_needs_the_compiler_of_cuda_12(monkeypatch):
 def test_the_listing_says_what_old_cards_lack():
     _, rows = listings.targets(None)
     notes = {row[0]: row[-1] for row in rows if row[-1]}
-    assert notes == {"t4": "no bf16 units; fp16 65 TFLOP/s",
-                     "v100": "no bf16 units; fp16 125 TFLOP/s; needs CUDA 12: bytescope[cuda12]"}
+    assert notes == {
+        "t4": "no bf16 units; fp16 65 TFLOP/s",
+        "v100": "no bf16 units; fp16 125 TFLOP/s; needs CUDA 12: bytescope[cuda12]",
+    }
     assert {row[0] for row in rows} == {*CHIPS, "local", "cpu:8"}
 
 
@@ -143,8 +171,9 @@ def _compile(devices):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["h200:2", "h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "rtx4090:2",
-                                  "t4:2", "rtx5090:2"])
+@pytest.mark.parametrize(
+    "name", ["h200:2", "h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "rtx4090:2", "t4:2", "rtx5090:2"]
+)
 def test_a_program_compiles_for_gpus_that_are_not_here(name):
     target = targets.parse(name)
     assert len(target.devices()) == target.n_devices
@@ -177,6 +206,8 @@ def test_a_gpu_description_names_its_chip_and_a_tpu_has_none():
 
 
 def test_names_are_checked_without_importing_jax():
-    code = ("import sys; from bytescope.memory.devices import platform, targets; targets.parse('h200:8').limit_bytes; "
-            "platform.choose_platform(); sys.exit('jax' in sys.modules)")
+    code = (
+        "import sys; from bytescope.memory.devices import platform, targets; targets.parse('h200:8').limit_bytes; "
+        "platform.choose_platform(); sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -71,8 +71,13 @@ def test_other_shapes_and_static_values_compile_again_and_are_kept(watch, told):
 
     run = watch(jax.jit(scaled, static_argnums=2, static_argnames="twice"), every=0)
     state, batch = arguments()
-    calls = [((state, batch, 2), {}), ((state, batch, 3), {}), ((state, batch[:4], 3), {}),
-             ((state, batch, 2), {"twice": True}), ((state, batch, 2), {})]
+    calls = [
+        ((state, batch, 2), {}),
+        ((state, batch, 3), {}),
+        ((state, batch[:4], 3), {}),
+        ((state, batch, 2), {"twice": True}),
+        ((state, batch, 2), {}),
+    ]
     for args, kwargs in (*calls, *calls):
         found, rows = run(*args, **kwargs)
         assert float(found) == WIDTH * WIDTH * args[2] * (2 if kwargs else 1) and int(rows) == len(args[1])
@@ -133,13 +138,15 @@ class Flat:
 
 
 def test_static_values_of_a_wrapper_are_looked_at_each_call(watch, told, monkeypatch):
-    monkeypatch.setattr("bytescope.memory.execution.executable._wrapped",
-                        lambda lowered, executable: lambda x, by: executable(x))
+    monkeypatch.setattr(
+        "bytescope.memory.execution.executable._wrapped", lambda lowered, executable: lambda x, by: executable(x)
+    )
     run = watch(Flat(), every=0)
     assert [float(run(jnp.ones(4), by)[0]) for by in (2.0, 3.0, 2.0)] == [2.0, 3.0, 2.0] and len(told) == 2
 
 
 # ---- without memory --------------------------------------------------------------------------------------------------
+
 
 def check(text, folder, words):
     """What holds for every post-mortem: on a screen, with what was asked for, and written."""
@@ -194,10 +201,14 @@ def test_arrays_are_counted_once_on_the_device_that_they_are_on(devices):
     parts = [shard.data for shard in (*split.addressable_shards, *whole.addressable_shards)]
     held = {group.shape: group for group in failure.held_arrays(devices[1], [split, key]) if sum(group.shape) > 1020}
     assert {shape: (group.arrays, group.bytes, group.others) for shape, group in held.items()} == {
-        (1028, 3): (1, 257 * 3 * 4, 0), (1029, 3): (1, 1029 * 3 * 4, 1)}
+        (1028, 3): (1, 257 * 3 * 4, 0),
+        (1029, 3): (1, 1029 * 3 * 4, 1),
+    }
     assert parts and elsewhere.size
-    given, bare = (next(group.others for group in failure.held_arrays(devices[0], leaves) if group.name == "uint32[2]")
-                   for leaves in ([key], []))
+    given, bare = (
+        next(group.others for group in failure.held_arrays(devices[0], leaves) if group.name == "uint32[2]")
+        for leaves in ([key], [])
+    )
     assert bare == given + 1, "what a key lies in is an argument"
     of_shapes = failure.held_arrays(devices[1], [jax.ShapeDtypeStruct(whole.shape, whole.dtype)])
     assert next(group for group in of_shapes if group.shape == whole.shape).others == 0
@@ -208,6 +219,7 @@ NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901
 
 def raising(x):
     """A step that runs out of memory where its argument is not zero, in the middle of what it computes."""
+
     def fail(x):
         if x.sum() > 0:
             raise RuntimeError(NO_MEMORY)

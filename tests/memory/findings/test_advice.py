@@ -14,9 +14,16 @@ from bytescope.train.config import flatten, override
 
 pytestmark = pytest.mark.quick
 
-NOTHING_LEFT = {"batch.micro": "1", "remat.policy": "full", "remat.granularity": "parts", "optimizer.name": "adafactor",
-                "precision.preset": "bf16_params", "optimizer.fused_backward": "true", "optimizer.clip": "layer",
-                "data.seq_len": "1"}
+NOTHING_LEFT = {
+    "batch.micro": "1",
+    "remat.policy": "full",
+    "remat.granularity": "parts",
+    "optimizer.name": "adafactor",
+    "precision.preset": "bf16_params",
+    "optimizer.fused_backward": "true",
+    "optimizer.clip": "layer",
+    "data.seq_len": "1",
+}
 
 
 def refused(limit=10, platform="cpu", n_devices=1, rows=(), **keys):
@@ -25,11 +32,25 @@ def refused(limit=10, platform="cpu", n_devices=1, rows=(), **keys):
     for key, text in keys.items():
         override(config, key, text)
     check_values(config)
-    rows = {"params": 2 * GIB, "optimizer": 2 * GIB, "gradients": GIB, "residuals": 10 * GIB, "workspace": GIB,
-            **dict(rows)}
+    rows = {
+        "params": 2 * GIB,
+        "optimizer": 2 * GIB,
+        "gradients": GIB,
+        "residuals": 10 * GIB,
+        "workspace": GIB,
+        **dict(rows),
+    }
     size = sum(rows.values())
-    return Report(size, size, {row: rows.get(row, 0) for row in ROWS}, limit_bytes=limit * GIB, fits=False,
-                  verdict="exceeds", config=flatten(config), target={"platform": platform, "n_devices": n_devices})
+    return Report(
+        size,
+        size,
+        {row: rows.get(row, 0) for row in ROWS},
+        limit_bytes=limit * GIB,
+        fits=False,
+        verdict="exceeds",
+        config=flatten(config),
+        target={"platform": platform, "n_devices": n_devices},
+    )
 
 
 def flags(report):
@@ -45,18 +66,22 @@ def test_only_what_is_open_is_advised():
     assert any("adamw_8bit" in flag for flag in one)
 
 
-@pytest.mark.parametrize(("keys", "n_devices", "expected"), [
-    ({"loss.kind": "full"}, 1, "--config.loss.kind=chunked"),
-    ({"model.attention": "naive"}, 1, "--config.model.attention=auto"),
-    ({"remat.policy": "dots"}, 1, "--config.remat.policy=selective"),
-    ({"remat.policy": "megatron"}, 1, "--config.remat.policy=full"),
-    ({"remat.policy": "full"}, 1, "--config.remat.granularity=parts"),
-    ({"remat.layers": "0-2:none"}, 1, "--config.remat.policy=full --config.remat.layers="),
-    ({"mesh.strategy": "ddp"}, 4, "--config.mesh.strategy=zero3"),
-    ({"mesh.data": "2"}, 4, "--config.mesh.data=1 --config.mesh.fsdp=4"),
-    ({"data.seq_len": "16384"}, 1, "--config.model.mlp_chunk=4096"),
-    ({"precision.preset": "fp32"}, 1, "--config.precision.preset=bf16"),
-    ({"optimizer.fused_backward": "true", "batch.micro": "4"}, 1, "--config.batch.micro=2")])
+@pytest.mark.parametrize(
+    ("keys", "n_devices", "expected"),
+    [
+        ({"loss.kind": "full"}, 1, "--config.loss.kind=chunked"),
+        ({"model.attention": "naive"}, 1, "--config.model.attention=auto"),
+        ({"remat.policy": "dots"}, 1, "--config.remat.policy=selective"),
+        ({"remat.policy": "megatron"}, 1, "--config.remat.policy=full"),
+        ({"remat.policy": "full"}, 1, "--config.remat.granularity=parts"),
+        ({"remat.layers": "0-2:none"}, 1, "--config.remat.policy=full --config.remat.layers="),
+        ({"mesh.strategy": "ddp"}, 4, "--config.mesh.strategy=zero3"),
+        ({"mesh.data": "2"}, 4, "--config.mesh.data=1 --config.mesh.fsdp=4"),
+        ({"data.seq_len": "16384"}, 1, "--config.model.mlp_chunk=4096"),
+        ({"precision.preset": "fp32"}, 1, "--config.precision.preset=bf16"),
+        ({"optimizer.fused_backward": "true", "batch.micro": "4"}, 1, "--config.batch.micro=2"),
+    ],
+)
 def test_each_lever_is_there_where_it_is_open_and_gone_once_it_is_pulled(keys, n_devices, expected):
     before = refused(n_devices=n_devices, **keys)
     assert expected in flags(before)
@@ -79,14 +104,20 @@ def test_host_memory_only_where_there_is_some():
     assert not any("offload.params" in flag or "fused" in flag for flag in accumulating)
 
 
-@pytest.mark.parametrize(("keys", "expected"), [
-    # 16 GiB, 11 of them of the batch; 6 too much: 5/11 of the micro-batch, of whose divisors 4 is the next.
-    ({}, "--config.batch.micro=4 --config.batch.accumulation=4 --config.batch.mode=scan"),
-    ({"batch.accumulation": "3"}, "--config.batch.micro=4 --config.batch.accumulation=12"),
-    ({"batch.tokens": "8192"}, "--config.batch.micro=4"),
-    ({"batch.accumulation_schedule": "0:1,10:2"},
-     "--config.batch.micro=4 --config.batch.accumulation_schedule=0:4,10:8"),
-    ({"batch.micro": "7"}, "--config.batch.micro=1 --config.batch.accumulation=7 --config.batch.mode=scan")])
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # 16 GiB, 11 of them of the batch; 6 too much: 5/11 of the micro-batch, of whose divisors 4 is the next.
+        ({}, "--config.batch.micro=4 --config.batch.accumulation=4 --config.batch.mode=scan"),
+        ({"batch.accumulation": "3"}, "--config.batch.micro=4 --config.batch.accumulation=12"),
+        ({"batch.tokens": "8192"}, "--config.batch.micro=4"),
+        (
+            {"batch.accumulation_schedule": "0:1,10:2"},
+            "--config.batch.micro=4 --config.batch.accumulation_schedule=0:4,10:8",
+        ),
+        ({"batch.micro": "7"}, "--config.batch.micro=1 --config.batch.accumulation=7 --config.batch.mode=scan"),
+    ],
+)
 def test_the_micro_batch_that_may_fit_keeps_the_sequences_of_an_update(keys, expected):
     assert expected in flags(refused(**{"batch.micro": "16", **keys}))
 
@@ -150,8 +181,15 @@ def test_the_fit_command_keeps_the_task_and_frees_the_levers():
     report = refused(**{"batch.micro": "16", "batch.accumulation": "2"})
     given = [("batch.micro", "16"), ("batch.accumulation", "2"), ("remat.policy", "none"), ("data.source", "my texts")]
     words = shlex.split(fit_command("tiny", "h100:8", given, report))
-    assert words == ["bytescope", "fit", "tiny", "h100:8", "--budget=9.5GiB", f"--batch-tokens={32 * 256}",
-                     "--config.data.source=my texts"]
+    assert words == [
+        "bytescope",
+        "fit",
+        "tiny",
+        "h100:8",
+        "--budget=9.5GiB",
+        f"--batch-tokens={32 * 256}",
+        "--config.data.source=my texts",
+    ]
     assert shlex.split(fit_command("tiny", "local", [], report)) == ["bytescope", "fit", "tiny", "--budget=9.5GiB"]
     described = refused(platform="cuda")
     assert "--budget=10GiB" in fit_command("tiny", "h100:8", [], described)
@@ -164,7 +202,7 @@ def test_a_program_of_ones_own_has_no_advice():
 
 
 def test_a_lever_counts_what_it_can_free():
-    lever, = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
+    (lever,) = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
     assert lever.most(refused()) == 10 * GIB
     assert Tried(lever, 1).why == ""
 
@@ -176,7 +214,7 @@ def test_under_adapters_the_frozen_weights_are_what_to_narrow():
     advised = flags(report)
     assert "--config.lora.base=nf4" in advised
     assert not any(word in flag for flag in advised for word in ("adamw_8bit", "offload.", "fused", "bf16_params"))
-    lever, = (lever for lever in open_levers(report) if "lora.base" in lever.flags)
+    (lever,) = (lever for lever in open_levers(report) if "lora.base" in lever.flags)
     assert 0.7 < lever.frees["frozen"] < 0.75 and not lever.curve
     assert "--config.lora.base=nf4" not in flags(refused(platform="cuda", **{"lora.rank": "16", "lora.base": "nf4"}))
     assert not any("lora" in flag for flag in flags(refused()))

@@ -44,8 +44,11 @@ class Twice(Module):
 FILE = "model.py"
 UP, GELU, ADD, CALL, FIRST, SECOND = 3, 4, 9, 15, 21, 22
 FLAX = "/usr/lib/python3.11/site-packages/flax/linen/linear.py"
-OUTSIDE = (Frame("train.py", 7, function="make.<locals>.loss_fn"), Frame("train.py", 9, function="make.<locals>.step"),
-           Frame(FILE, CALL, function="Gpt.__call__"))  # what traced the step does not count, whatever it is
+OUTSIDE = (
+    Frame("train.py", 7, function="make.<locals>.loss_fn"),
+    Frame("train.py", 9, function="make.<locals>.step"),
+    Frame(FILE, CALL, function="Gpt.__call__"),
+)  # what traced the step does not count, whatever it is
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +64,24 @@ def block(line=CALL, function="Gpt.__call__"):
 
 def mlp(line, around=None):
     """Frames of an operation in the MLP of a block; its product is computed by Flax."""
-    return (Frame(FLAX, 199, function="Dense.__call__"), Frame(FILE, line, function="Mlp.__call__"),
-            *(around or block()))
+    return (
+        Frame(FLAX, 199, function="Dense.__call__"),
+        Frame(FILE, line, function="Mlp.__call__"),
+        *(around or block()),
+    )
 
 
 def program(places):
     """A program whose instructions have these (op_name, frames)."""
     instructions = {id: Instruction(id, f"op.{id}") for id in range(len(places))}
-    return PlacedProgram(Program(Module(instructions=instructions, _metadata={
-        id: Metadata(name, frames) for id, (name, frames) in enumerate(places)})))
+    return PlacedProgram(
+        Program(
+            Module(
+                instructions=instructions,
+                _metadata={id: Metadata(name, frames) for id, (name, frames) in enumerate(places)},
+            )
+        )
+    )
 
 
 def model(around=None, up=128 * MIB, norm=32 * MIB):
@@ -79,8 +91,19 @@ def model(around=None, up=128 * MIB, norm=32 * MIB):
         for what, size, line in (("up", up, UP), ("gelu", up, GELU), ("add", norm, ADD)):
             name = f"jit(step)/jvp(Gpt)/block_{layer}/{what}"
             places.append((name, frames if what == "add" else mlp(line, frames)))
-            buffers.append(Buffer(f"{what}.{layer}", size, (8, size // 32), "float32", "residuals", "forward",
-                                  op_name=name, source=f"{FILE}:{line}", at_peak=True))
+            buffers.append(
+                Buffer(
+                    f"{what}.{layer}",
+                    size,
+                    (8, size // 32),
+                    "float32",
+                    "residuals",
+                    "forward",
+                    op_name=name,
+                    source=f"{FILE}:{line}",
+                    at_peak=True,
+                )
+            )
     return buffers, places
 
 
@@ -88,8 +111,16 @@ def report(buffers, limit=4 * GIB, verdict="fits", **fields):
     kept = sum(b.bytes for b in buffers)
     size = kept + 100 * MIB
     rows = dict.fromkeys(ROWS, 0) | {"residuals": kept, "workspace": size - kept}
-    return Report(size, size, rows, buffers=tuple(buffers), limit_bytes=limit, verdict=verdict,
-                  fits=verdict != "exceeds", **fields)
+    return Report(
+        size,
+        size,
+        rows,
+        buffers=tuple(buffers),
+        limit_bytes=limit,
+        verdict=verdict,
+        fits=verdict != "exceeds",
+        **fields,
+    )
 
 
 def test_the_block_frees_most_and_its_call_is_named():
@@ -130,12 +161,17 @@ def test_a_checkpoint_that_keeps_too_much_is_told_to_keep_less():
     assert found.remedy.startswith("a policy that keeps less in the jax.checkpoint around Block at model.py:15")
 
 
-@pytest.mark.parametrize(("fields", "said"), [
-    ({}, True), ({"limit": None, "verdict": "unknown"}, True),
-    ({"limit": 100 * GIB}, False),  # no need of memory at all
-    ({"target": {"platform": "cuda"}}, True),
-    ({"target": {"platform": "cpu"}}, False),  # XLA's CPU compiler recomputes unrolled layers all at once
-    ({"limit": GIB, "verdict": "exceeds"}, True)])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, True),
+        ({"limit": None, "verdict": "unknown"}, True),
+        ({"limit": 100 * GIB}, False),  # no need of memory at all
+        ({"target": {"platform": "cuda"}}, True),
+        ({"target": {"platform": "cpu"}}, False),  # XLA's CPU compiler recomputes unrolled layers all at once
+        ({"limit": GIB, "verdict": "exceeds"}, True),
+    ],
+)
 def test_only_where_memory_is_wanted(fields, said):
     buffers, places = model()
     assert (checkpoint_saves(report(buffers, **fields), program(places)) is not None) is said

@@ -21,8 +21,15 @@ from bytescope.model.placement import Peers
 from bytescope.train.config import flatten
 from support.toy import small_config, small_program
 
-MOE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 256, "model.n_layers": 2, "batch.micro": 8,
-       "remat.policy": "none", "mesh.expert": 8}
+MOE = {
+    "model.experts": 8,
+    "model.experts_per_token": 2,
+    "model.d_expert": 256,
+    "model.n_layers": 2,
+    "batch.micro": 8,
+    "remat.policy": "none",
+    "mesh.expert": 8,
+}
 NOTHING = PlacedProgram(Program(Module()))
 
 
@@ -37,10 +44,16 @@ def row(shape, module="blocks/mlp/experts", size=20 * MIB):
     return Buffer("a", size, shape, "bfloat16", "residuals", module=module, at_peak=True)
 
 
-@pytest.mark.parametrize("keys, exchange, factor", [
-    ({}, "ragged_all_to_all", 0.0), ({}, "allgather", 0.0), ({"model__capacity_factor": 2}, "allgather", 2.0),
-    ({"model__moe_kernel": "capacity"}, "all_to_all", 1.25), ({"mesh__expert": 1}, "local", 0.0),
-])
+@pytest.mark.parametrize(
+    "keys, exchange, factor",
+    [
+        ({}, "ragged_all_to_all", 0.0),
+        ({}, "allgather", 0.0),
+        ({"model__capacity_factor": 2}, "allgather", 2.0),
+        ({"model__moe_kernel": "capacity"}, "all_to_all", 1.25),
+        ({"mesh__expert": 1}, "local", 0.0),
+    ],
+)
 def test_the_room_is_the_trainers(keys, exchange, factor):
     room = room_of(case_of(made(**keys)))
     peers = Peers("expert", 1 if exchange == "local" else 8)
@@ -62,10 +75,14 @@ def test_the_next_smaller_room():
 
 def test_rows_are_told_by_shape_and_scope():
     rows = room_of(case_of(made())).rows
-    found = [row((2, rows, 256)), row((rows // 64, 64, 32), "blocks/mlp/dispatch"),
-             row((rows, 32), "blocks/attention"), row((rows + 1, 256)),
-             dataclasses.replace(row((rows, 256)), at_peak=False)]
-    one, = [each for each in findings.find(made(found), NOTHING) if each.kind == "empty_expert_rows"]
+    found = [
+        row((2, rows, 256)),
+        row((rows // 64, 64, 32), "blocks/mlp/dispatch"),
+        row((rows, 32), "blocks/attention"),
+        row((rows + 1, 256)),
+        dataclasses.replace(row((rows, 256)), at_peak=False),
+    ]
+    (one,) = [each for each in findings.find(made(found), NOTHING) if each.kind == "empty_expert_rows"]
     assert one.bytes == int(40 * MIB * (1 - 512 / rows))
     assert "(dispatch 20.00 MiB, experts 20.00 MiB)" in one.message and f"room for {rows:,} rows" in one.message
     assert one.flags == "--config.model.capacity_factor=2"
@@ -84,7 +101,7 @@ def test_the_remedy_frees_what_it_says(monkeypatch):
         return report_of(program.compile_for_report(), config=flatten(small_config(overrides)), names=NAMES)
 
     before, after = compiled(), compiled(**{"model.capacity_factor": 2})
-    finding, = [each for each in before.findings if each.kind == "empty_expert_rows"]
+    (finding,) = [each for each in before.findings if each.kind == "empty_expert_rows"]
     now, then = (room_of(case_of(report)).rows for report in (before, after))
     assert finding.bytes > 0.3 * before.peak_bytes
     held = finding.bytes / room_of(case_of(before)).empty

@@ -17,8 +17,17 @@ from bytescope.train.config import flatten, load
 
 pytestmark = pytest.mark.quick
 
-KEPT = Buffer("fusion.1", 6 * GIB, (2, 3), "float32", "residuals", "backward", module="Decoder/layer_3",
-              source="model.py:12", at_peak=True)
+KEPT = Buffer(
+    "fusion.1",
+    6 * GIB,
+    (2, 3),
+    "float32",
+    "residuals",
+    "backward",
+    module="Decoder/layer_3",
+    source="model.py:12",
+    at_peak=True,
+)
 WIDE = Buffer("dot.2", 3 * GIB, (512, 1024), "bfloat16", "workspace", "forward", source="model.py:40", at_peak=True)
 
 
@@ -36,8 +45,9 @@ def test_a_foreign_program_has_its_findings_then_recomputation_then_parts():
     found = ways_out(report_of(KEPT, WIDE, findings=(small, donated)))
     assert [way.bytes for way in found] == [2 * GIB, 6 * GIB, 3 * GIB]
     assert found[0].words == "donate argument 0 (2 GiB of state is not donated)"
-    assert found[1].words == ("jax.checkpoint around Decoder/layer_3, which keeps this for the backward pass, most of "
-                              "it from model.py:12")
+    assert found[1].words == (
+        "jax.checkpoint around Decoder/layer_3, which keeps this for the backward pass, most of it from model.py:12"
+    )
     assert found[2].words.startswith("compute bfloat16[512,1024] of model.py:40 in parts")
     alone = ways_out(report_of(dataclasses.replace(WIDE, source="")))
     assert [(way.bytes, way.words.partition(",")[0]) for way in alone] == [(3 * GIB // 2, "make the batch smaller")]
@@ -54,8 +64,11 @@ def test_no_finding_that_takes_more_memory_and_none_said_twice():
 def test_what_the_step_does_not_need_comes_first():
     held = (HeldArrays((8, 8), "float32", 3, 3 * GIB, 2, 2 * GIB), HeldArrays((), "int32", 5, 20, 5, 20))
     first, *_ = ways_out(report_of(KEPT), held)
-    assert first.bytes == 2 * GIB + 20 and "delete 7 live arrays" in first.words and "2 of them float32[8,8]" in \
-        first.words
+    assert (
+        first.bytes == 2 * GIB + 20
+        and "delete 7 live arrays" in first.words
+        and "2 of them float32[8,8]" in first.words
+    )
     only = ways_out(None, (HeldArrays((4,), "int32", 1, 16, 1, 16),))
     assert len(only) == 1 and only[0].words.startswith("delete a live array that is no argument of the step, int32[4]:")
     assert "delete" not in str(ways_out(report_of(KEPT), (HeldArrays((), "int32", 5, 20, 5, 20),)))
@@ -64,14 +77,21 @@ def test_what_the_step_does_not_need_comes_first():
 @pytest.mark.parametrize(("pool", "told"), [(60 * GIB, True), (73 * GIB, False), (0, False)])
 def test_a_pool_that_leaves_a_quarter_of_the_card_idle(pool, told):
     ways = ways_out(report_of(KEPT, target={"device_memory_bytes": 80 * GIB}), pool=pool)
-    assert (ways[0].words.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92") and
-            ways[0].bytes == int(0.92 * 80 * GIB) - pool) is told
+    assert (
+        ways[0].words.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92") and ways[0].bytes == int(0.92 * 80 * GIB) - pool
+    ) is told
 
 
 def test_a_config_of_the_trainers_has_its_levers():
     config = flatten(load("llama_8b"))
-    found = ways_out(report_of(KEPT, WIDE, config={**config, "loss.kind": "full", "remat.policy": "none"},
-                               target={"platform": "cuda", "n_devices": 1}))
+    found = ways_out(
+        report_of(
+            KEPT,
+            WIDE,
+            config={**config, "loss.kind": "full", "remat.policy": "none"},
+            target={"platform": "cuda", "n_devices": 1},
+        )
+    )
     assert len(found) == 3 and all(way.flags.startswith("--config.") and way.bytes for way in found)
     assert not any("jax.checkpoint" in way.words for way in found)
 
@@ -79,13 +99,30 @@ def test_a_config_of_the_trainers_has_its_levers():
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_it_is_one_screen_whatever_is_held(width):
     long = "x" * 300
-    held = tuple(HeldArrays((number,), f"{long}{number}", 4, number * MIB, 2, number * MIB // 2) for number in
-                 range(50, 0, -1))
-    found = PostMortem(f"step[/b]\n\x1b[31m{long[:40]}", 312, f"RESOURCE_EXHAUSTED: {long}", "NVIDIA H200", held,
-                       {"bytes_in_use": 7 * GIB, "bytes_limit": 8 * GIB, "largest_free_block_bytes": MIB,
-                        "largest_alloc_size": GIB, "num_allocs": 3, "peak_bytes_in_use": 8 * GIB},
-                       report_of(KEPT, WIDE, residuals_by_name={f"{long}{n}": 6 * GIB // (n + 1) for n in range(9)},
-                                 findings=tuple(Finding("a", GIB, long, long) for _ in range(5))))
+    held = tuple(
+        HeldArrays((number,), f"{long}{number}", 4, number * MIB, 2, number * MIB // 2) for number in range(50, 0, -1)
+    )
+    found = PostMortem(
+        f"step[/b]\n\x1b[31m{long[:40]}",
+        312,
+        f"RESOURCE_EXHAUSTED: {long}",
+        "NVIDIA H200",
+        held,
+        {
+            "bytes_in_use": 7 * GIB,
+            "bytes_limit": 8 * GIB,
+            "largest_free_block_bytes": MIB,
+            "largest_alloc_size": GIB,
+            "num_allocs": 3,
+            "peak_bytes_in_use": 8 * GIB,
+        },
+        report_of(
+            KEPT,
+            WIDE,
+            residuals_by_name={f"{long}{n}": 6 * GIB // (n + 1) for n in range(9)},
+            findings=tuple(Finding("a", GIB, long, long) for _ in range(5)),
+        ),
+    )
     console = Console(width=width, file=io.StringIO(), record=True, markup=False)
     console.print(text.render(found, ("memory-post-mortem.html",)), crop=False)
     shown = console.export_text()
@@ -97,8 +134,9 @@ def test_it_is_one_screen_whatever_is_held(width):
 
 
 def test_the_json_is_a_report_too(tmp_path):
-    found = PostMortem("step", 3, "RESOURCE_EXHAUSTED", held=(HeldArrays((2,), "int8", 1, 2, 1, 2),),
-                       report=report_of(KEPT))
+    found = PostMortem(
+        "step", 3, "RESOURCE_EXHAUSTED", held=(HeldArrays((2,), "int8", 1, 2, 1, 2),), report=report_of(KEPT)
+    )
     (tmp_path / "p.json").write_text(json.dumps(found.to_json()))
     assert records.load(tmp_path / "p.json") == found.report
     own = json.loads((tmp_path / "p.json").read_text())["post_mortem"]
@@ -109,5 +147,6 @@ def test_the_json_is_a_report_too(tmp_path):
 def test_what_fits_by_the_figures_is_said_to():
     found = PostMortem("step", 1, "RESOURCE_EXHAUSTED", report=report_of(KEPT))
     assert text.sum_of(found).startswith("the step takes 6.00 GiB of 8.00 GiB, 2.00 GiB should be left")
-    assert text.sum_of(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith("of 1.00 GiB, 5.00 GiB too "
-                                                                                           "much")
+    assert text.sum_of(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
+        "of 1.00 GiB, 5.00 GiB too much"
+    )

@@ -49,11 +49,11 @@ def test_a_sound_program_has_none():
 
 def test_full_logits():
     logits = Buffer("dot.1", 400, (2, 50), "float32", "logits_loss", at_peak=True)
-    found, = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
+    (found,) = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
     assert (found.kind, found.bytes) == ("full_logits", 400)
     assert found.message.endswith("the largest float32[2, 50] (dot.1)") and found.remedy
     logits = dataclasses.replace(logits, source="/w/loss.py:7")
-    found, = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
+    (found,) = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
     assert found.message.endswith("the largest float32[2, 50] at loss.py:7")
     assert kinds(report({"logits_loss": 40})) == set()
 
@@ -73,10 +73,10 @@ def test_wide_activations_only_where_narrow_ones_were_asked():
         return findings.find(report({"residuals": 5 * MIB}, buffers, peak=10 * MIB, **fields), NOTHING)
 
     assert found(wide) == ()
-    one, = found(wide, narrow)
+    (one,) = found(wide, narrow)
     assert one.kind == "wide_activations" and one.message.endswith("the largest float32[5] at model.py:3")
     assert [each.kind for each in found(wide, **asked)] == ["wide_activations"]
-    on_cpu, = found(wide, narrow, target={"platform": "cpu"})
+    (on_cpu,) = found(wide, narrow, target={"platform": "cpu"})
     assert "the CPU computes bfloat16 in float32" in on_cpu.message and "target='h200'" in on_cpu.remedy
     assert found(dataclasses.replace(wide, bytes=MIB), narrow) == ()
 
@@ -94,8 +94,9 @@ def test_xla_remat():
 
 def test_lasting_gathers_and_large_collective():
     points = tuple(TimelinePoint(i, 0, phase, "") for i, phase in enumerate(["forward"] * 5 + ["backward"] * 5))
-    kept = Buffer("all-gather.1", 3 * MIB, (3,), "bfloat16", "collectives", "forward", "param_copy", start=1,
-                  end=8, at_peak=True)
+    kept = Buffer(
+        "all-gather.1", 3 * MIB, (3,), "bfloat16", "collectives", "forward", "param_copy", start=1, end=8, at_peak=True
+    )
 
     def found(buffer):
         return kinds(report({"collectives": buffer.bytes}, [buffer], peak=10 * MIB, timeline=points))
@@ -108,21 +109,26 @@ def test_lasting_gathers_and_large_collective():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("name", "component", "told", "remedy"), [
-    ("all-gather-start.1", "param_copy", "one all-gather holds", "by layer under a scan"),
-    ("all-gather.2", "mlp", "one all-gather holds", "with_sharding_constraint"),
-    ("all-reduce.3", "mlp", "one all-reduce holds", "psum_scatter"),
-    ("reduce-scatter-start", "mlp", "one reduce-scatter holds", "psum_scatter"),
-    ("all-to-all.4", "mlp", "one all-to-all holds", "in parts"),
-    ("collective-permute-start", "mlp", "one collective-permute holds", "one after the other"),
-    ("copy.8", "mlp", "one collective-permute holds", "one after the other"),  # what a loop hands on of one
-    ("fusion.5", "mlp", "one collective holds", "in a scan over layers")])
+@pytest.mark.parametrize(
+    ("name", "component", "told", "remedy"),
+    [
+        ("all-gather-start.1", "param_copy", "one all-gather holds", "by layer under a scan"),
+        ("all-gather.2", "mlp", "one all-gather holds", "with_sharding_constraint"),
+        ("all-reduce.3", "mlp", "one all-reduce holds", "psum_scatter"),
+        ("reduce-scatter-start", "mlp", "one reduce-scatter holds", "psum_scatter"),
+        ("all-to-all.4", "mlp", "one all-to-all holds", "in parts"),
+        ("collective-permute-start", "mlp", "one collective-permute holds", "one after the other"),
+        ("copy.8", "mlp", "one collective-permute holds", "one after the other"),  # what a loop hands on of one
+        ("fusion.5", "mlp", "one collective holds", "in a scan over layers"),
+    ],
+)
 def test_the_remedy_of_a_large_collective_is_for_its_kind(name, component, told, remedy):
-    buffer = Buffer(name, 3 * MIB, (3,), "bfloat16", "collectives", "forward", component, source="/w/ring.py:8",
-                    at_peak=True)
+    buffer = Buffer(
+        name, 3 * MIB, (3,), "bfloat16", "collectives", "forward", component, source="/w/ring.py:8", at_peak=True
+    )
     sent = Instruction(1, "collective-permute-done.1", "collective-permute-done")
     program = Program(Module(instructions={1: sent, 2: Instruction(2, "copy.8", "copy", operands=[1])}))
-    found, = findings.find(report({"collectives": 3 * MIB}, [buffer], peak=10 * MIB), PlacedProgram(program))
+    (found,) = findings.find(report({"collectives": 3 * MIB}, [buffer], peak=10 * MIB), PlacedProgram(program))
     assert found.message == f"{told} 3.00 MiB, bfloat16[3] at ring.py:8" and remedy in found.remedy
     assert ("combine threshold" in found.remedy) == (component == "param_copy")
 
@@ -135,9 +141,14 @@ def test_not_donated(devices):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("argument", "donated", "found"), [
-    (Argument("kv[0]", "cache", update=1), False, True), (Argument("kv[0]", "cache", update=1), True, False),
-    (Argument("params['w']", "params"), False, False)])  # weights of an inference step: a result is as large by chance
+@pytest.mark.parametrize(
+    ("argument", "donated", "found"),
+    [
+        (Argument("kv[0]", "cache", update=1), False, True),
+        (Argument("kv[0]", "cache", update=1), True, False),
+        (Argument("params['w']", "params"), False, False),
+    ],
+)  # weights of an inference step: a result is as large by chance
 def test_what_comes_back_is_to_be_donated(argument, donated, found):
     memory_of = [Allocation(size=500, entry_parameter=True, live_out=donated), Allocation(size=500, live_out=True)]
     program = PlacedProgram(Program(Module(), allocations=memory_of), arguments=Arguments({0: argument}))
@@ -147,12 +158,21 @@ def test_what_comes_back_is_to_be_donated(argument, donated, found):
 
 def mesh_program(held, size=16, axis="tensor", **fields):
     """A mesh of eight devices, tokens that are replicated, a weight that `held` is an axis of."""
-    module = Module(instructions={1: Instruction(1, opcode="parameter"), 2: Instruction(2, opcode="parameter")},
-                    computations={0: Computation(parameters={0: 1, 1: 2})}, devices=8)
+    module = Module(
+        instructions={1: Instruction(1, opcode="parameter"), 2: Instruction(2, opcode="parameter")},
+        computations={0: Computation(parameters={0: 1, 1: 2})},
+        devices=8,
+    )
     module._shapes.update({1: Shape("int32", (size,), bits=32), 2: Shape("float32", (8, 4), bits=32)})
     layouts = {0: Layout((size,), (size,), "int32", ((),)), 1: Layout((64, 4), (8, 4), "float32", ((held,), ()))}
-    return PlacedProgram(Program(module), ((axis, 8),), layouts, frozenset((0,)),
-                         arguments=Arguments({0: Argument("x", "batch"), 1: Argument("w", "params")}), **fields)
+    return PlacedProgram(
+        Program(module),
+        ((axis, 8),),
+        layouts,
+        frozenset((0,)),
+        arguments=Arguments({0: Argument("x", "batch"), 1: Argument("w", "params")}),
+        **fields,
+    )
 
 
 @pytest.mark.quick
@@ -161,8 +181,10 @@ def test_a_batch_is_replicated_over_tensor_parallel_devices_and_should_be():
     gathered = Collective("all-gather.1", "all-gather", ("tensor",), 8, bytes=4 * 64 * 4, times=2)
     rows = {"workspace": 500}
     assert {f.kind for f in findings.find(report(rows), mesh_program("tensor"))} == set()
-    for found, program in ((report(rows, collectives=(gathered,)), mesh_program("tensor")),
-                           (report(rows), mesh_program("other"))):
+    for found, program in (
+        (report(rows, collectives=(gathered,)), mesh_program("tensor")),
+        (report(rows), mesh_program("other")),
+    ):
         assert {f.kind for f in findings.find(found, program)} == {"replicated_batch"}
 
 
@@ -170,8 +192,11 @@ def test_a_batch_is_replicated_over_tensor_parallel_devices_and_should_be():
 def test_a_dump_without_a_mesh_may_be_tensor_parallel(monkeypatch):
     program = dataclasses.replace(mesh_program("tensor"), mesh=(), layouts={}, replicated=None)
     gathered = Collective("all-gather.1", "all-gather", group=8, bytes=1, times=2)
-    for sharded, collectives, told in ((True, (), set()), (True, (gathered,), {"replicated_batch"}),
-                                       (False, (), {"replicated_batch"})):
+    for sharded, collectives, told in (
+        (True, (), set()),
+        (True, (gathered,), {"replicated_batch"}),
+        (False, (), {"replicated_batch"}),
+    ):
         monkeypatch.setattr(Module, "replicated", lambda _, one, sharded=sharded: one.id == 1 or not sharded)
         found = findings.find(report({"workspace": 500}, collectives=collectives), program)
         assert {f.kind for f in found} - {"whole_state", "nothing_sharded"} == told
@@ -200,7 +225,7 @@ def test_a_step_without_a_mesh_leaves_the_other_devices_of_its_target_unused(dev
         return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
 
     w, x = jnp.ones((4, 4)), jnp.ones((8, 4))
-    found, = [f for f in memory.analyze(step, w, x, target="cpu:8").findings if f.kind == "nothing_sharded"]
+    (found,) = [f for f in memory.analyze(step, w, x, target="cpu:8").findings if f.kind == "nothing_sharded"]
     assert found.message == "8 devices, nothing is sharded: the step runs on one device, and 7 are unused"
     assert "P('data')" in found.remedy and found.remedy.endswith("or name a target of one device, cpu")
     for target in ("cpu:1", None):  # without a target nobody said how many devices the step is to use
@@ -217,8 +242,10 @@ def test_sharded_slices_of_a_replicated_batch_are_no_finding(devices):
 
 
 @pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize(("middle", "whole"), [
-    (P("data", None), None), (P("data", "model"), None), (P(), (64, 96)), (P(None, "model"), (64, 48))])
+@pytest.mark.parametrize(
+    ("middle", "whole"),
+    [(P("data", None), None), (P("data", "model"), None), (P(), (64, 96)), (P(None, "model"), (64, 48))],
+)
 def test_replicated_activations(devices, traced, middle, whole):
     """A net whose hidden activation is pinned to `middle`: the first layer's is what loses the batch."""
     program = programs.two_layers(devices, middle)
@@ -227,10 +254,13 @@ def test_replicated_activations(devices, traced, middle, whole):
     if whole is None:
         assert found == []
         return
-    finding, = found
+    (finding,) = found
     # Which operation of that line the compiler puts the gather behind differs between versions.
-    assert re.search(rf"the first is first/(tanh|dot_general) at programs.py:{tanh_line()}, float32"
-                     rf"{re.escape(str(list(whole)))}", finding.message)
+    assert re.search(
+        rf"the first is first/(tanh|dot_general) at programs.py:{tanh_line()}, float32"
+        rf"{re.escape(str(list(whole)))}",
+        finding.message,
+    )
     assert "over 4 devices of data," in finding.message and finding.bytes >= 4 * math.prod(whole)
 
 
@@ -256,8 +286,10 @@ def test_activations_that_nobody_pins_lose_the_batch_to_the_shards_of_the_weight
     def step(params, tokens_BL):
         return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, tokens_BL))
 
-    params = {"embed": placed((512, 256), P(None, "fsdp")),
-              "blocks": (placed((2, 256, 1024), P(None, "fsdp")), placed((2, 1024, 256), P(None, None, "fsdp")))}
+    params = {
+        "embed": placed((512, 256), P(None, "fsdp")),
+        "blocks": (placed((2, 256, 1024), P(None, "fsdp")), placed((2, 1024, 256), P(None, None, "fsdp"))),
+    }
     report = memory.analyze(step, params, placed((8, 64), P("fsdp"), "int32"), donate_argnums=0)
     found = next(f for f in report.findings if f.kind == "replicated_activations")
     assert "replicated over 8 devices of fsdp, over which the batch is sharded" in found.message
@@ -270,21 +302,33 @@ def tanh_line():
     return inspect.getsourcelines(programs.two_layers)[1] + next(i for i, line in enumerate(lines) if "w_in" in line)
 
 
-@pytest.mark.parametrize(("dims", "labels", "local", "lost"), [
-    ((64, 96), {0: ("data",)}, (16, 96), ()), ((64, 96), {0: ("data",)}, (64, 96), ("data",)),
-    ((64, 96), {0: ("data",)}, (64, 48), ("data",)),  # the other axis divides it, not this one
-    ((64, 96), {0: ("data",)}, (64, 24), ()),  # moved to another dimension: as much a device as before
-    ((8, 16, 96), {0: ("data",), 1: ("model",)}, (2, 16, 96), ("model",)),
-    ((8, 16, 96), {0: ("data",), 1: ("model",)}, (128, 96), ("data", "model")),
-    ((64, 96), {0: ("data",)}, (16 * 96,), ()), ((64, 96), {0: ("data",)}, (5, 7), ())])
+@pytest.mark.parametrize(
+    ("dims", "labels", "local", "lost"),
+    [
+        ((64, 96), {0: ("data",)}, (16, 96), ()),
+        ((64, 96), {0: ("data",)}, (64, 96), ("data",)),
+        ((64, 96), {0: ("data",)}, (64, 48), ("data",)),  # the other axis divides it, not this one
+        ((64, 96), {0: ("data",)}, (64, 24), ()),  # moved to another dimension: as much a device as before
+        ((8, 16, 96), {0: ("data",), 1: ("model",)}, (2, 16, 96), ("model",)),
+        ((8, 16, 96), {0: ("data",), 1: ("model",)}, (128, 96), ("data", "model")),
+        ((64, 96), {0: ("data",)}, (16 * 96,), ()),
+        ((64, 96), {0: ("data",)}, (5, 7), ()),
+    ],
+)
 def test_axes_that_are_missing(dims, labels, local, lost):
     assert missing(dims, labels, local, {"data": 4, "model": 2}) == lost
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dims", "dtype", "partial"), [
-    ((2, 2048, 512), "float32", True), ((4, 1024, 512), "float32", False), ((8, 1024, 512), "bfloat16", False),
-    ((2, 1024, 512), "bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dims", "dtype", "partial"),
+    [
+        ((2, 2048, 512), "float32", True),
+        ((4, 1024, 512), "float32", False),
+        ((8, 1024, 512), "bfloat16", False),
+        ((2, 1024, 512), "bfloat16", False),
+    ],
+)
 def test_partial_sums_of_a_product_are_no_replicated_array(dims, dtype, partial):
     """Over four devices, of 8 x 1024 x 512: two addends for the 2048 rows of a device."""
     activation = Activation(("f.py", 1, 1), "/dot_general", (8, 1024, 512), "bfloat16", {0: ("data",)})
@@ -295,8 +339,9 @@ def test_partial_sums_of_a_product_are_no_replicated_array(dims, dtype, partial)
 def test_findings_of_a_described_gpu():
     require("cuda")
     place = jax.sharding.SingleDeviceSharding(targets.parse("h200").devices()[0])
-    x_BD, w_DF, w_FD = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
-                        for shape in ((1024, 256), (256, 2048), (2048, 256)))
+    x_BD, w_DF, w_FD = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in ((1024, 256), (256, 2048), (2048, 256))
+    )
 
     def loss(w_DF, w_FD, x_BD):
         h_BF = jax.lax.optimization_barrier(jnp.tanh((x_BD @ w_DF).astype(jnp.float32)))  # kept in float32
@@ -317,4 +362,5 @@ def test_layouts_of_arguments_with_a_none_and_one_that_is_not_used(devices):
     compiled = jax.jit(lambda state, unused: state["x"] + 1).lower({"none": None, "x": x}, x).compile()
     axes, layouts = of_compiled(compiled)
     assert axes == (("data", 2),) and [(at.dims, at.local, at.spec) for at in layouts] == [
-        ((8, 4), (4, 4), (("data",), ()))]
+        ((8, 4), (4, 4), (("data",), ()))
+    ]

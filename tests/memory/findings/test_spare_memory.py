@@ -28,10 +28,21 @@ def report(config=None, limit=72 * GIB, recomputed=1.0e14, free=52 * GIB, residu
     """A step on a described GPU that recomputes some of its 5e14 model FLOPs."""
     size = limit - free
     rows = dict.fromkeys(ROWS, 0) | {"residuals": residuals, "params": size - residuals}
-    work = {phase: {"flops": {"bf16": flops}} for phase, flops in (
-        ("forward", 2e14), ("recompute", recomputed), ("backward", 3e14))}
-    return Report(size, size, rows, limit_bytes=limit, fits=True, verdict="fits", work=work, config=config or {},
-                  **{"target": {"platform": "cuda", "n_devices": 8}, **fields})
+    work = {
+        phase: {"flops": {"bf16": flops}}
+        for phase, flops in (("forward", 2e14), ("recompute", recomputed), ("backward", 3e14))
+    }
+    return Report(
+        size,
+        size,
+        rows,
+        limit_bytes=limit,
+        fits=True,
+        verdict="fits",
+        work=work,
+        config=config or {},
+        **{"target": {"platform": "cuda", "n_devices": 8}, **fields},
+    )
 
 
 def config(module=llama_8b, **keys):
@@ -77,10 +88,18 @@ def test_without_a_figure_only_the_search_is_named(keys):
     assert found.flags == "--config.remat.policy=auto" and "should fit" not in found.remedy
 
 
-@pytest.mark.parametrize("change", [
-    {"recomputed": 0.0}, {"recomputed": 2e13},  # a twentieth of the model's FLOPs
-    {"free": 6 * GIB}, {"fits": False}, {"limit_bytes": None}, {"target": {"platform": "cpu", "n_devices": 8}},
-    {"config": config(**{"remat.policy": "auto"})}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recomputed": 0.0},
+        {"recomputed": 2e13},  # a twentieth of the model's FLOPs
+        {"free": 6 * GIB},
+        {"fits": False},
+        {"limit_bytes": None},
+        {"target": {"platform": "cpu", "n_devices": 8}},
+        {"config": config(**{"remat.policy": "auto"})},
+    ],
+)
 def test_nothing_to_say(change):
     """Nothing recomputed, nothing free, no limit, or a budget that somebody chose."""
     made = {key: change[key] for key in ("recomputed", "free") if key in change}
@@ -89,8 +108,9 @@ def test_nothing_to_say(change):
 
 
 def test_a_toy_recomputes_as_it_likes():
-    toy = dataclasses.replace(report(config()), work={"forward": {"flops": {"bf16": 2e9}},
-                                                      "recompute": {"flops": {"bf16": 1e9}}})
+    toy = dataclasses.replace(
+        report(config()), work={"forward": {"flops": {"bf16": 2e9}}, "recompute": {"flops": {"bf16": 1e9}}}
+    )
     assert spare_memory(toy, NOTHING) is None
 
 
@@ -124,22 +144,30 @@ def test_what_is_recomputed_is_what_the_flop_counter_says():
     assert {product.frames[0].function for product in products} == {"layer"}
     # A policy that keeps them spares them: what the remedy promises.
     assert recomputed_products(traced(jax.checkpoint_policies.dots_saveable)) == ()
-    left, = recomputed_products(traced(jax.checkpoint_policies.dots_with_no_batch_dims_saveable))
+    (left,) = recomputed_products(traced(jax.checkpoint_policies.dots_with_no_batch_dims_saveable))
     assert left.batched
 
 
-@pytest.mark.parametrize(("scale", "saveable", "said"), [
-    (1, True, "policy=jax.checkpoint_policies.dots_saveable in jax.checkpoint should fit"),
-    (10**6, True, "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable in jax.checkpoint should fit"),
-    (1, False, "keep the results of its products, named with jax.ad_checkpoint.checkpoint_name"),
-    (10**7, True, "or let memory.plan_remat choose it: all products together would not fit")])
+@pytest.mark.parametrize(
+    ("scale", "saveable", "said"),
+    [
+        (1, True, "policy=jax.checkpoint_policies.dots_saveable in jax.checkpoint should fit"),
+        (10**6, True, "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable in jax.checkpoint should fit"),
+        (1, False, "keep the results of its products, named with jax.ad_checkpoint.checkpoint_name"),
+        (10**7, True, "or let memory.plan_remat choose it: all products together would not fit"),
+    ],
+)
 def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
     """`scale`: the products' results are so many times larger than they are, the batched ones three times that."""
     from bytescope.memory.findings import spare_memory as module
 
     free = 52 * GIB
-    larger = tuple(dataclasses.replace(product, flops=10**14, bytes=product.bytes * scale * (1 + 2 * product.batched),
-                                       saveable=saveable) for product in recomputed_products(traced()))
+    larger = tuple(
+        dataclasses.replace(
+            product, flops=10**14, bytes=product.bytes * scale * (1 + 2 * product.batched), saveable=saveable
+        )
+        for product in recomputed_products(traced())
+    )
     monkeypatch.setattr(module, "recomputed_products", lambda jaxpr: larger)
     program = PlacedProgram(Program(Module()), jaxpr=object())
     found = spare_memory(report(free=free), program)

@@ -52,6 +52,7 @@ def placed(leaves, mesh=(("data", 8),), devices=8, rows=(), layouts=True):
 
 # ---- whole on several devices ---------------------------------------------------------------------------------------
 
+
 def test_a_leaf_that_was_forgotten_is_named_with_a_sharding_for_it():
     rest = [leaf(f"params['w{at}']", (8192, 1024), ((), ("data",))) for at in range(4)]
     embed, small = leaf("params['embed']"), leaf("params['scale']", (1024,), ((),))
@@ -59,8 +60,10 @@ def test_a_leaf_that_was_forgotten_is_named_with_a_sharding_for_it():
     found = whole_state(report, program)
     held = embed[0].bytes + small[0].bytes
     assert found.bytes == held - embed[0].bytes // 8 - small[0].bytes // 8
-    assert "196.50 MiB of state is whole on each of 8 devices of data: params['embed'] float32[50304, 1024]" in \
-        found.message
+    assert (
+        "196.50 MiB of state is whole on each of 8 devices of data: params['embed'] float32[50304, 1024]"
+        in found.message
+    )
     assert "params['embed'] as jax.sharding.NamedSharding(mesh, P('data', None))" in found.remedy and not found.flags
     # The same state sharded, and a step so large that the leaf does not matter.
     assert whole_state(*placed([leaf("params['embed']", WIDE, (("data",), ())), small, *rest])) is None
@@ -78,16 +81,28 @@ def test_the_axis_that_wastes_most_is_told():
     found = whole_state(*placed(leaves, mesh))
     assert "whole on each of 8 devices of data and fsdp: opt_state.mu" in found.message
     assert "P(('data', 'fsdp'), None)" in found.remedy
-    found = whole_state(*placed([leaf("params['a']", (201204, 1022), (("fsdp",), ()), parts=4),
-                                 leaf("opt_state.mu", (201204, 1022), (("fsdp",), ()), "optimizer", 4)], mesh))
+    found = whole_state(
+        *placed(
+            [
+                leaf("params['a']", (201204, 1022), (("fsdp",), ()), parts=4),
+                leaf("opt_state.mu", (201204, 1022), (("fsdp",), ()), "optimizer", 4),
+            ],
+            mesh,
+        )
+    )
     assert "whole on each of 2 devices of data" in found.message and "P('fsdp', 'data')" in found.remedy
     found = whole_state(*placed([leaf("params['a']", (50303, 1023)), leaf("mu", (50303, 1023), category="optimizer")]))
     assert "[50303, 1023], is a multiple of 8: pad one" in found.remedy
 
 
-@pytest.mark.parametrize(("keys", "said"), [
-    ({"mesh.strategy": "ddp"}, "whole on each of 8 devices of fsdp"), ({}, ""),
-    ({"mesh.data": "2"}, "whole on each of 2 devices of data")])
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"mesh.strategy": "ddp"}, "whole on each of 8 devices of fsdp"),
+        ({}, ""),
+        ({"mesh.data": "2"}, "whole on each of 2 devices of data"),
+    ],
+)
 def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
     leaves = [leaf("params['w']", (402432, 1024)), leaf("mu", (402432, 1024), category="optimizer")]
     report, program = placed(leaves, layouts=False)
@@ -95,8 +110,13 @@ def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
     found = whole_state(report, program)
     assert found is None if not said else said in found.message
     flags = [finding.flags for finding in rules.find(report, program) if finding.kind == "whole_state"]
-    assert flags == ({"mesh.strategy": ["--config.mesh.strategy=zero3"], "mesh.data": [
-        "--config.mesh.data=1 --config.mesh.fsdp=8"]}[next(iter(keys))] if keys else [])
+    assert flags == (
+        {"mesh.strategy": ["--config.mesh.strategy=zero3"], "mesh.data": ["--config.mesh.data=1 --config.mesh.fsdp=8"]}[
+            next(iter(keys))
+        ]
+        if keys
+        else []
+    )
 
 
 @pytest.mark.parametrize(("group", "found"), [(8, True), (4, False), (0, False)])
@@ -108,8 +128,10 @@ def test_a_stack_of_replicas_is_told_from_states_that_differ(group, found):
     summed = Instruction(9, "all-reduce.1", "all-reduce")
     program.module.instructions[9] = summed
     program.module._shapes.update({id: Shape("float32", (1, *WIDE), bits=32) for id in range(2)})
-    arguments = {number: dataclasses.replace(argument, owner="p['w']" * (argument.role == "optimizer"), shape=stack)
-                 for number, argument in program.arguments.by_number.items()}
+    arguments = {
+        number: dataclasses.replace(argument, owner="p['w']" * (argument.role == "optimizer"), shape=stack)
+        for number, argument in program.arguments.by_number.items()
+    }
     program = dataclasses.replace(program, mesh=(), arguments=Arguments(arguments, {(9, ()): "p['w']"}))
     over = (Collective("all-reduce.1", "all-reduce", group=group),) if group else ()
     told = whole_state(dataclasses.replace(report, collectives=over), program)
@@ -128,10 +150,19 @@ def test_inference_replicates_on_purpose():
 
 # ---- larger than the device -----------------------------------------------------------------------------------------
 
+
 def large(limit, config=None, **target):
     rows = dict.fromkeys(ROWS, 0) | {"params": 32 * GIB, "optimizer": 64 * GIB, "workspace": GIB}
-    return Report(97 * GIB, 97 * GIB, rows, limit_bytes=limit, fits=False, verdict="exceeds", config=config or {},
-                  target={"platform": "cuda", "n_devices": 8, "devices_per_host": 8, **target})
+    return Report(
+        97 * GIB,
+        97 * GIB,
+        rows,
+        limit_bytes=limit,
+        fits=False,
+        verdict="exceeds",
+        config=config or {},
+        target={"platform": "cuda", "n_devices": 8, "devices_per_host": 8, **target},
+    )
 
 
 def config(**keys):
@@ -144,10 +175,18 @@ def config(**keys):
 NOTHING = PlacedProgram(Program(Module()))
 
 
-@pytest.mark.parametrize(("limit", "target", "expected"), [
-    (72, {}, "--config.offload.optimizer=true"),  # one lever is enough: the cheapest in time
-    (72, {"host_memory_bytes": 100 * GIB}, "--config.optimizer.name=adamw_8bit"),  # no room for 8 x 64 GiB there
-    (40, {"host_memory_bytes": 100 * GIB}, "--config.optimizer.name=adamw_8bit --config.precision.preset=bf16_params")])
+@pytest.mark.parametrize(
+    ("limit", "target", "expected"),
+    [
+        (72, {}, "--config.offload.optimizer=true"),  # one lever is enough: the cheapest in time
+        (72, {"host_memory_bytes": 100 * GIB}, "--config.optimizer.name=adamw_8bit"),  # no room for 8 x 64 GiB there
+        (
+            40,
+            {"host_memory_bytes": 100 * GIB},
+            "--config.optimizer.name=adamw_8bit --config.precision.preset=bf16_params",
+        ),
+    ],
+)
 def test_the_cheapest_levers_that_leave_less(limit, target, expected):
     found = state_too_large(large(limit * GIB, config(), **target), NOTHING)
     assert set(shlex.split(found.flags)) == set(shlex.split(expected)) and found.bytes == (96 - limit) * GIB
@@ -168,10 +207,19 @@ def test_state_that_fits_is_no_finding():
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
+
 def test_gradients_that_are_whole_where_the_parameter_is_sharded():
     head = leaf("params['head']", (1024, 50304), (("data",), ()))
-    whole = Buffer("dot.1", 4 * 50304 * 1024, (1, 50304, 1024), "float32", "gradients", "backward",
-                   source="/w/losses.py:160", at_peak=True)
+    whole = Buffer(
+        "dot.1",
+        4 * 50304 * 1024,
+        (1, 50304, 1024),
+        "float32",
+        "gradients",
+        "backward",
+        source="/w/losses.py:160",
+        at_peak=True,
+    )
     report, program = placed([head], rows={"gradients": whole.bytes})
     report = dataclasses.replace(report, buffers=(*report.buffers, whole))
     found = unsharded_gradients(report, program)
@@ -191,8 +239,10 @@ def test_gradients_that_are_whole_where_the_parameter_is_sharded():
 
 
 def test_of_two_parameters_alike_the_one_that_is_not_transposed():
-    table, head = (leaf("params['table']", (50304, 1024), ((), ("data",))),
-                   leaf("params['head']", (1024, 50304), (("data",), ())))
+    table, head = (
+        leaf("params['table']", (50304, 1024), ((), ("data",))),
+        leaf("params['head']", (1024, 50304), (("data",), ())),
+    )
     whole = Buffer("dot.1", 4 * 50304 * 1024, (1024, 50304), "float32", "gradients", "backward", at_peak=True)
     for layouts in (True, False):
         report, program = placed([table, head], rows={"gradients": whole.bytes}, layouts=layouts)
@@ -205,17 +255,26 @@ def test_of_two_parameters_alike_the_one_that_is_not_transposed():
 
 # ---- flags for a config of the trainer's ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("keys", "rows", "kind", "flags"), [
-    ({"loss.kind": "full"}, {"logits_loss": 10 * GIB}, "full_logits", "--config.loss.kind=chunked"),
-    ({"loss.chunk": "8192"}, {"logits_loss": 10 * GIB, "residuals": 30 * GIB}, "full_logits",
-     "--config.loss.chunk=1024"),
-    ({"loss.chunk": "256"}, {"logits_loss": 10 * GIB}, "full_logits", "")])
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "kind", "flags"),
+    [
+        ({"loss.kind": "full"}, {"logits_loss": 10 * GIB}, "full_logits", "--config.loss.kind=chunked"),
+        (
+            {"loss.chunk": "8192"},
+            {"logits_loss": 10 * GIB, "residuals": 30 * GIB},
+            "full_logits",
+            "--config.loss.chunk=1024",
+        ),
+        ({"loss.chunk": "256"}, {"logits_loss": 10 * GIB}, "full_logits", ""),
+    ],
+)
 def test_a_config_has_flags(keys, rows, kind, flags):
     rows = dict.fromkeys(ROWS, 0) | {"params": 10 * GIB, **rows}
     size = sum(rows.values())
     report = Report(size, size, rows, config=config(**keys), target={"n_devices": 8})
-    found, = [finding for finding in rules.find(report, NOTHING) if finding.kind == kind]
+    (found,) = [finding for finding in rules.find(report, NOTHING) if finding.kind == kind]
     assert found.flags == flags
     foreign = dataclasses.replace(report, config={})
-    other, = [finding for finding in rules.find(foreign, NOTHING) if finding.kind == kind]
+    (other,) = [finding for finding in rules.find(foreign, NOTHING) if finding.kind == kind]
     assert not other.flags and "loss." not in other.remedy

@@ -60,11 +60,19 @@ def test_65b_fits_a_card_of_48_gb():
     """Dettmers et al. 2023, abstract and section 1: more than 780 GB in 16 bits become less than 48 GB."""
     whole = training_state.state_bytes_per_parameter("bf16_params", "adamw")
     assert sum(whole.values()) * 65e9 == 780e9
-    asked = Question(transformer.parameter_count(LLAMA_65B), with_adapters(LLAMA_65B, 64, base="nf4"), sequence=512,
-                     precision="pure_bf16", attention="flash")
+    asked = Question(
+        transformer.parameter_count(LLAMA_65B),
+        with_adapters(LLAMA_65B, 64, base="nf4"),
+        sequence=512,
+        precision="pure_bf16",
+        attention="flash",
+    )
     found = estimate(asked)
-    assert found.total("full") < 48e9 < estimate(dataclasses.replace(
-        asked, model=with_adapters(LLAMA_65B, 64, base="int8"))).total("full")
+    assert (
+        found.total("full")
+        < 48e9
+        < estimate(dataclasses.replace(asked, model=with_adapters(LLAMA_65B, 64, base="int8"))).total("full")
+    )
 
 
 def test_frozen_llama_8b_by_hand():
@@ -79,6 +87,7 @@ def test_frozen_llama_8b_by_hand():
 
 def test_what_a_layer_keeps_for_adapters_by_hand():
     """Inputs of frozen matrices go, those of adapted ones stay, each with r numbers a token."""
+
     def kept(model, policy="none"):
         return transformer.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
 
@@ -103,18 +112,21 @@ def test_frozen_matrices_take_four_flops_and_adapters_six():
     model, tokens = with_adapters(LLAMA_8B, 16), 2048
     weights = transformer.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
     added = 6 * adapters.adapter_count(model) * tokens
-    assert flops.model_flops(LLAMA_8B, tokens, 1) - flops.model_flops(model, tokens, 1) \
-        == 2 * weights * tokens - added
-    assert flops.hardware_flops(model, tokens, 1, "full") - flops.model_flops(model, tokens, 1) \
-        == flops.hardware_flops(LLAMA_8B, tokens, 1, "full") - flops.model_flops(LLAMA_8B, tokens, 1) \
-        + added / 3
+    assert flops.model_flops(LLAMA_8B, tokens, 1) - flops.model_flops(model, tokens, 1) == 2 * weights * tokens - added
+    assert (
+        flops.hardware_flops(model, tokens, 1, "full") - flops.model_flops(model, tokens, 1)
+        == flops.hardware_flops(LLAMA_8B, tokens, 1, "full") - flops.model_flops(LLAMA_8B, tokens, 1) + added / 3
+    )
 
 
 def test_only_adapters_have_gradients_and_moments():
     asked = Question(8e9, with_adapters(LLAMA_8B, 16, base="nf4"), precision="bf16", offload="none")
     found, count = estimate(asked), adapters.adapter_count(asked.model)
     assert {role: found.state[role] / count for role in training_state.ROLES} == {
-        "params": 4, "gradients": 4, "optimizer": 8}
+        "params": 4,
+        "gradients": 4,
+        "optimizer": 8,
+    }
     fused = estimate(dataclasses.replace(asked, fused=True))
     assert fused.state["gradients"] == 4 * count / 32
     assert "frozen" not in estimate(dataclasses.replace(asked, model=LLAMA_8B)).state
@@ -132,15 +144,22 @@ def test_the_command(capsys, tmp_path):
     assert "frozen" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"), (["--lora-rank=-1"], "--lora-rank=-1: give 0"),
-    (["--lora-targets=q"], "give --lora-rank=16 too"), (["--lora-base=nf4"], "give --lora-rank=16 too"),
-    (["--lora-rank=4", "--lora-targets=gate"], "no layer of this model has such a matrix: give some of q,k,v,o,up"),
-    (["--lora-rank=4", "--lora-base=nf5"], "choose one of bf16, nf4, int8")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"),
+        (["--lora-rank=-1"], "--lora-rank=-1: give 0"),
+        (["--lora-targets=q"], "give --lora-rank=16 too"),
+        (["--lora-base=nf4"], "give --lora-rank=16 too"),
+        (["--lora-rank=4", "--lora-targets=gate"], "no layer of this model has such a matrix: give some of q,k,v,o,up"),
+        (["--lora-rank=4", "--lora-base=nf5"], "choose one of bf16, nf4, int8"),
+    ],
+)
 def test_mistakes_are_one_line(capsys, arguments, words):
     assert main(["estimate", "--params=7b", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
 
 def test_a_config_says_its_adapters():
     config = Adapter().config("llama_8b", [])

@@ -25,18 +25,55 @@ from bytescope.memory.pages import estimate as estimate_page
 from bytescope.train.planning.adapter import Adapter
 from support.browser import browse, one_file
 
-LLAMA_8B = Question(8_029_995_008, Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
-                    Layout(data=8, zero=3), 8192, 1, "bf16", "adamw", "flash", 1024)
-MIXTRAL = Question(46_702_526_464, dataclasses.replace(
-    Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False), experts=Experts(8, 2, 14336)),
-    Layout(data=16, zero=3, expert=8), 4096, 1, "bf16", "adamw", "flash", 1024)
+LLAMA_8B = Question(
+    8_029_995_008,
+    Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
+    Layout(data=8, zero=3),
+    8192,
+    1,
+    "bf16",
+    "adamw",
+    "flash",
+    1024,
+)
+MIXTRAL = Question(
+    46_702_526_464,
+    dataclasses.replace(
+        Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False), experts=Experts(8, 2, 14336)
+    ),
+    Layout(data=16, zero=3, expert=8),
+    4096,
+    1,
+    "bf16",
+    "adamw",
+    "flash",
+    1024,
+)
 # Dense layers, shared experts and latent attention, at a tenth of DeepSeek-V3's width.
-DEEPSEEK = Question(5e9, dataclasses.replace(
-    Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False), latent=Latent(96, 64, 32, 48),
-    experts=Experts(32, 4, 200, 2, 3, 2, 1.25, slots=True)),
-    Layout(2, True, 8, 1, expert=4), 1024, 2, "mixed", "adamw", "naive", fused=True)
-DROPOUT = Question(1e9, transformer.gpt(24, 2048, 16, 50304), Layout(tensor=4, sequence=True, data=2, zero=1), 1024, 4,
-                   "mixed_fp32_grads", "adamw_8bit")
+DEEPSEEK = Question(
+    5e9,
+    dataclasses.replace(
+        Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False),
+        latent=Latent(96, 64, 32, 48),
+        experts=Experts(32, 4, 200, 2, 3, 2, 1.25, slots=True),
+    ),
+    Layout(2, True, 8, 1, expert=4),
+    1024,
+    2,
+    "mixed",
+    "adamw",
+    "naive",
+    fused=True,
+)
+DROPOUT = Question(
+    1e9,
+    transformer.gpt(24, 2048, 16, 50304),
+    Layout(tensor=4, sequence=True, data=2, zero=1),
+    1024,
+    4,
+    "mixed_fp32_grads",
+    "adamw_8bit",
+)
 
 
 def run(capsys, *arguments):
@@ -100,8 +137,16 @@ def test_flags_spread_the_state(capsys, tmp_path):
     run(capsys, "--params=7b", "--zero=2", "--data=64", "--tensor=1", f"--json={tmp_path / 'a.json'}")
     document = json.loads((tmp_path / "a.json").read_text())
     assert sum(document["per_parameter"].values()) == 2 + 14 / 64
-    run(capsys, "--config=llama_8b", "--config.optimizer.b1=0.8", "--data=16", "--zero=0", "--optimizer=lion",
-        "--precision=fp32", f"--json={tmp_path / 'a.json'}")
+    run(
+        capsys,
+        "--config=llama_8b",
+        "--config.optimizer.b1=0.8",
+        "--data=16",
+        "--zero=0",
+        "--optimizer=lion",
+        "--precision=fp32",
+        f"--json={tmp_path / 'a.json'}",
+    )
     document = json.loads((tmp_path / "a.json").read_text())
     assert sum(document["per_parameter"].values()) == 12 and document["question"]["layout"]["data"] == 16
 
@@ -113,32 +158,41 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.context=2 is left out" in ring and "counts as" not in ring
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--params=lots"], "--params=lots is not a number of parameters"), (["--params=0"], "--params=0: give 1 or more"),
-    (["--params=7b", "--heads=0"], "--heads=0: give 1 or more"), (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
-    (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"), (["--params=7b", "--data=0"], "--data=0: "),
-    (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
-    (["--config=tiny", "--gated"], "--config.model.mlp=..."),
-    (["--params=7b", "--d-ff=0"], "--d-ff=0: give 1 or more"),
-    (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1: give 0 or more"),
-    (["--params=7b", "--config.seed=1"], "there is no config to change"),
-    (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
-    (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"), ([], "or --params=7e9"),
-    (["--params=7b", "--d-expert=64"], "--d-expert=64 without --experts"),
-    (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3: give a divisor of the 8 experts"),
-    (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "divisor of the 2 data-parallel ranks"),
-    (["--params=7b", "--expert-parallel=4"], "without experts: give --experts=8 too"),
-    (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
-    (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--params=lots"], "--params=lots is not a number of parameters"),
+        (["--params=0"], "--params=0: give 1 or more"),
+        (["--params=7b", "--heads=0"], "--heads=0: give 1 or more"),
+        (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
+        (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"),
+        (["--params=7b", "--data=0"], "--data=0: "),
+        (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
+        (["--config=tiny", "--gated"], "--config.model.mlp=..."),
+        (["--params=7b", "--d-ff=0"], "--d-ff=0: give 1 or more"),
+        (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1: give 0 or more"),
+        (["--params=7b", "--config.seed=1"], "there is no config to change"),
+        (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."),
+        (["--config=tinny"], "did you mean tiny"),
+        (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"),
+        ([], "or --params=7e9"),
+        (["--params=7b", "--d-expert=64"], "--d-expert=64 without --experts"),
+        (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3: give a divisor of the 8 experts"),
+        (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "divisor of the 2 data-parallel ranks"),
+        (["--params=7b", "--expert-parallel=4"], "without experts: give --experts=8 too"),
+        (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
+        (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
+    ],
+)
 def test_mistakes_are_one_line(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and words in err and err.startswith("error: ") and err.count("\n") == 1
     assert "Traceback" not in out + err
 
 
-@pytest.mark.parametrize("text, count", [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350m", 350e6), ("1t", 1e12),
-                                         ("7_000", 7000)])
+@pytest.mark.parametrize(
+    "text, count", [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350m", 350e6), ("1t", 1e12), ("7_000", 7000)]
+)
 def test_counts_as_people_write_them(text, count):
     assert parse_count(text) == count
 
@@ -152,12 +206,15 @@ def test_a_shape_of_about_as_many_parameters(parameters):
 
 
 def test_it_is_instant_because_nothing_of_jax_is_imported():
-    script = ("import sys; from bytescope.memory.__main__ import main; main(['estimate', '--params=7b']); "
-              "sys.exit('jax' in sys.modules)")
+    script = (
+        "import sys; from bytescope.memory.__main__ import main; main(['estimate', '--params=7b']); "
+        "sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
 # ---- the page ----------------------------------------------------------------------------------------------
+
 
 def computed(tmp_path, question, fragment="", script=""):
     """What the page's own script computed, and the whole document."""
@@ -184,8 +241,12 @@ def test_the_page_is_one_file_and_says_what_it_was_asked():
     assert {name if name != "data" else "data_ranks" for name in estimate_page.inputs(DROPOUT)} <= ids
 
 
-QLORA = dataclasses.replace(LLAMA_8B, model=dataclasses.replace(
-    LLAMA_8B.model, adapters=Adapters(16, ("q", "v", "up"), "int8")), fused=True, layout=Layout(data=2, zero=3))
+QLORA = dataclasses.replace(
+    LLAMA_8B,
+    model=dataclasses.replace(LLAMA_8B.model, adapters=Adapters(16, ("q", "v", "up"), "int8")),
+    fused=True,
+    layout=Layout(data=2, zero=3),
+)
 LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
 
 
@@ -207,16 +268,25 @@ def test_levers_by_hand():
 
 
 def test_a_config_says_its_levers(capsys):
-    keys = [("precision.preset", "fp8"), ("model.mlp_chunk", "1000"), ("offload.optimizer", "true"),
-            ("offload.params", "true"), ("optimizer.fused_backward", "true"), ("mesh.fsdp", "8")]
+    keys = [
+        ("precision.preset", "fp8"),
+        ("model.mlp_chunk", "1000"),
+        ("offload.optimizer", "true"),
+        ("offload.params", "true"),
+        ("optimizer.fused_backward", "true"),
+        ("mesh.fsdp", "8"),
+    ]
     keys += [("optimizer.clip", "layer")]
     assert question_of(Adapter().config("llama_8b", keys)) == LEVERS
     _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 
 
-@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS, QLORA, MIXTRAL, DEEPSEEK],
-                         ids=["llama", "gpt", "levers", "qlora", "mixtral", "deepseek"])
+@pytest.mark.parametrize(
+    "question",
+    [LLAMA_8B, DROPOUT, LEVERS, QLORA, MIXTRAL, DEEPSEEK],
+    ids=["llama", "gpt", "levers", "qlora", "mixtral", "deepseek"],
+)
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
@@ -224,9 +294,11 @@ def test_the_page_computes_what_python_does(tmp_path, question):
 
 
 def test_the_address_holds_the_inputs(tmp_path):
-    fragment = ("#parameters=3e9&layers=20&width=1024&heads=16&kv_heads=4&head_width=64&mlp_width=3000&"
-                "vocabulary=32000&gated=false&tied=true&dropout=true&sequence=512&batch=3&logit_tokens=0&attention=naive&"
-                "precision=fp32&optimizer=momentum&tensor=2&sequence_parallel=true&data=5&zero=2&recompute=full&memory=40")
+    fragment = (
+        "#parameters=3e9&layers=20&width=1024&heads=16&kv_heads=4&head_width=64&mlp_width=3000&"
+        "vocabulary=32000&gated=false&tied=true&dropout=true&sequence=512&batch=3&logit_tokens=0&attention=naive&"
+        "precision=fp32&optimizer=momentum&tensor=2&sequence_parallel=true&data=5&zero=2&recompute=full&memory=40"
+    )
     found, document = computed(tmp_path, LLAMA_8B, fragment)
     model = Model(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
     assert same(found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, "fp32", "momentum", "naive"))
@@ -273,8 +345,13 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     document = browse(tmp_path, page, script=CHOICES, options=["--dump-dom"])
     seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
     assert [command.split(" --")[0] for command, *_ in seen] == [
-        "bytescope estimate llama_8b", "bytescope estimate llama_8b", "bytescope estimate gpt2_xl",
-        "bytescope estimate", "bytescope estimate", "bytescope estimate"]
+        "bytescope estimate llama_8b",
+        "bytescope estimate llama_8b",
+        "bytescope estimate gpt2_xl",
+        "bytescope estimate",
+        "bytescope estimate",
+        "bytescope estimate",
+    ]
     assert seen[0][0] == "bytescope estimate llama_8b"
     h200 = str(estimate_page.cards()["h200"]["memory"])
     assert [memory for _, _, memory, _ in seen] == ["80", "80", h200, h200, "7", "7"]
@@ -299,7 +376,10 @@ def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
 
 
 def test_what_cannot_be_is_marked_and_not_computed(tmp_path):
-    _, document = computed(tmp_path, DROPOUT, script=TYPE + 'type("tensor", "3"); type("batch", "-1"); '
-                           'type("lora_rank", "2"); type("lora_targets", "q,x");')
+    _, document = computed(
+        tmp_path,
+        DROPOUT,
+        script=TYPE + 'type("tensor", "3"); type("batch", "-1"); type("lora_rank", "2"); type("lora_targets", "q,x");',
+    )
     assert 'data-wrong="batch tensor lora_targets"' in document
     assert "batch, tensor, lora targets: not possible" in document

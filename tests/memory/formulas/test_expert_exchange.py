@@ -16,17 +16,28 @@ from bytescope.train.config import flatten
 from bytescope.train.planning.adapter import Adapter
 from support.toy import small_config, small_program
 
-MOE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 32, "model.n_layers": 3,
-       "model.dense_layers": 1, "batch.micro": 2, "mesh.fsdp": 2, "mesh.expert": 4}
+MOE = {
+    "model.experts": 8,
+    "model.experts_per_token": 2,
+    "model.d_expert": 32,
+    "model.n_layers": 3,
+    "model.dense_layers": 1,
+    "batch.micro": 2,
+    "mesh.fsdp": 2,
+    "mesh.expert": 4,
+}
 EXPERTS = Experts(8, 2, 64)
 
 
-@pytest.mark.parametrize("dispatch, again, expected", [
-    ("allgather", 0, {"all-gather": 2 * 4 * 1024 * (32 + 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
-    ("allgather", 1, {"all-gather": 4 * 1024 * (3 * 32 + 4 * 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
-    ("all_to_all", 0, {"all-to-all": 8 * 256 * (4 * 32 + 2 * 4)}),
-    ("ragged_all_to_all", 1, {"ragged-all-to-all": 2 * 1024 * (5 * 32 + 3 * 4)}),
-])
+@pytest.mark.parametrize(
+    "dispatch, again, expected",
+    [
+        ("allgather", 0, {"all-gather": 2 * 4 * 1024 * (32 + 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
+        ("allgather", 1, {"all-gather": 4 * 1024 * (3 * 32 + 4 * 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
+        ("all_to_all", 0, {"all-to-all": 8 * 256 * (4 * 32 + 2 * 4)}),
+        ("ragged_all_to_all", 1, {"ragged-all-to-all": 2 * 1024 * (5 * 32 + 3 * 4)}),
+    ],
+)
 def test_a_layer_by_hand(dispatch, again, expected):
     """1,024 tokens of width 16 in bf16, 2 of 8 experts each, shared by 4 devices: 32 bytes a row, 4 of its number."""
     found = sent(dispatch, EXPERTS, tokens=1024, width=16, itemsize=2, size=4, again=again, redone=again)
@@ -54,8 +65,10 @@ def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
     """Dense parameters over fsdp and expert, a device's own experts over fsdp; on one host of four nothing is left."""
     config = flatten(small_config({**MOE, "remat.policy": "full"}))
     total, routed = 100_000, 2 * 8 * 3 * 32 * 32
-    found = {(one.kind, one.axes): one.bytes for one in communication.of_config(
-        config, {"fsdp": 2, "expert": 4}, total, "cpu")}
+    found = {
+        (one.kind, one.axes): one.bytes
+        for one in communication.of_config(config, {"fsdp": 2, "expert": 4}, total, "cpu")
+    }
     assert found["all-gather", ("fsdp", "expert")] == 2 * 4 * (total - routed)
     assert found["all-gather", ("fsdp",)] == 2 * 4 * routed // 4
     assert found["reduce-scatter", ("fsdp",)] == 4 * routed // 4
@@ -63,8 +76,11 @@ def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
     assert {one.axes for one in alone} == {("expert",)}
 
 
-@pytest.fixture(scope="module", params=[("allgather", "scan", "minimal"), ("all_to_all", "capacity", "selective")],
-                ids=["allgather", "all_to_all"])
+@pytest.fixture(
+    scope="module",
+    params=[("allgather", "scan", "minimal"), ("all_to_all", "capacity", "selective")],
+    ids=["allgather", "all_to_all"],
+)
 def step(request):
     """(formula, report, FLOPs counted) of a step whose experts are shared by four devices."""
     overrides = {**MOE, **dict(zip(("mesh.dispatch", "model.moe_kernel", "remat.policy"), request.param))}

@@ -27,11 +27,23 @@ pytestmark = pytest.mark.quick
 
 MIXTRAL = Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False, experts=Experts(8, 2, 14336))
 QWEN3 = Model(48, 2048, 32, 4, 128, 6144, 151936, gated=True, tied=False, qk_norm=True, experts=Experts(128, 8, 768))
-DEEPSEEK = Model(61, 7168, 128, 128, 128, 18432, 129280, gated=True, tied=False,
-                 experts=Experts(256, 8, 2048, shared=1, dense_layers=3), latent=Latent(1536, 512, 64, 128))
+DEEPSEEK = Model(
+    61,
+    7168,
+    128,
+    128,
+    128,
+    18432,
+    129280,
+    gated=True,
+    tied=False,
+    experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+    latent=Latent(1536, 512, 64, 128),
+)
 # Of each two layers past the first the second has experts: layers 2 and 4 of five.
-MIXED = Model(5, 64, 4, 4, 16, 96, 128, gated=True, tied=True,
-              experts=Experts(8, 2, 32, shared=1, dense_layers=1, every=2))
+MIXED = Model(
+    5, 64, 4, 4, 16, 96, 128, gated=True, tied=True, experts=Experts(8, 2, 32, shared=1, dense_layers=1, every=2)
+)
 
 
 def norms(model):
@@ -44,9 +56,11 @@ def norms(model):
     return count
 
 
-@pytest.mark.parametrize("model, total, active", [
-    (MIXTRAL, 46_702_792_704, 12.9e9), (QWEN3, 30_532_122_624, 3.3e9), (DEEPSEEK, 671_026_404_352, 37e9)],
-    ids=["mixtral", "qwen3", "deepseek"])
+@pytest.mark.parametrize(
+    "model, total, active",
+    [(MIXTRAL, 46_702_792_704, 12.9e9), (QWEN3, 30_532_122_624, 3.3e9), (DEEPSEEK, 671_026_404_352, 37e9)],
+    ids=["mixtral", "qwen3", "deepseek"],
+)
 def test_published_counts(model, total, active):
     """The weights on Hugging Face, DeepSeek-V3 without its multi-token head and the routers' biases; active as their
     papers round them."""
@@ -132,9 +146,15 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
         assert not kept & {"dispatched", "expert_gate", "expert_up", "expert_act", "router_logits"}
 
 
-@pytest.mark.parametrize("layout, dense, routed", [
-    (Layout(data=16, zero=3, expert=8), 1 / 16, 1 / 16), (Layout(data=16, zero=0, expert=8), 1, 1 / 8),
-    (Layout(2, data=4, zero=3), 1 / 8, 1 / 8), (Layout(data=8, zero=3, expert=8), 1 / 8, 1 / 8)])
+@pytest.mark.parametrize(
+    "layout, dense, routed",
+    [
+        (Layout(data=16, zero=3, expert=8), 1 / 16, 1 / 16),
+        (Layout(data=16, zero=0, expert=8), 1, 1 / 8),
+        (Layout(2, data=4, zero=3), 1 / 8, 1 / 8),
+        (Layout(data=8, zero=3, expert=8), 1 / 8, 1 / 8),
+    ],
+)
 def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
     """Float32 masters, gradients and moments: 16 bytes a parameter of a device."""
     share = experts.routed_count(MIXTRAL) / transformer.parameter_count(MIXTRAL)
@@ -143,8 +163,19 @@ def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
 
 
 def test_an_estimate_tells_total_and_active(tmp_path, capsys):
-    shape = ["--layers=32", "--d-model=4096", "--heads=32", "--kv-heads=8", "--d-ff=14336", "--vocabulary=32000",
-             "--gated", "--untied", "--experts=8", "--data=8", "--expert-parallel=8"]
+    shape = [
+        "--layers=32",
+        "--d-model=4096",
+        "--heads=32",
+        "--kv-heads=8",
+        "--d-ff=14336",
+        "--vocabulary=32000",
+        "--gated",
+        "--untied",
+        "--experts=8",
+        "--data=8",
+        "--expert-parallel=8",
+    ]
     assert main(["estimate", "--params=46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
     out, document = capsys.readouterr().out, json.loads((tmp_path / "e.json").read_text())
     assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
@@ -162,8 +193,16 @@ def test_a_dense_model_is_active_as_a_whole(tmp_path):
 
 
 def test_a_config_says_its_experts_and_its_attention():
-    keys = [("model.experts", "8"), ("model.experts_per_token", "3"), ("model.d_expert", "64"), ("mesh.fsdp", "2"),
-            ("model.shared_experts", "1"), ("model.dense_layers", "1"), ("model.moe_every", "2"), ("mesh.expert", "4")]
+    keys = [
+        ("model.experts", "8"),
+        ("model.experts_per_token", "3"),
+        ("model.d_expert", "64"),
+        ("mesh.fsdp", "2"),
+        ("model.shared_experts", "1"),
+        ("model.dense_layers", "1"),
+        ("model.moe_every", "2"),
+        ("mesh.expert", "4"),
+    ]
     asked = question_of(Adapter().config("tiny", keys))
     assert asked.model.experts == Experts(8, 3, 64, 1, 1, 2) and asked.layout == Layout(data=8, zero=3, expert=4)
     capacity = question_of(Adapter().config("tiny", [*keys, ("model.moe_kernel", "capacity")]))
@@ -172,16 +211,22 @@ def test_a_config_says_its_experts_and_its_attention():
     assert latent.model.latent == Latent(48, 512, 64, 128)
 
 
-@pytest.mark.parametrize("overrides", [
-    {"model.experts": "8", "model.d_expert": "64", "model.shared_experts": "1", "model.dense_layers": "1"},
-    {"model.experts": "4", "model.moe_every": "2", "model.mlp": "gelu"},
-    {"model.attention_kind": "mla", "model.mla_q_rank": "48"}, {"model.attention_kind": "mla"}],
-    ids=["shared", "every second", "latent", "latent, no rank of queries"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model.experts": "8", "model.d_expert": "64", "model.shared_experts": "1", "model.dense_layers": "1"},
+        {"model.experts": "4", "model.moe_every": "2", "model.mlp": "gelu"},
+        {"model.attention_kind": "mla", "model.mla_q_rank": "48"},
+        {"model.attention_kind": "mla"},
+    ],
+    ids=["shared", "every second", "latent", "latent, no rank of queries"],
+)
 def test_a_runs_utilization_counts_the_same_flops(overrides):
     """Of active parameters: what `train` divides by the peak is the formula."""
     config = Adapter().config("tiny", list(overrides.items()))
-    model = ModelConfig.from_dict({key.removeprefix("model."): value for key, value in config.items()
-                                   if key.startswith("model.")})
+    model = ModelConfig.from_dict(
+        {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
+    )
     assert model_flops_per_token(model, 64) * 64 == flops.model_flops(question_of(config).model, 64, 1)
     matrices = [f"blocks.{name}" for name in ("attention.w_o", "experts.w_router", "experts.w_up", "shared.w_down")]
     frozen = [name for name in matrices if model.experts or "attention" in name]

@@ -21,7 +21,11 @@ def test_gaps():
     assert Line("x", "bytes", 150, 100).gap == 50 and Line("x", "bytes", 150, 100).share == 0.5
     assert Line("x", "bytes", 150, None).gap is None and Line("x", "bytes", None, 1).share is None
     assert [formulas_text.percent(reconcile.share(a, b)) for a, b in ((0, 0), (3, 0), (75, 100), (1, None))] == [
-        "+0.0 %", "new", "-25.0 %", ""]
+        "+0.0 %",
+        "new",
+        "-25.0 %",
+        "",
+    ]
 
 
 def printed(function, *arguments):
@@ -30,20 +34,32 @@ def printed(function, *arguments):
     return console.file.getvalue()
 
 
-FORMULA = reconcile.Formula(10.0 * MIB, 10.0 * MIB, 20.0 * MIB, 0.0, 5.0 * MIB, 0.0, 50.0 * MIB, 6e9, 8e9,
-                         ("gradients: why", "total: why"))
+FORMULA = reconcile.Formula(
+    10.0 * MIB, 10.0 * MIB, 20.0 * MIB, 0.0, 5.0 * MIB, 0.0, 50.0 * MIB, 6e9, 8e9, ("gradients: why", "total: why")
+)
 
 
 def row(policy, formula=FORMULA, **overrides):
-    return Row({"remat.policy": policy, **overrides}, peak_bytes=60 * MIB, residual_bytes=6 * MIB,
-               allocated_bytes=60 * MIB, model_flops=6e9, hardware_flops=9e9,
-               formula=formula and dataclasses.asdict(formula))
+    return Row(
+        {"remat.policy": policy, **overrides},
+        peak_bytes=60 * MIB,
+        residual_bytes=6 * MIB,
+        allocated_bytes=60 * MIB,
+        model_flops=6e9,
+        hardware_flops=9e9,
+        formula=formula and dataclasses.asdict(formula),
+    )
 
 
 def test_a_line_for_each_row():
     unknown = dataclasses.replace(FORMULA, residual_bytes=None, peak_bytes=None, hardware_flops=None)
-    rows = [row("none"), row("dots", unknown), row("gone", None), Row({"remat.policy": "bad"}, status="no"),
-            row("custom", **{"remat.save": ["q_rot", "v", "context", "attn_out"], "remat.offload": ["block_in"]})]
+    rows = [
+        row("none"),
+        row("dots", unknown),
+        row("gone", None),
+        Row({"remat.policy": "bad"}, status="no"),
+        row("custom", **{"remat.save": ["q_rot", "v", "context", "attn_out"], "remat.offload": ["block_in"]}),
+    ]
     text = printed(formulas_text.show_rows, rows)
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert lines["none"] == ["6.00", "5.00", "+20.0", "%", "60.00", "50.00", "+20.0", "%", "1.500", "1.333"]
@@ -53,17 +69,31 @@ def test_a_line_for_each_row():
 
 
 def test_a_reports_table():
-    lines = reconcile.lines(FORMULA, 60 * MIB, {"params": 11 * MIB, "residuals": 6 * MIB},
-                         {"model_flops": 6e9, "hardware_flops": 9e9})
+    lines = reconcile.lines(
+        FORMULA, 60 * MIB, {"params": 11 * MIB, "residuals": 6 * MIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
+    )
     assert [(line.title, line.gap) for line in lines] == [
-        ("parameters", MIB), ("gradients", -10 * MIB), ("optimizer state", -20 * MIB), ("activations kept", MIB),
-        ("total (peak)", 10 * MIB), ("model FLOPs", 0), ("hardware FLOPs", 1e9)]
+        ("parameters", MIB),
+        ("gradients", -10 * MIB),
+        ("optimizer state", -20 * MIB),
+        ("activations kept", MIB),
+        ("total (peak)", 10 * MIB),
+        ("model FLOPs", 0),
+        ("hardware FLOPs", 1e9),
+    ]
     text = printed(formulas_text.show_report, FORMULA, lines)
     assert re.search(r"\+1\.00 MiB +\+10\.0 %", text) and "9.000e+09" in text and "total: why" in text
 
 
-SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64",
-         "--config.data.seq_len=16", "--config.batch.micro=2", "--target=cpu:1"]
+SMALL = [
+    "--config=tiny",
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=2",
+    "--target=cpu:1",
+]
 
 
 def test_the_report_command(capsys, tmp_path):
@@ -82,8 +112,13 @@ def test_the_report_command(capsys, tmp_path):
 def test_the_compare_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "c.json"
-    words = ["compare", *SMALL, "--remat=dots,custom(up)+offload(block_in),custom(act_fp8)",
-             f"--json={out}", "--jobs=1"]
+    words = [
+        "compare",
+        *SMALL,
+        "--remat=dots,custom(up)+offload(block_in),custom(act_fp8)",
+        f"--json={out}",
+        "--jobs=1",
+    ]
     assert main([*words, "--formulas"]) == 0
     dots, custom, wrong = json.loads(out.read_text())["rows"]
     assert dots["formula"]["residual_bytes"] is None and dots["formula"]["model_flops"] == dots["model_flops"]

@@ -18,20 +18,38 @@ from support.toy import small_config, small_program
 
 LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
-SIZES = {"BLD": "width", "BLHK": "queries", "BLGK": "keys", "BGRLS": "scores", "BGRL": "heads", "BLF": "mlp",
-         "BLr": "rank", "BLE": "experts", "XD": "routed", "XF": "routed_mlp"}
+SIZES = {
+    "BLD": "width",
+    "BLHK": "queries",
+    "BLGK": "keys",
+    "BGRLS": "scores",
+    "BGRL": "heads",
+    "BLF": "mlp",
+    "BLr": "rank",
+    "BLE": "experts",
+    "XD": "routed",
+    "XF": "routed_mlp",
+}
 # Under latent attention values are narrower than keys, of which a part is rotated, and the latents differ in width.
-ASYMMETRIC = {"v": "values", "context": "context", "k": "unrotated", "q_latent": "query_latent", "kv_latent": "latent",
-              "k_rope": "rotary"}
+ASYMMETRIC = {
+    "v": "values",
+    "context": "context",
+    "k": "unrotated",
+    "q_latent": "query_latent",
+    "kv_latent": "latent",
+    "k_rope": "rotary",
+}
 
 
 def test_every_name_of_a_block_has_its_size():
     outside = {"embed", "embed_mask", "final_norm", *QUANTIZED, *ADAPTER_MASKS}
     inside = {name: suffix for name, (suffix, _) in NAMES.items() if name not in outside}
     assert {name: ASYMMETRIC.get(name) or SIZES[suffix] for name, suffix in inside.items()} == {
-        name: tensor.size for name, tensor in rematerialized.NAMED.items()}
+        name: tensor.size for name, tensor in rematerialized.NAMED.items()
+    }
     assert {name for name, tensor in rematerialized.NAMED.items() if tensor.itemsize == 1} == {
-        name for name in NAMES if name.endswith("mask")} - outside
+        name for name in NAMES if name.endswith("mask")
+    } - outside
 
 
 def test_full_recomputation_by_hand():
@@ -77,6 +95,7 @@ def test_the_papers_selective_row_from_names():
 
 # ---- against the trainer's own step ------------------------------------------------------------------------
 
+
 def both(overrides, *, compiled=False):
     """(formula, FLOPs counted, the report or None) of a small program on the CPU."""
     program = small_program(overrides)
@@ -90,33 +109,55 @@ def both(overrides, *, compiled=False):
 GELU = {"model.mlp": "gelu", "model.bias": "True", "model.norm": "layernorm", "model.position": "learned"}
 
 
-@pytest.mark.parametrize("overrides", [
-    {"remat.policy": "none"}, {"remat.policy": "full"}, {"remat.policy": "selective"}, {"remat.policy": "minimal"},
-    {"remat.policy": "sqrt", "model.n_layers": 4}, {"remat.policy": "offload"},
-    {"remat.policy": "custom", "remat.save": "(q_rot,v,context)"},
-    {"remat.policy": "custom", "remat.save": "(attn_out)", "remat.offload": "(block_in)"},
-    {"remat.policy": "full", "remat.granularity": "parts"}, {"remat.policy": "full", "remat.layers": "(0-2:none)"},
-    {"remat.policy": "selective", **GELU}, {"remat.policy": "full", "model.dropout": 0.1, **GELU},
-    {"remat.policy": "selective", "model.qk_norm": True}, {"remat.policy": "full", "model.qk_norm": True},
-    {"remat.policy": "full", "model.post_norms": True}, {"remat.policy": "selective", "model.post_norms": True,
-                                                         "model.mlp": "geglu", "model.mlp_chunk": 8},
-    {"remat.policy": "full", "model.scan": "False"}, {"remat.policy": "full", "batch.accumulation": 2,
-                                                      "batch.mode": "scan"},
-], ids=lambda overrides: ",".join(map(str, overrides.values())))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"remat.policy": "none"},
+        {"remat.policy": "full"},
+        {"remat.policy": "selective"},
+        {"remat.policy": "minimal"},
+        {"remat.policy": "sqrt", "model.n_layers": 4},
+        {"remat.policy": "offload"},
+        {"remat.policy": "custom", "remat.save": "(q_rot,v,context)"},
+        {"remat.policy": "custom", "remat.save": "(attn_out)", "remat.offload": "(block_in)"},
+        {"remat.policy": "full", "remat.granularity": "parts"},
+        {"remat.policy": "full", "remat.layers": "(0-2:none)"},
+        {"remat.policy": "selective", **GELU},
+        {"remat.policy": "full", "model.dropout": 0.1, **GELU},
+        {"remat.policy": "selective", "model.qk_norm": True},
+        {"remat.policy": "full", "model.qk_norm": True},
+        {"remat.policy": "full", "model.post_norms": True},
+        {"remat.policy": "selective", "model.post_norms": True, "model.mlp": "geglu", "model.mlp_chunk": 8},
+        {"remat.policy": "full", "model.scan": "False"},
+        {"remat.policy": "full", "batch.accumulation": 2, "batch.mode": "scan"},
+    ],
+    ids=lambda overrides: ",".join(map(str, overrides.values())),
+)
 def test_flops_equal_the_count_of_the_program(overrides):
     formula, counted, _ = both(overrides)
     assert formula.model_flops == counted.model_flops
     assert formula.hardware_flops == counted.hardware_flops
 
 
-@pytest.mark.parametrize("overrides", [
-    {"remat.policy": "full"}, {"remat.policy": "minimal", "pipeline.schedule": "v"},
-    {"remat.policy": "selective", "pipeline.schedule": "interleaved", "pipeline.virtual": 2, "mesh.tensor": 2}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"remat.policy": "full"},
+        {"remat.policy": "minimal", "pipeline.schedule": "v"},
+        {"remat.policy": "selective", "pipeline.schedule": "interleaved", "pipeline.virtual": 2, "mesh.tensor": 2},
+    ],
+    ids=str,
+)
 def test_what_stages_hold(overrides):
     """State, residuals and FLOPs of a pipeline by formula are those of the program."""
-    overrides = {"model.n_layers": 8, "mesh.stage": 2, "mesh.fsdp": 1, "batch.mode": "scan", "batch.accumulation": 4,
-                 **overrides}
+    overrides = {
+        "model.n_layers": 8,
+        "mesh.stage": 2,
+        "mesh.fsdp": 1,
+        "batch.mode": "scan",
+        "batch.accumulation": 4,
+        **overrides,
+    }
     devices = 2 * overrides.get("mesh.tensor", 1)
     program = small_program(overrides, devices)
     compilation = program.compile_for_report()
@@ -139,10 +180,14 @@ def test_a_flash_kernel_repeats_one_product_of_three():
     assert skips[0].model_flops > skips[1].model_flops and any("chunked" in note for note in skips[0].notes)
 
 
-@pytest.mark.parametrize("overrides", [
-    {"remat.policy": "minimal", "model.n_layers": 8, "model.attention": "chunked"},
-    {"remat.policy": "custom", "remat.save": "(up,context)", "model.n_layers": 8, "remat.granularity": "parts"}],
-    ids=["minimal", "custom"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"remat.policy": "minimal", "model.n_layers": 8, "model.attention": "chunked"},
+        {"remat.policy": "custom", "remat.save": "(up,context)", "model.n_layers": 8, "remat.granularity": "parts"},
+    ],
+    ids=["minimal", "custom"],
+)
 def test_residuals_equal_the_compilers_to_the_byte(overrides):
     formula, _, report = both(overrides, compiled=True)
     assert report.breakdown["residuals"] == formula.residual_bytes > 0
@@ -151,11 +196,11 @@ def test_residuals_equal_the_compilers_to_the_byte(overrides):
     assert formula.gradients_bytes == formula.params_bytes == formula.optimizer_bytes / 2
 
 
-
 def test_adapters_equal_the_compilers_to_the_byte():
     """Parameters, moments and residuals of adapters alone. Each matrix's r numbers a token are kept by their names."""
-    formula, _, report = both({"lora.rank": 4, "model.n_layers": 8, "model.attention": "chunked",
-                               "remat.policy": "minimal"}, compiled=True)
+    formula, _, report = both(
+        {"lora.rank": 4, "model.n_layers": 8, "model.attention": "chunked", "remat.policy": "minimal"}, compiled=True
+    )
     assert report.breakdown["residuals"] == formula.residual_bytes
     assert report.breakdown["params"] == formula.params_bytes == 59392
     assert report.breakdown["gradients"] == formula.gradients_bytes
@@ -164,16 +209,35 @@ def test_adapters_equal_the_compilers_to_the_byte():
     assert 0 < counters <= 16
 
 
-WIDE = {"model.d_model": 128, "model.d_head": 64, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_ff": 256,
-        "model.n_layers": 4, "model.vocab_size": 640, "data.seq_len": 64, "batch.micro": 2}
+WIDE = {
+    "model.d_model": 128,
+    "model.d_head": 64,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "model.d_ff": 256,
+    "model.n_layers": 4,
+    "model.vocab_size": 640,
+    "data.seq_len": 64,
+    "batch.micro": 2,
+}
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("keys", [
-    {"precision.preset": "fp8", "remat.policy": "selective"},
-    {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},
-    {"optimizer.fused_backward": True, "optimizer.clip_norm": 0, "offload.optimizer": True, "remat.policy": "full",
-     "precision.preset": "bf16"}], ids=["fp8", "tiles", "fused, offloaded"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision.preset": "fp8", "remat.policy": "selective"},
+        {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},
+        {
+            "optimizer.fused_backward": True,
+            "optimizer.clip_norm": 0,
+            "offload.optimizer": True,
+            "remat.policy": "full",
+            "precision.preset": "bf16",
+        },
+    ],
+    ids=["fp8", "tiles", "fused, offloaded"],
+)
 def test_levers_have_formulas(keys):
     """On a described H200: activations within 3 % of the compiler's, state and host bytes 1 % (norms and biases), a
     fused backward pass holds no more gradients than the formula."""
@@ -181,8 +245,9 @@ def test_levers_have_formulas(keys):
     program = build(config, described("h200"))
     found = reconcile.formula_of(flatten(config), Adapter().settled(program), "cuda")
     report = report_of(program.compile_for_report(), names=NAMES)
-    lines = {line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {},
-                                                       report.host_bytes)}
+    lines = {
+        line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {}, report.host_bytes)
+    }
     assert abs(lines["activations kept"].share) < 0.03 and abs(lines["parameters"].share) < 0.01
     moments = lines["host memory" if "offload.optimizer" in keys else "optimizer state"]
     assert moments.formula and abs(moments.share) < 0.01
@@ -195,8 +260,9 @@ def settled(program, **changes):
     return {**Adapter().settled(program), **changes}
 
 
-@pytest.mark.parametrize(("strategy", "divided"), [
-    ("ddp", (1, 1, 1)), ("zero1", (4, 1, 4)), ("zero2", (4, 4, 4)), ("zero3", (4, 4, 4))])
+@pytest.mark.parametrize(
+    ("strategy", "divided"), [("ddp", (1, 1, 1)), ("zero1", (4, 1, 4)), ("zero2", (4, 4, 4)), ("zero3", (4, 4, 4))]
+)
 def test_strategies_divide_what_they_say(strategy, divided):
     program = small_program({"remat.policy": "full"})
     flat = {**flatten(small_config({"remat.policy": "full"})), "mesh.strategy": strategy}
@@ -206,7 +272,8 @@ def test_strategies_divide_what_they_say(strategy, divided):
     assert tuple(getattr(one, name) / getattr(four, name) for name in names) == divided
     assert four.residual_bytes == one.residual_bytes and four.model_flops == 4 * one.model_flops
     copied = (four.peak_bytes - sum(getattr(four, name) for name in names)) - (
-        one.peak_bytes - sum(getattr(one, name) for name in names))
+        one.peak_bytes - sum(getattr(one, name) for name in names)
+    )
     assert copied == (one.params_bytes if strategy in ("zero1", "zero2") else 0)
 
 

@@ -31,8 +31,10 @@ def in_sbh(tensor, sequence, recompute):
 def test_mfu_and_hfu_of_the_paper(name):
     shape, devices, batch, seconds, mfu, hfu = RUNS[name]
     model = gpt(*shape, V)
-    for computed, published in ((flops.model_flops(model, S, batch), mfu),
-                             (flops.published_selective_flops(model, S, batch), hfu)):
+    for computed, published in (
+        (flops.model_flops(model, S, batch), mfu),
+        (flops.published_selective_flops(model, S, batch), hfu),
+    ):
         assert 100 * flops.utilization(computed, seconds, devices, A100) == pytest.approx(published, abs=0.2)
 
 
@@ -41,19 +43,33 @@ def test_flops_are_the_papers_closed_form(name):
     (L, h, a), _, B, *_ = RUNS[name]
     model = gpt(L, h, a, V)
     assert flops.model_flops(model, S, B) == pytest.approx(
-        72 * B * L * S * h**2 * (1 + S / (6 * h) + V / (12 * h * L)), rel=1e-12)
+        72 * B * L * S * h**2 * (1 + S / (6 * h) + V / (12 * h * L)), rel=1e-12
+    )
     assert flops.published_selective_flops(model, S, B) == pytest.approx(
-        72 * B * L * S * h**2 * (1 + S / (3 * h) + V / (12 * h * L)), rel=1e-12)
+        72 * B * L * S * h**2 * (1 + S / (3 * h) + V / (12 * h * L)), rel=1e-12
+    )
     assert flops.hardware_flops(model, S, B, "selective") == pytest.approx(
-        72 * B * L * S * h**2 * (1 + 2 * S / (9 * h) + V / (12 * h * L)), rel=1e-12)
+        72 * B * L * S * h**2 * (1 + 2 * S / (9 * h) + V / (12 * h * L)), rel=1e-12
+    )
     assert flops.hardware_flops(model, S, B, "full") == pytest.approx(
-        96 * B * L * S * h**2 * (1 + S / (6 * h)) + 6 * B * S * h * V, rel=1e-12)
+        96 * B * L * S * h**2 * (1 + S / (6 * h)) + 6 * B * S * h * V, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize("row, tensor, sequence, recompute", [
-    (26.33, 8, False, "none"), (17.58, 8, True, "none"), (13.00, 8, False, "selective"),
-    (4.25, 8, True, "selective"), (2.00, 8, False, "full"), (0.25, 8, True, "full"),
-    (34 + 5 * 64 * S / 6144, 1, False, "none"), (34, 1, False, "selective"), (2, 1, True, "full")])
+@pytest.mark.parametrize(
+    "row, tensor, sequence, recompute",
+    [
+        (26.33, 8, False, "none"),
+        (17.58, 8, True, "none"),
+        (13.00, 8, False, "selective"),
+        (4.25, 8, True, "selective"),
+        (2.00, 8, False, "full"),
+        (0.25, 8, True, "full"),
+        (34 + 5 * 64 * S / 6144, 1, False, "none"),
+        (34, 1, False, "selective"),
+        (2, 1, True, "full"),
+    ],
+)
 def test_activation_rows_of_the_paper(row, tensor, sequence, recompute):
     assert in_sbh(tensor, sequence, recompute) == pytest.approx(row, abs=0.005)
 
@@ -83,7 +99,8 @@ def test_llama_and_flash_forms_by_hand():
     assert transformer.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
     # 6 FLOPs a matrix parameter and token, the look-up table apart, and 12 s for each of 4096 in 32 layers.
     assert flops.model_flops(llama, S, 1) == pytest.approx(
-        S * (6 * (transformer.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S))
+        S * (6 * (transformer.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S)
+    )
 
 
 def test_dropout_is_what_its_masks_cost():
@@ -100,8 +117,9 @@ def test_published_sizes_of_states():
     assert training_state.PRECISIONS["fp32"].params * 175e9 == 700e9
 
 
-@pytest.mark.parametrize("stage, closed", [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n),
-                                           (3, lambda n: 16 / n)])
+@pytest.mark.parametrize(
+    "stage, closed", [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n), (3, lambda n: 16 / n)]
+)
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_zero_stages(stage, closed, ranks):
     layout = Layout(data=ranks, zero=stage)
@@ -111,7 +129,9 @@ def test_zero_stages(stage, closed, ranks):
     assert sum(halved.values()) == pytest.approx(closed(ranks) / 2)
 
 
-@pytest.mark.parametrize("optimizer, size", [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8),
-                                             ("adamw_8bit", 2 + 8 / 128), ("adafactor", 0)])
+@pytest.mark.parametrize(
+    "optimizer, size",
+    [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8), ("adamw_8bit", 2 + 8 / 128), ("adafactor", 0)],
+)
 def test_optimizers(optimizer, size):
     assert training_state.state_bytes_per_parameter("fp32", optimizer)["optimizer"] == size

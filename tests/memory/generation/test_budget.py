@@ -20,8 +20,16 @@ GIB = 2**30
 
 
 def budget(**changes):
-    made = {"limit": 64 * GIB, "weights": 16 * GIB, "steps": {"one token each": 100, "prompts": 300},
-            "page_bytes": 2**21, "page": 16, "pages": 1001, "sequences": 64, "length": 8192}
+    made = {
+        "limit": 64 * GIB,
+        "weights": 16 * GIB,
+        "steps": {"one token each": 100, "prompts": 300},
+        "page_bytes": 2**21,
+        "page": 16,
+        "pages": 1001,
+        "sequences": 64,
+        "length": 8192,
+    }
     return Budget(**{**made, **changes})
 
 

@@ -44,7 +44,8 @@ LOOPS = {
     "stages_by_a_sum": (lambda stage, own, same: jax.lax.psum(own[0], "stage"), over_stages),
     "ranks_in_a_stage": (lambda stage, own, same: jnp.where(stage == 0, own[0], 0), over_ranks),
     "permute_in_a_stage": (lambda stage, own, same: jnp.where(stage == 0, own[0], 0), permute),
-    "permute_everywhere": (lambda stage, own, same: same, permute)}
+    "permute_everywhere": (lambda stage, own, same: same, permute),
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,10 @@ def compiled(devices):
 
     spec = P("stage", "rank")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("stage"), P(), spec), out_specs=spec, check_vma=False)
-    own, same, x = (jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec)) for shape, dtype, spec in
-                    (((2,), jnp.int32, P("stage")), ((), jnp.int32, P()), ((4, 4), jnp.float32, spec)))
+    own, same, x = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+        for shape, dtype, spec in (((2,), jnp.int32, P("stage")), ((), jnp.int32, P()), ((4, 4), jnp.float32, spec))
+    )
     return compile_lowered(jax.jit(mapped).lower(own, same, x))
 
 
@@ -79,9 +82,17 @@ def skipped(compilation, platform, processes):
 STAGES = dict.fromkeys(("stages_in_a_stage", "stages_by_an_argument", "stages_by_a_table", "stages_in_a_branch"), 2)
 
 
-@pytest.mark.parametrize(("platform", "processes", "permutes"), [
-    ("cpu", (0, 0, 0, 0), {"permute_in_a_stage": 4}), ("cpu", (0, 0, 1, 1), {"permute_in_a_stage": 4}),
-    ("cuda", (0, 0, 0, 0), {"permute_in_a_stage": 4}), ("cuda", (0, 0, 1, 1), {}), ("cuda", (0, 1, 2, 3), {})], ids=str)
+@pytest.mark.parametrize(
+    ("platform", "processes", "permutes"),
+    [
+        ("cpu", (0, 0, 0, 0), {"permute_in_a_stage": 4}),
+        ("cpu", (0, 0, 1, 1), {"permute_in_a_stage": 4}),
+        ("cuda", (0, 0, 0, 0), {"permute_in_a_stage": 4}),
+        ("cuda", (0, 0, 1, 1), {}),
+        ("cuda", (0, 1, 2, 3), {}),
+    ],
+    ids=str,
+)
 def test_a_collective_that_half_of_its_devices_skip_is_found(compiled, platform, processes, permutes):
     """Sums wait for their group; a permute on the CPU for all devices, on GPUs for its pairs and its process."""
     assert skipped(compiled, platform, processes) == STAGES | permutes

@@ -54,7 +54,8 @@ def test_of_a_folder_the_largest_by_its_buffers(tmp_path):
     assert report.allocated_bytes == 4096
     assert [note for note in report.notes if "largest" in note] == [
         f"the largest of 3 programs in {tmp_path}: m.b.cpu_after_optimizations.hlo.pb.gz, 4.00 KiB of buffers; the "
-        "others: m.a.cpu_after_optimizations.hlo.pb 400 B, m.c.cpu_after_optimizations.hlo.pb 80 B"]
+        "others: m.a.cpu_after_optimizations.hlo.pb 400 B, m.c.cpu_after_optimizations.hlo.pb 80 B"
+    ]
 
 
 def test_a_folder_without_programs(tmp_path):
@@ -65,9 +66,15 @@ def test_a_folder_without_programs(tmp_path):
         memory.analyze(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["HloModule jit_step, is_scheduled=true\n", "\n// a comment\nHloModule m\n",
-                                  "module @jit_step attributes {mhlo.num_partitions = 1 : i32} {\n",
-                                  "#loc = loc(unknown)\nmodule @jit_step {\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HloModule jit_step, is_scheduled=true\n",
+        "\n// a comment\nHloModule m\n",
+        "module @jit_step attributes {mhlo.num_partitions = 1 : i32} {\n",
+        "#loc = loc(unknown)\nmodule @jit_step {\n",
+    ],
+)
 def test_text_is_told_how_to_dump_the_proto(tmp_path, text):
     (path := tmp_path / "m.after_optimizations.txt").write_text(text)
     for given in (path, text.encode()):
@@ -76,8 +83,9 @@ def test_text_is_told_how_to_dump_the_proto(tmp_path, text):
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("mark", "platform", "named"), [(GPU, "gpu", "a GPU"), (CPU, "cpu", "the CPU"),
-                                                         (TPU, "tpu", "a TPU"), ("", "", "")])
+@pytest.mark.parametrize(
+    ("mark", "platform", "named"), [(GPU, "gpu", "a GPU"), (CPU, "cpu", "the CPU"), (TPU, "tpu", "a TPU"), ("", "", "")]
+)
 def test_a_dump_names_its_platform(mark, platform, named):
     data = proto(4096, mark)
     assert dumps.platform_of(data) == platform
@@ -85,9 +93,18 @@ def test_a_dump_names_its_platform(mark, platform, named):
     assert f"compiled for {named}" in note if named else "compiled for" not in note
 
 
-@pytest.mark.parametrize(("mark", "target", "judged"), [
-    (GPU, "h200", True), (CPU, "h200", False), (GPU, "cpu:1", False), (TPU, "h200", False), (TPU, "v5e", True),
-    (CPU, "cpu:1", True), ("", "h200", True)])
+@pytest.mark.parametrize(
+    ("mark", "target", "judged"),
+    [
+        (GPU, "h200", True),
+        (CPU, "h200", False),
+        (GPU, "cpu:1", False),
+        (TPU, "h200", False),
+        (TPU, "v5e", True),
+        (CPU, "cpu:1", True),
+        ("", "h200", True),
+    ],
+)
 def test_another_platform_does_not_judge_a_dump(mark, target, judged):
     compilation, found = compiled_for(proto(4096, mark), target=target)
     report = report_of(compilation, target=found)

@@ -29,8 +29,9 @@ from support.formats import field
 
 pytestmark = pytest.mark.quick
 
-FUZZ = settings(max_examples=120, deadline=None, derandomize=True,
-                suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,9 @@ def test_wire_reads_every_kind_of_field():
     assert wire.signed(2**64 - 1) == -1
 
 
-@pytest.mark.parametrize("data", [
-    b"\x0a\x05ab", b"\x0a", b"\x08", b"\x08\x80", b"\x0b", b"\x0d\x00", b"\x08" + b"\xff" * 11])
+@pytest.mark.parametrize(
+    "data", [b"\x0a\x05ab", b"\x0a", b"\x08", b"\x08\x80", b"\x0b", b"\x0d\x00", b"\x08" + b"\xff" * 11]
+)
 def test_wire_refuses_what_is_cut_or_foreign(data):
     with pytest.raises(WireError):
         list(wire.fields(data, (0, len(data))))
@@ -74,9 +76,20 @@ def test_a_negative_size_is_refused():
         hlo_buffers.read(field(1, module) + field(3, field(1, field(2, 2**64 - 1))))
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\x00", b"not a proto at all", b"{}", b"\x7fELF\x02\x01\x01", b"PK\x03\x04", b"\x0a\x00", b"\x1f\x8b\x08",
-    json.dumps({"hlo_module": {}}).encode()])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00",
+        b"not a proto at all",
+        b"{}",
+        b"\x7fELF\x02\x01\x01",
+        b"PK\x03\x04",
+        b"\x0a\x00",
+        b"\x1f\x8b\x08",
+        json.dumps({"hlo_module": {}}).encode(),
+    ],
+)
 def test_foreign_bytes_are_one_line(data):
     with pytest.raises(ReportError) as caught:
         memory.analyze(data)
@@ -103,7 +116,7 @@ def test_random_bytes(data):
 @FUZZ
 @given(data=st.data())
 def test_cut_protos(proto, data):
-    check_read_or_refused(proto[:data.draw(st.integers(0, len(proto)))])
+    check_read_or_refused(proto[: data.draw(st.integers(0, len(proto)))])
 
 
 @FUZZ
@@ -127,14 +140,22 @@ def test_damaged_modules_without_buffers(proto, data):
 
 def sample():
     return Report(
-        peak_bytes=10, allocated_bytes=12, breakdown={"params": 10, "fragmentation": 2},
-        timeline=(TimelinePoint(0, 10, "forward", "add"),), ledger=(LedgerRow("params", "float32", 2, 8, 4.0),),
+        peak_bytes=10,
+        allocated_bytes=12,
+        breakdown={"params": 10, "fragmentation": 2},
+        timeline=(TimelinePoint(0, 10, "forward", "add"),),
+        ledger=(LedgerRow("params", "float32", 2, 8, 4.0),),
         buffers=(Buffer("add", 10, shape=(2, 5), dtype="int8", category="params", at_peak=True),),
         findings=(Finding("full_logits", 1, "message", "remedy"),),
         collectives=(Collective("all-gather", "all-gather", ("fsdp", "data"), 8, "int8", 3, 16, 14),),
         communication=(Communication("all-gather", ("fsdp",), 8, 3, 48, 42, 0, 40, "parameters"),),
-        zero=(ZeroRow("params", 2.0, 4.0, "float32"),), xla=XlaStats(temp_bytes=3), notes=("note",),
-        target={"name": "h200"}, versions={"jax": "1"}, config={"model": {"d": 1}})
+        zero=(ZeroRow("params", 2.0, 4.0, "float32"),),
+        xla=XlaStats(temp_bytes=3),
+        notes=("note",),
+        target={"name": "h200"},
+        versions={"jax": "1"},
+        config={"model": {"d": 1}},
+    )
 
 
 def test_json_goes_there_and_back(tmp_path):
@@ -144,18 +165,46 @@ def test_json_goes_there_and_back(tmp_path):
     assert read.to_json() == report.to_json()
     assert read.buffers == report.buffers and read.xla == report.xla
     assert set(read.to_json()) >= {
-        "schema", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes", "limit_bytes", "fits",
-        "verdict", "host_bytes", "breakdown", "residuals_by_name", "ledger", "timeline", "buffers", "findings"}
+        "schema",
+        "versions",
+        "target",
+        "config",
+        "xla",
+        "peak_bytes",
+        "allocated_bytes",
+        "limit_bytes",
+        "fits",
+        "verdict",
+        "host_bytes",
+        "breakdown",
+        "residuals_by_name",
+        "ledger",
+        "timeline",
+        "buffers",
+        "findings",
+    }
 
 
-@pytest.mark.parametrize("text", [
-    "", "null", "[]", "3", "{", "{}", '{"schema": 1}', '{"peak_bytes": 1}', '{"schema": 99, "peak_bytes": 1}',
-    '{"schema": 1, "peak_bytes": "x", "allocated_bytes": 1, "breakdown": {}}',
-    '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": []}',
-    '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [1]}',
-    '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [{"name": 1}]}',
-    '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "timeline": 5}',
-    "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "3",
+        "{",
+        "{}",
+        '{"schema": 1}',
+        '{"peak_bytes": 1}',
+        '{"schema": 99, "peak_bytes": 1}',
+        '{"schema": 1, "peak_bytes": "x", "allocated_bytes": 1, "breakdown": {}}',
+        '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": []}',
+        '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [1]}',
+        '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [{"name": 1}]}',
+        '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "timeline": 5}',
+        "[" * 100_000,
+    ],
+)
 def test_foreign_json_is_one_line(tmp_path, text):
     path = tmp_path / "report.json"
     path.write_text(text)
@@ -171,9 +220,11 @@ def test_json_that_cannot_be_read(tmp_path):
             load(path)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner,
-                                                                                max_size=3), max_leaves=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @FUZZ

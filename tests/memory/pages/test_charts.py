@@ -29,8 +29,9 @@ TOOLS = """
 def run(tmp_path, script, *ids):
     """What a script put into `out` on a page of empty charts, once it is sure that nothing failed."""
     page = frame.environment().from_string(PAGE).render(ids=ids)
-    document = browse(tmp_path, page, script=TOOLS + script + "document.title = JSON.stringify(out);",
-                      options=["--dump-dom"])
+    document = browse(
+        tmp_path, page, script=TOOLS + script + "document.title = JSON.stringify(out);", options=["--dump-dom"]
+    )
     body(document)
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
 
@@ -78,7 +79,10 @@ def test_stacks_bars_and_the_legend(tmp_path):
 
 def test_points_answer_to_pointer_finger_and_keys_and_labels_keep_apart(tmp_path):
     """Arrows go by x through all series; a label that would cover another is left to the tip."""
-    script = "const hostile = " + json.dumps(HOSTILE).replace("<", r"\u003c") + """;
+    script = (
+        "const hostile = "
+        + json.dumps(HOSTILE).replace("<", r"\u003c")
+        + """;
       const picked = [], points = { kind: "points", x: [1, 3, 3.01, 3.02], y: [1, 2, 2, 2], color: "red",
         labels: ["first", "second", "third", "fourth " + hostile], tips: [["A"], [hostile, "more"], ["C"], ["D"]],
         name: "p", pick: (i) => picked.push(i) };
@@ -102,6 +106,7 @@ def test_points_answer_to_pointer_finger_and_keys_and_labels_keep_apart(tmp_path
         node.textContent.split(" ")[0])).map((node) => node.getBoundingClientRect());
       out.push(labels.length, labels.some((one, i) => labels.some((two, k) => i < k && one.left < two.right
         && two.left < one.right && one.top < two.bottom && two.top < one.bottom)));"""
+    )
     seen, bold, live, picked, role, label, stop, hidden, near, far, touched, labels, meet = run(tmp_path, script, "a")
     assert seen == ["L", "A", "M", HOSTILE + "more"] and bold == 0 and live == "polite" and picked == [1]
     assert role == "img" and label.startswith("about a") and stop == 0

@@ -34,7 +34,7 @@ _WHITE = (0.95047, 1.0, 1.08883)
 
 def linear(colour):
     """`#rrggbb` as linear red, green and blue from 0 to 1 (IEC 61966-2-1)."""
-    values = [int(colour[k:k + 2], 16) / 255 for k in (1, 3, 5)]
+    values = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
 
 
@@ -49,8 +49,9 @@ def lab(rgb):
 def seen(colour, deficiency="none"):
     """CIELAB of `#rrggbb` as readers with a deficiency see it."""
     rgb = linear(colour)
-    return lab([min(max(sum(k * v for k, v in zip(row, rgb, strict=True)), 0.0), 1.0)
-                for row in DEFICIENCIES[deficiency]])
+    return lab(
+        [min(max(sum(k * v for k, v in zip(row, rgb, strict=True)), 0.0), 1.0) for row in DEFICIENCIES[deficiency]]
+    )
 
 
 def difference(one, other):
@@ -65,14 +66,26 @@ def difference(one, other):
     delta_h = 2 * math.sqrt(c1 * c2) * math.sin(math.radians(turn / 2))
     l_mean, c_mean = (l1 + l2) / 2, (c1 + c2) / 2
     h_mean = (h1 + turn / 2) % 360 if c1 * c2 else h1 + h2
-    t = (1 - 0.17 * _cos(h_mean - 30) + 0.24 * _cos(2 * h_mean) + 0.32 * _cos(3 * h_mean + 6)
-         - 0.20 * _cos(4 * h_mean - 63))
+    t = (
+        1
+        - 0.17 * _cos(h_mean - 30)
+        + 0.24 * _cos(2 * h_mean)
+        + 0.32 * _cos(3 * h_mean + 6)
+        - 0.20 * _cos(4 * h_mean - 63)
+    )
     s_l = 1 + 0.015 * (l_mean - 50) ** 2 / math.sqrt(20 + (l_mean - 50) ** 2)
     s_c, s_h = 1 + 0.045 * c_mean, 1 + 0.015 * c_mean * t
-    rotation = (-2 * math.sqrt(c_mean**7 / (c_mean**7 + 25**7))
-                * math.sin(math.radians(60 * math.exp(-(((h_mean - 275) / 25) ** 2)))))
-    return math.sqrt((delta_l / s_l) ** 2 + (delta_c / s_c) ** 2 + (delta_h / s_h) ** 2
-                     + rotation * (delta_c / s_c) * (delta_h / s_h))
+    rotation = (
+        -2
+        * math.sqrt(c_mean**7 / (c_mean**7 + 25**7))
+        * math.sin(math.radians(60 * math.exp(-(((h_mean - 275) / 25) ** 2))))
+    )
+    return math.sqrt(
+        (delta_l / s_l) ** 2
+        + (delta_c / s_c) ** 2
+        + (delta_h / s_h) ** 2
+        + rotation * (delta_c / s_c) * (delta_h / s_h)
+    )
 
 
 def _cos(degrees):
@@ -89,10 +102,16 @@ def palette(name, theme):
     return found
 
 
-@pytest.mark.parametrize(("one", "other", "expected"), [
-    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, 2.5, 0), (73, 25, -18), 27.1492),
-    ((60.2574, -34.0099, 36.2677), (60.4626, -34.1751, 39.4387), 1.2644), ((50, -1, 2), (50, 0, 0), 2.3669),
-    ((2.0776, 0.0795, -1.135), (0.9033, -0.0636, -0.5514), 0.9082)])
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
+        ((50, 2.5, 0), (73, 25, -18), 27.1492),
+        ((60.2574, -34.0099, 36.2677), (60.4626, -34.1751, 39.4387), 1.2644),
+        ((50, -1, 2), (50, 0, 0), 2.3669),
+        ((2.0776, 0.0795, -1.135), (0.9033, -0.0636, -0.5514), 0.9082),
+    ],
+)
 def test_the_measure_is_the_published_one(one, other, expected):
     """Pairs of Sharma et al., table 1."""
     assert difference(one, other) == pytest.approx(expected, abs=1e-4)
@@ -126,8 +145,10 @@ def test_words_on_a_category_are_read(theme):
     """By the contrast that WCAG 2 asks of text, 4.5."""
     colours = palette("base.css", theme)
     for row in ROWS:
-        dark, bright = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05
-                              for r, g, b in (linear(colours["c-" + row]), linear(colours["on-" + row])))
+        dark, bright = sorted(
+            0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05
+            for r, g, b in (linear(colours["c-" + row]), linear(colours["on-" + row]))
+        )
         assert bright / dark >= 4.5, row
 
 

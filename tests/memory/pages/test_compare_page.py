@@ -22,17 +22,25 @@ def rows():
 
 def growing(limit=40):
     """Rows of two configs, three lengths, three policies."""
-    return [row(policy, gib * n / 4096, share, limit, keys={"config": config, "data.seq_len": n})
-            for config, scale in (("llama_1b", 1), ("llama_8b", 4)) for n in (4096, 8192, 16384)
-            for policy, gib, share in (("none", 3 * scale, 0.0), ("dots", 2 * scale, 0.05), ("full", scale, 0.33))]
+    return [
+        row(policy, gib * n / 4096, share, limit, keys={"config": config, "data.seq_len": n})
+        for config, scale in (("llama_1b", 1), ("llama_8b", 4))
+        for n in (4096, 8192, 16384)
+        for policy, gib, share in (("none", 3 * scale, 0.0), ("dots", 2 * scale, 0.05), ("full", scale, 0.33))
+    ]
 
 
 def test_the_page_is_one_file_and_nothing_breaks_it(rows):
-    rows = [dataclasses.replace(one, overrides={**one.overrides, "config": name})
-            for one in rows for name in (HOSTILE, "b")]
-    out = plan_rows.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
-                          {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE},
-                            config=HOSTILE, given=HOSTILE)
+    rows = [
+        dataclasses.replace(one, overrides={**one.overrides, "config": name}) for one in rows for name in (HOSTILE, "b")
+    ]
+    out = plan_rows.to_json(
+        [*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
+        {"name": HOSTILE, "kind": HOSTILE},
+        {HOSTILE: HOSTILE},
+        config=HOSTILE,
+        given=HOSTILE,
+    )
     page = one_file(compare_page.render(out))
     assert page.data["rows"][-1]["best"] is True and literally(page) > 4
     assert ("id", "map-card") in page.attributes
@@ -49,10 +57,19 @@ def test_what_growth_is_drawn_along(rows):
 
 def layouts():
     """Two models on two targets, two meshes and two policies; one of the 16 fails, one was never run."""
-    rows = [row(policy, gib * scale * gpus / tensor, share, 40, keys={"config": config, "target": f"h100:{8 // gpus}",
-                                                                      "mesh.tensor": tensor})
-            for config, scale in (("8b", 1), ("70b", 9)) for gpus in (1, 2) for tensor in (1, 8)
-            for policy, gib, share in (("none", 38, 0.0), ("full", 3, 0.33))]
+    rows = [
+        row(
+            policy,
+            gib * scale * gpus / tensor,
+            share,
+            40,
+            keys={"config": config, "target": f"h100:{8 // gpus}", "mesh.tensor": tensor},
+        )
+        for config, scale in (("8b", 1), ("70b", 9))
+        for gpus in (1, 2)
+        for tensor in (1, 8)
+        for policy, gib, share in (("none", 38, 0.0), ("full", 3, 0.33))
+    ]
     rows[1] = Row(rows[1].overrides, status="the worker died <b>")
     return rows[:-1]
 
@@ -61,20 +78,35 @@ def test_the_map_has_a_cell_for_every_combination():
     grid = feasibility_grid_page.grid(layouts())
     squares = [square for line in grid.lines for square in line.squares]
     assert [square and (square.kind, square.text) for square in squares] == [
-        ("near", "38.0"), ("failed", "failed"), ("room best", "4.8"), ("room", "0.38"),  # 8b on h100:8
-        ("over", "76.0"), ("room", "6.0"), ("room best", "9.5"), ("room", "0.75"),
-        ("over", "342"), ("room", "27.0"), ("over", "42.8"), ("room best", "3.4"),
-        ("over", "684"), ("over", "54.0"), ("over", "85.5"), None]
+        ("near", "38.0"),
+        ("failed", "failed"),
+        ("room best", "4.8"),
+        ("room", "0.38"),  # 8b on h100:8
+        ("over", "76.0"),
+        ("room", "6.0"),
+        ("room best", "9.5"),
+        ("room", "0.75"),
+        ("over", "342"),
+        ("room", "27.0"),
+        ("over", "42.8"),
+        ("room best", "3.4"),
+        ("over", "684"),
+        ("over", "54.0"),
+        ("over", "85.5"),
+        None,
+    ]
     assert [line.names for line in grid.lines] == [["8b", "h100:8"], ["", "h100:4"], ["70b", "h100:8"], ["", "h100:4"]]
     assert [line.first for line in grid.lines] == [False, False, True, False] and grid.unit == "GiB"
     assert [head.spans for head in grid.heads] == [
-        [("1", 2), ("8", 2)], [("none", 1), ("full", 1), ("none", 1), ("full", 1)]]
+        [("1", 2), ("8", 2)],
+        [("none", 1), ("full", 1), ("none", 1), ("full", 1)],
+    ]
     assert [[*head.left, head.corner] for head in grid.heads] == [["", "tensor"], ["config", "target \\ policy"]]
 
 
 def test_the_map_of_the_page_is_escaped_and_has_one_unit():
     text = with_style_attributes(compare_page.render(plan_rows.to_json(layouts(), {}, {})))
-    text = text[text.index('<section class="card" id="map-card">'):text.index('id="pareto-card"')]
+    text = text[text.index('<section class="card" id="map-card">') : text.index('id="pareto-card"')]
     assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
     assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]
     assert '<td class="room best" style="--share: 12%" title="' in text and ">4.8</td>" in text
@@ -95,11 +127,16 @@ def test_a_map_of_one_line_is_none(rows):
 
 
 def test_formulas_are_columns_of_the_page(rows):
-    formula = {"residual_bytes": rows[1].residual_bytes / 2, "peak_bytes": float(rows[1].peak_bytes),
-               "model_flops": 6e12, "hardware_flops": 9e12}
+    formula = {
+        "residual_bytes": rows[1].residual_bytes / 2,
+        "peak_bytes": float(rows[1].peak_bytes),
+        "model_flops": 6e12,
+        "hardware_flops": 9e12,
+    }
     unknown = dict.fromkeys(formula)
-    data = compare_page.page_data(plan_rows.to_json(
-        [dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {}))
+    data = compare_page.page_data(
+        plan_rows.to_json([dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {})
+    )
     names = [name for name, *_ in data["columns"]]
     assert {"formula_residuals", "residuals_gap", "formula_peak", "peak_gap", "formula_ratio"} <= set(names)
     none, dots = (line["values"] for line in data["rows"])
@@ -138,8 +175,11 @@ def test_the_browser_draws_all_of_it(tmp_path):
 
 def many(count):
     """Rows of so many lengths and four policies: more bars than a page shows at once."""
-    return [row(policy, gib * n, share, keys={"data.seq_len": 1024 * n}) for n in range(1, count // 4 + 1)
-            for policy, gib, share in (("none", 3, 0.0), ("dots", 2, 0.05), ("minimal", 1.5, 0.1), ("full", 1, 0.33))]
+    return [
+        row(policy, gib * n, share, keys={"data.seq_len": 1024 * n})
+        for n in range(1, count // 4 + 1)
+        for policy, gib, share in (("none", 3, 0.0), ("dots", 2, 0.05), ("minimal", 1.5, 0.1), ("full", 1, 0.33))
+    ]
 
 
 def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):

@@ -17,8 +17,15 @@ GIB = 2**30
 
 def taken(seconds):
     """The JSON of a prediction."""
-    return {"seconds": seconds, "seconds_low": 0.5, "seconds_high": 9.0, "by_phase": {}, "by_term": {},
-            "bound_by": "products", "rates": "by hand"}
+    return {
+        "seconds": seconds,
+        "seconds_low": 0.5,
+        "seconds_high": 9.0,
+        "by_phase": {},
+        "by_term": {},
+        "bound_by": "products",
+        "rates": "by hand",
+    }
 
 
 def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.10.2", **more):
@@ -26,22 +33,44 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
     sizes = {"params": 8 * GIB, "residuals": residuals * GIB, "gradients": gradients * GIB, "fragmentation": GIB}
     peak = sum(sizes.values()) - GIB
     named = {"gate": residuals * GIB} if residuals else {}
-    buffers = tuple(Buffer(f"b.{row}", size, (size,), "u8", row, "forward", "mlp", "blocks/mlp", end=points,
-                           at_peak=True) for row, size in sizes.items() if size and row != "fragmentation")
+    buffers = tuple(
+        Buffer(f"b.{row}", size, (size,), "u8", row, "forward", "mlp", "blocks/mlp", end=points, at_peak=True)
+        for row, size in sizes.items()
+        if size and row != "fragmentation"
+    )
     middle = points // 2
-    line = tuple(TimelinePoint(i, peak if i == middle else peak // 2, "forward" if i < middle else "backward",
-                               f"op.{i}") for i in range(points))
-    fields = {"timeline": line, "peak_index": middle, "workspace_by_scope": {"backward/mlp": 5}, "program": "jit_step",
-              "limit_bytes": 72 * GIB, "fits": True, "verdict": "fits", "target": {"name": target, "kind": "NVIDIA"},
-              "subject": Subject("tiny", batch="16 sequences"), "versions": {"jax": jax},
-              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 1.0},
-              "prediction": taken(2.0)}
+    line = tuple(
+        TimelinePoint(i, peak if i == middle else peak // 2, "forward" if i < middle else "backward", f"op.{i}")
+        for i in range(points)
+    )
+    fields = {
+        "timeline": line,
+        "peak_index": middle,
+        "workspace_by_scope": {"backward/mlp": 5},
+        "program": "jit_step",
+        "limit_bytes": 72 * GIB,
+        "fits": True,
+        "verdict": "fits",
+        "target": {"name": target, "kind": "NVIDIA"},
+        "subject": Subject("tiny", batch="16 sequences"),
+        "versions": {"jax": jax},
+        "config": {"remat": {"policy": "none"}, "seed": 0},
+        "roofline": {"total": 1.0},
+        "prediction": taken(2.0),
+    }
     return Report(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
 
 
 BEFORE = make_report()
-AFTER = make_report(residuals=0, gradients=3, points=1000, config={"remat": {"policy": "full"}, "seed": 0},
-                    roofline={"total": 1.5}, prediction=taken(2.5), workspace_by_scope={"backward/mlp": 9})
+AFTER = make_report(
+    residuals=0,
+    gradients=3,
+    points=1000,
+    config={"remat": {"policy": "full"}, "seed": 0},
+    roofline={"total": 1.5},
+    prediction=taken(2.5),
+    workspace_by_scope={"backward/mlp": 9},
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +81,29 @@ def text():
 def test_the_page_names_both_programs_and_all_that_differs(text):
     page = one_file(text)
     words = " ".join(" ".join(page.words).split())
-    for expected in ("a.json → b.json", "tiny · h100:8 · NVIDIA · per device", "batch 16 sequences 16 sequences",
-                     "was 15.00 GiB, -3.00 GiB (-20.0 %)",
-                     "predicted update 2.50 s",
-                     "remat.policy none full", "was 2.00 s, +25.0 %", "backward/mlp workspace 5 B 9 B +4 B +80.0",
-                     "gate residual 4.00 GiB 0 B -4.00 GiB -100.0"):
+    for expected in (
+        "a.json → b.json",
+        "tiny · h100:8 · NVIDIA · per device",
+        "batch 16 sequences 16 sequences",
+        "was 15.00 GiB, -3.00 GiB (-20.0 %)",
+        "predicted update 2.50 s",
+        "remat.policy none full",
+        "was 2.00 s, +25.0 %",
+        "backward/mlp workspace 5 B 9 B +4 B +80.0",
+        "gate residual 4.00 GiB 0 B -4.00 GiB -100.0",
+    ):
         assert expected in words, expected
     assert " seed " not in words and "▲" not in words and len(text) < 600_000
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"target": "h200"}, "different targets, h100:8 and h200"), ({"jax": "0.12.0"}, "jax, 0.10.2 and 0.12.0"),
-    ({"method": "schedule"}, "derived from the schedule")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target": "h200"}, "different targets, h100:8 and h200"),
+        ({"jax": "0.12.0"}, "jax, 0.10.2 and 0.12.0"),
+        ({"method": "schedule"}, "derived from the schedule"),
+    ],
+)
 def test_what_cannot_be_compared_is_said(change, said):
     words = " ".join(one_file(diff_page.render(BEFORE, make_report(**change))).words)
     assert said in words and words.count("▲") == 1
@@ -72,8 +112,11 @@ def test_what_cannot_be_compared_is_said(change, said):
 def test_the_waterfall_leads_from_one_total_to_the_other():
     bars = diff_page.waterfall(BEFORE, AFTER)
     assert [(bar["name"], bar["from"], bar["bytes"]) for bar in bars] == [
-        ("before", 0, 15 * GIB), ("gradients", 15 * GIB, GIB), ("residuals", 16 * GIB, -4 * GIB),
-        ("after", 0, 12 * GIB)]
+        ("before", 0, 15 * GIB),
+        ("gradients", 15 * GIB, GIB),
+        ("residuals", 16 * GIB, -4 * GIB),
+        ("after", 0, 12 * GIB),
+    ]
     # A file whose rows do not add up says so in a bar of its own.
     foreign = diff_page.waterfall(BEFORE, dataclasses.replace(AFTER, allocated_bytes=20 * GIB))
     assert foreign[-2] == {"row": "unattributed", "name": "not in the rows", "from": 12 * GIB, "bytes": 8 * GIB}
@@ -101,10 +144,16 @@ def test_both_timelines_reach_their_peaks_at_their_place():
 
 def test_no_name_can_break_the_page():
     hostile = make_report(
-        program=HOSTILE, verdict=HOSTILE, target={"name": HOSTILE, "kind": HOSTILE}, versions={HOSTILE: HOSTILE},
-        config={HOSTILE: HOSTILE}, workspace_by_scope={HOSTILE: 1}, residuals_by_name={HOSTILE: 1},
-        timeline=(TimelinePoint(0, 1, HOSTILE, HOSTILE),), buffers=(Buffer(HOSTILE, 3, category=HOSTILE, end=9,
-                                                                         phase="argument"),))
+        program=HOSTILE,
+        verdict=HOSTILE,
+        target={"name": HOSTILE, "kind": HOSTILE},
+        versions={HOSTILE: HOSTILE},
+        config={HOSTILE: HOSTILE},
+        workspace_by_scope={HOSTILE: 1},
+        residuals_by_name={HOSTILE: 1},
+        timeline=(TimelinePoint(0, 1, HOSTILE, HOSTILE),),
+        buffers=(Buffer(HOSTILE, 3, category=HOSTILE, end=9, phase="argument"),),
+    )
     page = one_file(diff_page.render(BEFORE, hostile, (HOSTILE, "b")))
     assert literally(page) > 10 and HOSTILE in page.data["lines"][1]["phase"]
 

@@ -40,11 +40,18 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
     words, best = text_of(page), fits["best"]
     run = f"bytescope train --config=configs/x.py {best['flags']}"
     assert run in words and words.index(run) < words.index("What was tried")
-    for expected in ("✓ fits", "configs/x.py within 24.00 GiB", "24.00 GiB of 24.00 GiB, 0 B left",
-                     pages_seconds(best["predicted_seconds"]), within(best["predicted_seconds_low"],
-                     best["predicted_seconds_high"]) + " s", f"Rates: {best['rates'][:1].upper()}",
-                     f"{8192 / best['predicted_seconds']:,.0f}", "12.5 %", "7 programs compiled, 7 tried",
-                     "jax 9"):
+    for expected in (
+        "✓ fits",
+        "configs/x.py within 24.00 GiB",
+        "24.00 GiB of 24.00 GiB, 0 B left",
+        pages_seconds(best["predicted_seconds"]),
+        within(best["predicted_seconds_low"], best["predicted_seconds_high"]) + " s",
+        f"Rates: {best['rates'][:1].upper()}",
+        f"{8192 / best['predicted_seconds']:,.0f}",
+        "12.5 %",
+        "7 programs compiled, 7 tried",
+        "jax 9",
+    ):
         assert expected in words, expected
     assert page.data == json.loads(json.dumps(fit_page.page_data(fits)))
     assert "{{" not in re.sub(r"<script>.*?</script>", "", fit_page.render(fits), flags=re.S)
@@ -69,8 +76,11 @@ def test_what_does_not_fit_is_a_certificate(fits_not):
     words = visible(fits_not)
     assert "✕ does not fit" in words and "bytescope train" not in words
     assert "bytescope report --config=x.py --target=h100 --config." in words
-    for expected in ("missing 13.00 GiB on the device", "18.00 GiB of 5.00 GiB, 13.00 GiB too much",
-                     "optimizer 8.00 GiB 44.4 %"):
+    for expected in (
+        "missing 13.00 GiB on the device",
+        "18.00 GiB of 5.00 GiB, 13.00 GiB too much",
+        "optimizer 8.00 GiB 44.4 %",
+    ):
         assert expected in words, expected
 
 
@@ -92,8 +102,9 @@ def test_the_table_is_the_walk(fits):
         assert texts[3] == f"{step['allocated_bytes'] / GIB:.2f} GiB"
         assert texts[-3] == f"{100 * step['recompute_flops_fraction']:.1f} %"
         command = html.unescape(re.search('data-command="([^"]*)"', cells)[1])
-        assert command.startswith("bytescope train --config=x" if step["fits"] else
-                                  "bytescope report --config=x --target=h100 ")
+        assert command.startswith(
+            "bytescope train --config=x" if step["fits"] else "bytescope report --config=x --target=h100 "
+        )
         assert f"--config.remat.layers={step['keys']['remat.layers']}" in shlex.split(command), "whole"
 
 
@@ -114,10 +125,17 @@ def hostile(out):
     """The same fit with hostile text wherever a config, a target or a compiler can put some."""
     walk = [{**step, "what": HOSTILE, "verdict": HOSTILE, "keys": {HOSTILE: HOSTILE}} for step in out["walk"]]
     found = {"flags": HOSTILE, "what": HOSTILE}
-    return {**out, "config": HOSTILE, "given": HOSTILE, "walk": walk,
-            "target": {"name": HOSTILE, "kind": HOSTILE}, "versions": {HOSTILE: HOSTILE},
-            "stopped": HOSTILE, "best": out["best"] and {**out["best"], **found, "overrides": {HOSTILE: HOSTILE}},
-            "certificate": out["certificate"] and {**out["certificate"], **found}}
+    return {
+        **out,
+        "config": HOSTILE,
+        "given": HOSTILE,
+        "walk": walk,
+        "target": {"name": HOSTILE, "kind": HOSTILE},
+        "versions": {HOSTILE: HOSTILE},
+        "stopped": HOSTILE,
+        "best": out["best"] and {**out["best"], **found, "overrides": {HOSTILE: HOSTILE}},
+        "certificate": out["certificate"] and {**out["certificate"], **found},
+    }
 
 
 def test_no_text_can_break_the_page(fits, fits_not):

@@ -43,14 +43,23 @@ def test_python_has_no_html():
 
 def test_macros_show_hostile_text_as_it_is():
     """In elements and attributes alike; what looks like an expression is not run."""
-    show = frame.environment().from_string("""{% import "elements.html" as ui %}
+    show = (
+        frame.environment()
+        .from_string("""{% import "elements.html" as ui %}
         {{ ui.figures(figures) }}{{ ui.table(table) }}{{ ui.run(text) }}{{ ui.flags(text) }}{{ ui.notes(text, [text]) }}
         {{ ui.definitions(section) }}{% call ui.card(text, text, text) %}{{ text }}{% endcall %}
-        {{ ui.plot(text, text) }}""").render(
-        text=HOSTILE, figures=[elements.Figure(*[HOSTILE] * 4)],
-        section=elements.Section(HOSTILE, [(HOSTILE, HOSTILE)]),
-        table=elements.table([(HOSTILE, "name", lambda item: item), (HOSTILE, "num", lambda item: elements.Cell(
-            item, item, item))], [HOSTILE], title=lambda item: item))
+        {{ ui.plot(text, text) }}""")
+        .render(
+            text=HOSTILE,
+            figures=[elements.Figure(*[HOSTILE] * 4)],
+            section=elements.Section(HOSTILE, [(HOSTILE, HOSTILE)]),
+            table=elements.table(
+                [(HOSTILE, "name", lambda item: item), (HOSTILE, "num", lambda item: elements.Cell(item, item, item))],
+                [HOSTILE],
+                title=lambda item: item,
+            ),
+        )
+    )
     page = Page(show)
     assert "script" not in page.tags and "b" not in page.tags and literally(page) == 3 + 4 + 2 + 2 + 3 + 3
     held = [value for name, value in page.attributes if name in ("title", "id", "aria-label")]
@@ -70,8 +79,15 @@ def test_a_name_that_nobody_gives_is_an_error():
 
 
 def test_a_table_has_no_empty_column():
-    table = elements.table([("a", "name", str), ("b", "num", lambda item: ""), ("c", "num", lambda item: elements.size(
-        2048 if item else None))], [0, 1], kind=lambda item: "total" if item else "")
+    table = elements.table(
+        [
+            ("a", "name", str),
+            ("b", "num", lambda item: ""),
+            ("c", "num", lambda item: elements.size(2048 if item else None)),
+        ],
+        [0, 1],
+        kind=lambda item: "total" if item else "",
+    )
     assert [head.title for head in table.heads] == ["a", "c"]
     assert [[cell.text for cell in line.cells] for line in table.lines] == [["0", ""], ["1", "2.00 KiB"]]
     assert table.lines[1].cells[1].title == "2,048 bytes" and [line.kind for line in table.lines] == ["", "total"]
@@ -81,7 +97,9 @@ def test_a_table_has_no_empty_column():
 def test_a_breakdown_is_shares_of_its_total_and_widths_of_its_scale():
     parts = elements.parts({"residuals": 3, "logits_loss": 1, "params": 0}, 4, 8)
     assert [(part.name, part.bytes, part.share, part.width) for part in parts] == [
-        ("residuals", 3, 75, 37.5), ("logits and loss", 1, 25, 12.5)]
+        ("residuals", 3, 75, 37.5),
+        ("logits and loss", 1, 25, 12.5),
+    ]
     assert elements.parts({}, 0) == []
 
 
@@ -100,28 +118,35 @@ def test_helpers_stand_in_one_script(file):
     text = file.read_text(encoding="utf-8")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
     if file.name != "base.js":
-        assert not re.search(r"2 \*\* [1-4]0,|getComputedStyle|createElement|JSON\.parse|matchMedia|&lt;",
-                             text), "base.js has it"
+        assert not re.search(r"2 \*\* [1-4]0,|getComputedStyle|createElement|JSON\.parse|matchMedia|&lt;", text), (
+            "base.js has it"
+        )
 
 
 @pytest.fixture(scope="module")
 def head():
     """The head of a page, with an empty body: base.js without a chart to draw."""
     page = estimate.render(Question(1e9, transformer.gpt(24, 2048, 16, 50304), Layout(), 1024, 1))
-    return page[:page.index("<main>")] + "</body></html>"
+    return page[: page.index("<main>")] + "</body></html>"
 
 
 def test_the_policy_refuses_what_the_page_was_not_made_with(head, browser):
     """A script, a handler, a style element and a style attribute that got into a page have no effect."""
-    strange = ("<script>document.title = 'ran'</script><style>body { color: rgb(1, 2, 3) }</style>"
-               "<p id='strange' style='color: rgb(1, 2, 3)' onclick='document.title = 1'>x</p></body>")
+    strange = (
+        "<script>document.title = 'ran'</script><style>body { color: rgb(1, 2, 3) }</style>"
+        "<p id='strange' style='color: rgb(1, 2, 3)' onclick='document.title = 1'>x</p></body>"
+    )
     browser.open(head.replace("</body>", strange), 500)
     browser.call("document.getElementById('strange').click()")
     title, color = browser.call("[document.title, getComputedStyle(document.getElementById('strange')).color]")
     refused = [error for error in browser.errors() if error.startswith("CSP refuses")]
     assert title == re.search("<title>(.*?)<", head)[1] and color != "rgb(1, 2, 3)"
     assert [line.split()[2] for line in refused] == [
-        "script-src-elem", "style-src-elem", "style-src-attr", "script-src-attr"]
+        "script-src-elem",
+        "style-src-elem",
+        "style-src-attr",
+        "script-src-attr",
+    ]
 
 
 def seen(document):
@@ -135,8 +160,9 @@ def test_the_browser_writes_bytes_as_python_does(head, tmp_path):
     assert json.loads(seen(document)) == [human(size) for size in sizes]
 
 
-@pytest.mark.parametrize(("fragment", "dark", "theme"), [("", False, "light"), ("", True, "dark"),
-                                                         ("#theme=dark", False, "dark")])
+@pytest.mark.parametrize(
+    ("fragment", "dark", "theme"), [("", False, "light"), ("", True, "dark"), ("#theme=dark", False, "dark")]
+)
 def test_the_theme_is_set_before_anything_is_drawn(head, tmp_path, fragment, dark, theme):
     script = "document.title = document.documentElement.dataset.theme;"
     assert seen(browse(tmp_path, head, fragment, script, ["--dump-dom"], dark)) == theme

@@ -45,9 +45,12 @@ AROUND = """
   text-align: right; padding: 2em; }
 .jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: rgb(255, 0, 0); }
 .jp-RenderedHTMLCommon p { color: rgb(255, 0, 0); }"""
-THEMES = {"jupyter light": 'data-jp-theme-light="true"', "jupyter dark": 'data-jp-theme-light="false"',
-          "vscode dark": 'class="vscode-dark"', "vscode contrast light":
-              'class="vscode-high-contrast-light vscode-high-contrast"'}
+THEMES = {
+    "jupyter light": 'data-jp-theme-light="true"',
+    "jupyter dark": 'data-jp-theme-light="false"',
+    "vscode dark": 'class="vscode-dark"',
+    "vscode contrast light": 'class="vscode-high-contrast-light vscode-high-contrast"',
+}
 LOOK = """
 document.title = JSON.stringify([...document.querySelectorAll("main > div")].map((around) => {
   const find = (query) => around.querySelector(query), style = (query) => getComputedStyle(find(query));
@@ -77,7 +80,7 @@ def outputs():
 
 def shown(outputs, name):
     """The text and the HTML of a cell that shows one object."""
-    output, = outputs[name]
+    (output,) = outputs[name]
     assert output.output_type in ("execute_result", "display_data"), output
     return output.data["text/plain"], output.data["text/html"]
 
@@ -86,7 +89,7 @@ def test_objects_show_themselves_and_print_short(outputs):
     for name in ("report", "table", "diff", "show", "live"):
         text, piece = shown(outputs, name)
         assert len(text) < 2500 and "\x1b" not in text and "<script" not in piece and len(piece) < 60_000
-    printed, = outputs["printed"]
+    (printed,) = outputs["printed"]
     assert printed.output_type == "stream" and printed.text.strip() == shown(outputs, "report")[0].strip()
     assert "Report of jit_step on local (cpu)" in printed.text
     assert shown(outputs, "show")[1] == shown(outputs, "report")[1]
@@ -99,9 +102,10 @@ def test_a_buffer_is_found_in_its_cell(outputs):
 
 def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
     for name, kind, message, line in (
-            ("error", "ReportError", "unknown target 'h20': did you mean h200?", "  line 1: memory.analyze("),
-            ("guard", "GuardError", "jit_step takes ", "  line 1: memory.assert_fits(report, '1KiB')")):
-        output, = outputs[name]
+        ("error", "ReportError", "unknown target 'h20': did you mean h200?", "  line 1: memory.analyze("),
+        ("guard", "GuardError", "jit_step takes ", "  line 1: memory.assert_fits(report, '1KiB')"),
+    ):
+        (output,) = outputs[name]
         said = "\n".join(output.traceback).splitlines()
         assert output.ename == kind and said[0].startswith(f"{kind}: {message}") and said[1:] == [line]
 
@@ -109,8 +113,9 @@ def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
 def test_output_areas_are_as_they_should_be_in_a_browser(outputs, tmp_path, browser):
     pieces = "".join(shown(outputs, name)[1] for name in ("report", "table", "diff", "live"))
     big = memory.Report.of(make_report(points=700))._repr_html_()
-    areas = "".join(f'<div {theme}><div class="jp-RenderedHTMLCommon">{pieces}{big}</div></div>'
-                    for theme in THEMES.values())
+    areas = "".join(
+        f'<div {theme}><div class="jp-RenderedHTMLCommon">{pieces}{big}</div></div>' for theme in THEMES.values()
+    )
     page = f"<!doctype html><title></title><style>{AROUND}</style><body><main>{areas}</main></body>"
     check_page(browser, page)
     document = browse(tmp_path, page, script=LOOK, options=["--dump-dom", "--window-size=760,1400"])

@@ -23,10 +23,17 @@ TARGET, VERSIONS = {"name": "h100:8", "kind": "NVIDIA H100", "limit_bytes": 40 *
 GIVEN = "--config.optimizer.name=adamw_8bit"
 LONG = ["q_rot", "k_rot", "context", "attn_out", "mid", "gate", "up", "norm_attn", "norm_mlp"]
 # What every row of these tests was predicted to do.
-SPEED = {"predicted_seconds": 0.75, "predicted_seconds_low": 0.684, "predicted_seconds_high": 0.852,
-         "least_seconds": 0.5, "rates": "measured on h100: products", "predicted_tokens_per_s": 87381.3,
-         "predicted_mfu": 0.4321,
-         "tokens_per_update": 65536, "batch": "1 micro-batch x 8 data-parallel = 65,536 tokens"}
+SPEED = {
+    "predicted_seconds": 0.75,
+    "predicted_seconds_low": 0.684,
+    "predicted_seconds_high": 0.852,
+    "least_seconds": 0.5,
+    "rates": "measured on h100: products",
+    "predicted_tokens_per_s": 87381.3,
+    "predicted_mfu": 0.4321,
+    "tokens_per_update": 65536,
+    "batch": "1 micro-batch x 8 data-parallel = 65,536 tokens",
+}
 
 SLOWER = {**SPEED, "predicted_seconds": 1.0}
 
@@ -37,30 +44,55 @@ def compared(rows, **more):
 
 def policies():
     """One task; names of tensors that are longer than any column, everything measured, a row that exceeds."""
+
     def measured(seconds):
         return {"step_seconds": seconds, "tokens_per_s": 65536 / seconds, "peak_bytes": 30 * GIB}
 
     kept = {"remat.save": LONG, "remat.offload": ["block_in"]}
-    return compared([row(policy, gib, share, measured=measured(seconds), keys=keys, **SPEED)
-                     for policy, gib, share, seconds, keys in (
-                         ("none", 90, 0.0, 1.1, {}), ("custom", 30, 0.05, 1.2, kept), ("full", 12, 0.3, 1.5, {}))])
+    return compared(
+        [
+            row(policy, gib, share, measured=measured(seconds), keys=keys, **SPEED)
+            for policy, gib, share, seconds, keys in (
+                ("none", 90, 0.0, 1.1, {}),
+                ("custom", 30, 0.05, 1.2, kept),
+                ("full", 12, 0.3, 1.5, {}),
+            )
+        ]
+    )
 
 
 def tasks():
     """Two models at two lengths: what fits the larger is not worse than what fits the smaller."""
-    return compared([row(policy, gib * scale * n / 2048, share, keys={"config": config, "data.seq_len": n}, **SPEED)
-                     for config, scale in (("llama_1b", 1), ("llama_8b", 5)) for n in (2048, 32768)
-                     for policy, gib, share in (("none", 3, 0.0), ("full", 0.3, 0.25))])
+    return compared(
+        [
+            row(policy, gib * scale * n / 2048, share, keys={"config": config, "data.seq_len": n}, **SPEED)
+            for config, scale in (("llama_1b", 1), ("llama_8b", 5))
+            for n in (2048, 32768)
+            for policy, gib, share in (("none", 3, 0.0), ("full", 0.3, 0.25))
+        ]
+    )
 
 
 def staircase():
     def level(stage, gib):
         adds = stairs.STAGES[stage].adds
-        return stairs.Level(stage, adds, adds, " ".join(f"--config.{key}={text}" for key, text in adds.items()),
-                            "cudnn", row("x", gib, 0.25, **SPEED))
+        return stairs.Level(
+            stage,
+            adds,
+            adds,
+            " ".join(f"--config.{key}={text}" for key, text in adds.items()),
+            "cudnn",
+            row("x", gib, 0.25, **SPEED),
+        )
 
-    return stairs.to_json([level("fp32", 600), level("bf16", 70), level("full", 30), level("offload", 12)],
-                          {"loss": "why"}, TARGET, VERSIONS, config="llama_8b", given=GIVEN)
+    return stairs.to_json(
+        [level("fp32", 600), level("bf16", 70), level("full", 30), level("offload", 12)],
+        {"loss": "why"},
+        TARGET,
+        VERSIONS,
+        config="llama_8b",
+        given=GIVEN,
+    )
 
 
 def fronted(**more):
@@ -69,11 +101,26 @@ def fronted(**more):
 
     full, plan = fixed("full", 20, 0.25), row("x", 29.5, 0.0, **SPEED)
     kept = f"'--config.remat.layers=(0-32:{'+'.join(LONG)})'"
-    some = [Point(20 * GIB, "full", full.flags, full.row, full, 1),
-            *(Point(gib * GIB, f"32 x {'+'.join(LONG)}", kept, plan, full) for gib in (30, 35, 40))]
-    return front.to_json(some, [full, fixed("none", 90, 0.0)], **{
-        "cost": "time", "offload": False, "programs": 9, "compiled": 4, "missing": 0, "target": TARGET,
-        "versions": VERSIONS, "config": "llama_8b", "given": GIVEN, **more})
+    some = [
+        Point(20 * GIB, "full", full.flags, full.row, full, 1),
+        *(Point(gib * GIB, f"32 x {'+'.join(LONG)}", kept, plan, full) for gib in (30, 35, 40)),
+    ]
+    return front.to_json(
+        some,
+        [full, fixed("none", 90, 0.0)],
+        **{
+            "cost": "time",
+            "offload": False,
+            "programs": 9,
+            "compiled": 4,
+            "missing": 0,
+            "target": TARGET,
+            "versions": VERSIONS,
+            "config": "llama_8b",
+            "given": GIVEN,
+            **more,
+        },
+    )
 
 
 def fitted(budget=24):
@@ -81,9 +128,15 @@ def fitted(budget=24):
 
 
 def pages():
-    return {"policies": compare.render(policies()), "tasks": compare.render(tasks()),
-            "levers": levers.render(staircase()), "front": frontier.render(fronted()), "fit": fit.render(fitted()),
-            "fit not": fit.render(fitted(5)), "estimate": estimate.render(Question(7e9, shape_for(7e9)), "7b")}
+    return {
+        "policies": compare.render(policies()),
+        "tasks": compare.render(tasks()),
+        "levers": levers.render(staircase()),
+        "front": frontier.render(fronted()),
+        "fit": fit.render(fitted()),
+        "fit not": fit.render(fitted(5)),
+        "estimate": estimate.render(Question(7e9, shape_for(7e9)), "7b"),
+    }
 
 
 def words(text):
@@ -162,10 +215,14 @@ def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star
     assert "Best that fits" not in said and "Least recomputation" not in said and "best that fits 3" not in said
     _, rows, commands = table(text, "each")
     assert [cells[:2] for cells in rows] == [
-        ["llama_1b, seq_len=2048", "none"], ["llama_1b, seq_len=32768", "full"], ["llama_8b, seq_len=2048", "none"],
-        ["llama_8b, seq_len=32768", "full"]]
-    assert commands[1] == [f"bytescope train {GIVEN} --config.remat.policy=full --config=llama_1b "
-                           "--config.data.seq_len=32768"]
+        ["llama_1b, seq_len=2048", "none"],
+        ["llama_1b, seq_len=32768", "full"],
+        ["llama_8b, seq_len=2048", "none"],
+        ["llama_8b, seq_len=32768", "full"],
+    ]
+    assert commands[1] == [
+        f"bytescope train {GIVEN} --config.remat.policy=full --config=llama_1b --config.data.seq_len=32768"
+    ]
     assert any(not line["fits"] for line in lines) and any(line["pareto"] for line in lines)
     assert all(line["fits"] for line in lines if line["pareto"] or line["best"])
     none = compare.render(compared([row("none", 60, keys={"data.seq_len": n}) for n in (1, 2)]))
@@ -180,7 +237,8 @@ def test_the_first_stage_that_fits_is_named_and_every_command_is_whole():
         f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.precision.preset=fp32",
         f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.precision.preset=bf16",
         f"bytescope train --config=llama_8b {GIVEN} --config.remat.policy=full",
-        f"bytescope train --config=llama_8b {GIVEN} --config.offload.optimizer=true"]
+        f"bytescope train --config=llama_8b {GIVEN} --config.offload.optimizer=true",
+    ]
     assert all(command in said for [command] in commands[2:]), "the first that fits and the last stand on top"
     assert rows[2][heads.index("MFU, predicted")] == "43.2 %" and "winner" in text
 
@@ -189,7 +247,9 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
     text = frontier.render(fronted())
     heads, rows, commands = table(text, "points")
     assert [(cells[0], cells[1]) for cells in rows] == [
-        ("full", "20.00 GiB"), (f"32 x {'+'.join(LONG)}", "30.00 GiB to 40.00 GiB 3 budgets")]
+        ("full", "20.00 GiB"),
+        (f"32 x {'+'.join(LONG)}", "30.00 GiB to 40.00 GiB 3 budgets"),
+    ]
     assert [len(one) for one in commands] == [1, 1]
     kept = f"'--config.remat.layers=(0-32:{'+'.join(LONG)})'"
     assert commands[1] == [f"bytescope train --config=llama_8b {GIVEN} {kept}"]
@@ -199,7 +259,8 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
     assert said.index("less predicted time") < said.index("fewer FLOPs recomputed")
     assert f"Cheapest that fits: 32 x {'+'.join(LONG)}" in said and "2 for 4 budgets" in said
     assert table(text, "fixed")[2][1] == [
-        f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.remat.policy=none"], "it exceeds"
+        f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.remat.policy=none"
+    ], "it exceeds"
 
 
 @pytest.mark.parametrize("budget", [24, 5])
@@ -208,7 +269,8 @@ def test_the_winner_of_a_fit_can_be_copied(budget):
     text = fit.render(out)
     command = re.search(r'<div class="run"><pre>(.*?)</pre>', text, re.S)[1]
     parts = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)))
-    assert parts[:3] == (["bytescope", "train", "--config=llama_8b"] if out["best"] else
-                         ["bytescope", "report", "--config=llama_8b"])
+    assert parts[:3] == (
+        ["bytescope", "train", "--config=llama_8b"] if out["best"] else ["bytescope", "report", "--config=llama_8b"]
+    )
     flags = (out["best"] or out["certificate"])["flags"]
-    assert parts[-len(shlex.split(flags)):] == shlex.split(flags)
+    assert parts[-len(shlex.split(flags)) :] == shlex.split(flags)

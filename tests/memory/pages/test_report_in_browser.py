@@ -44,10 +44,10 @@ def test_the_browser_draws_both_charts_and_the_buffers_of_the_peak(report, tmp_p
 
 
 def test_an_address_selects_a_point_and_a_search(report, tmp_path):
-    seen = body(browse(tmp_path, report_page.render(report), "#at=5&q=residuals%20QKV&sort=name&down=0",
-                       options=["--dump-dom"]))
-    expected = sorted(b.name for b in report.alive_at(5)
-                      if b.category == "residuals" and b.checkpoint_name == "qkv")
+    seen = body(
+        browse(tmp_path, report_page.render(report), "#at=5&q=residuals%20QKV&sort=name&down=0", options=["--dump-dom"])
+    )
+    expected = sorted(b.name for b in report.alive_at(5) if b.category == "residuals" and b.checkpoint_name == "qkv")
     assert int(counted(seen)) == len(expected)
     assert "Alive at point 5" in seen and 'aria-sort="ascending"' in seen
 
@@ -68,7 +68,9 @@ def said(document):
 
 def test_the_timeline_tells_every_category_by_pointer_and_by_keyboard(report, tmp_path):
     """Arrows go from point to point, Enter lists what is alive there; a theme's change keeps it."""
-    script = KEYS + """
+    script = (
+        KEYS
+        + """
       press("timeline", "Home", "ArrowRight", "ArrowRight", "ArrowRight");
       out.push(tip());
       press("timeline", "Enter");
@@ -77,6 +79,7 @@ def test_the_timeline_tells_every_category_by_pointer_and_by_keyboard(report, tm
       out.push(tip(), document.querySelector("#inspector h3").textContent);
       document.getElementById("theme").click();
       document.title = JSON.stringify([...out, location.hash, document.documentElement.dataset.theme]);"""
+    )
     document = browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"])
     third, ninth, inspected, fragment, theme = said(document)
     assert int(counted(body(document))) == len(report.alive_at(3))
@@ -92,7 +95,9 @@ def test_the_timeline_tells_every_category_by_pointer_and_by_keyboard(report, tm
 
 def test_a_tile_leads_to_its_row(report, tmp_path):
     """Even when the table shows others; its tip has type, source and lifetime; titles zoom, crumbs go back."""
-    script = KEYS + """
+    script = (
+        KEYS
+        + """
       press("treemap", "Home");
       const { node } = charts.of("treemap").on, crumbs = () => document.querySelector(".crumbs").textContent;
       out.push(node.total, tip(), crumbs());
@@ -104,13 +109,19 @@ def test_a_tile_leads_to_its_row(report, tmp_path):
       document.querySelector("#categories button").click();
       out.push(crumbs(), charts.of("timeline").views[0].targets.length);
       document.title = JSON.stringify(out);"""
+    )
     document = browse(tmp_path, report_page.render(report), "#q=nothing-has-this", script, ["--dump-dom"])
     size, words, whole, row, fragment, inside, tiles, without, _ = said(document)
     buffer = next(b for b in report.buffers if b.bytes == size and b.at_peak)
     rows = sorted((b for b in report.buffers if b.memory == "device"), key=lambda b: -b.bytes)
     assert report_page.human(size) in row and f"row={rows.index(buffer)}" in fragment and "q=" not in fragment
-    for expected in (report_data_page.array_type(buffer), buffer.source, f"from point {buffer.start} to {buffer.end}",
-                     report_page.human(size), "% of allocated"):
+    for expected in (
+        report_data_page.array_type(buffer),
+        buffer.source,
+        f"from point {buffer.start} to {buffer.end}",
+        report_page.human(size),
+        "% of allocated",
+    ):
         assert expected in words
     assert whole == "peak " + report_page.human(report.allocated_bytes) and inside.startswith(whole + buffer.category)
     assert 0 < tiles < sum(b.at_peak for b in report.buffers)
@@ -119,13 +130,16 @@ def test_a_tile_leads_to_its_row(report, tmp_path):
 
 
 def test_zooming_keeps_what_is_between(report, tmp_path):
-    script = KEYS + """
+    script = (
+        KEYS
+        + """
       const range = () => { const { x } = charts.of("timeline").views[0]; return [x.low, x.high]; };
       press("timeline", "Home", "PageUp", "PageUp", "PageUp", "PageUp", "PageUp", "+", "+");
       out.push(range(), tip());
       press("timeline", "0");
       out.push(range());
       document.title = JSON.stringify(out);"""
+    )
     document = browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"])
     (low, high), words, whole = said(document)
     assert high - low == pytest.approx(119 / 4, abs=2) and low < 30 < high and "point 30" in words
@@ -133,9 +147,12 @@ def test_zooming_keeps_what_is_between(report, tmp_path):
 
 
 def test_hostile_names_and_an_empty_report_run_without_error(report, tmp_path):
-    hostile = dataclasses.replace(report, buffers=tuple(
-        dataclasses.replace(b, name=HOSTILE, category="residuals", checkpoint_name=HOSTILE)
-        for b in report.buffers))
+    hostile = dataclasses.replace(
+        report,
+        buffers=tuple(
+            dataclasses.replace(b, name=HOSTILE, category="residuals", checkpoint_name=HOSTILE) for b in report.buffers
+        ),
+    )
     seen = body(browse(tmp_path, report_page.render(hostile), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen
     assert 'data-ready="yes"' in body(browse(tmp_path, report_page.render(Report(0, 0, {})), options=["--dump-dom"]))
@@ -143,11 +160,24 @@ def test_hostile_names_and_an_empty_report_run_without_error(report, tmp_path):
 
 def test_the_page_is_sound_when_it_is_used(report, browser):
     """At both widths, with tiles of less than a pixel beside large ones."""
-    narrow = tuple(Buffer(f"narrow.{k}", 1 + k * 2**14, category="outputs", phase="backward", at_peak=True,
-                          start=report.peak_index, end=report.peak_index) for k in range(60))
+    narrow = tuple(
+        Buffer(
+            f"narrow.{k}",
+            1 + k * 2**14,
+            category="outputs",
+            phase="backward",
+            at_peak=True,
+            start=report.peak_index,
+            end=report.peak_index,
+        )
+        for k in range(60)
+    )
     size = sum(buffer.bytes for buffer in narrow)
-    changed = dataclasses.replace(report, buffers=report.buffers + narrow, breakdown={
-        **report.breakdown, "outputs": report.breakdown["outputs"] + size})
+    changed = dataclasses.replace(
+        report,
+        buffers=report.buffers + narrow,
+        breakdown={**report.breakdown, "outputs": report.breakdown["outputs"] + size},
+    )
     check_page(browser, report_page.render(changed))
 
 
@@ -159,7 +189,9 @@ def test_the_page_of_a_failure_is_sound_when_it_is_used(report, browser):
 
 def test_light_and_dark_follow_the_readers_system(report, tmp_path):
     script = "document.title = getComputedStyle(document.body).backgroundColor;"
-    pages = [browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"], dark=dark)
-             for dark in (False, True)]
+    pages = [
+        browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"], dark=dark)
+        for dark in (False, True)
+    ]
     light, dark = (re.search(r"<title>rgb\((\d+)", page)[1] for page in pages)
     assert int(light) > 200 > 60 > int(dark)

@@ -40,9 +40,17 @@ def report():
 def test_the_page_is_one_file_with_everything_in_it(report):
     page = one_file(report_page.render(report))
     text = " ".join(page.words)
-    for expected in ("jit_train_step", "h200:8", "9.9.9", "chunk the loss", "--config.loss.kind=chunked",
-                     "model.layers", "a note",
-                     report_page.human(report.peak_bytes), report_page.human(report.limit_bytes)):
+    for expected in (
+        "jit_train_step",
+        "h200:8",
+        "9.9.9",
+        "chunk the loss",
+        "--config.loss.kind=chunked",
+        "model.layers",
+        "a note",
+        report_page.human(report.peak_bytes),
+        report_page.human(report.limit_bytes),
+    ):
         assert expected in text
     assert page.data == json.loads(json.dumps(report_data_page.page_data(report)))
     assert "{{" not in re.sub(r"<script>.*?</script>", "", report_page.render(report), flags=re.S)
@@ -62,18 +70,36 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     """
     words = " ".join(one_file(report_page.render(report)).words)
     assert "one update" not in words and "MFU" not in words, "nothing is known"
-    subject = Subject("llama_8b", ("batch.micro=2",), "2 micro-batches", "full", tokens=4000, calls=2,
-                      model_flops=8 * 3 * 10**12)
-    target = {**report.target, "n_devices": 8, "peak_flops": {"bf16": 1e13}, "hbm_bytes_per_s": 1e12,
-              "host_link_bytes_per_s": 1e9, "interconnect_bytes_per_s": {"in_host": 1e9, "between_hosts": 1e9}}
-    known = dataclasses.replace(report, subject=subject, target=target, work={"forward": {"flops": {"bf16": 4e12}}},
-                                roofline={"total": 0.8, "source": "data-sheet rates", "by_term": {}})
+    subject = Subject(
+        "llama_8b", ("batch.micro=2",), "2 micro-batches", "full", tokens=4000, calls=2, model_flops=8 * 3 * 10**12
+    )
+    target = {
+        **report.target,
+        "n_devices": 8,
+        "peak_flops": {"bf16": 1e13},
+        "hbm_bytes_per_s": 1e12,
+        "host_link_bytes_per_s": 1e9,
+        "interconnect_bytes_per_s": {"in_host": 1e9, "between_hosts": 1e9},
+    }
+    known = dataclasses.replace(
+        report,
+        subject=subject,
+        target=target,
+        work={"forward": {"flops": {"bf16": 4e12}}},
+        roofline={"total": 0.8, "source": "data-sheet rates", "by_term": {}},
+    )
     text = report_page.render(known)
     words = " ".join(" ".join(Page(text).words).split())
     assert "<title>llama_8b on h200:8 · memory</title>" in text
-    for expected in ("llama_8b", "with batch.micro=2", "batch: 2 micro-batches",
-                     "policy: full · program: jit_train_step", "one update, at least 1.60 s by data-sheet rates",
-                     "tokens/s, at most 2,500 over all", "MFU, at most 38% of the peak"):
+    for expected in (
+        "llama_8b",
+        "with batch.micro=2",
+        "batch: 2 micro-batches",
+        "policy: full · program: jit_train_step",
+        "one update, at least 1.60 s by data-sheet rates",
+        "tokens/s, at most 2,500 over all",
+        "MFU, at most 38% of the peak",
+    ):
         assert expected in words, expected
     again = Report.from_json(json.loads(json.dumps(known.to_json())))
     assert again.subject == subject and report_page.render(again) == text
@@ -83,10 +109,26 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
 
 def test_modules_of_a_kind_are_one_bar_with_their_number():
     """As on the terminal; their bytes are the sum."""
-    blocks = tuple(Buffer("fusion", MIB, category="workspace", phase="backward", component="CausalAttn", at_peak=True,
-                          module=f"Net/blocks_{n}/CausalAttn_0") for n in range(6))
-    found = Report(6 * MIB, 6 * MIB, {"workspace": 6 * MIB}, buffers=blocks,
-                   workspace_by_scope={"backward/CausalAttn": 6 * MIB}, residuals_by_name={"(mlp/mul)": MIB})
+    blocks = tuple(
+        Buffer(
+            "fusion",
+            MIB,
+            category="workspace",
+            phase="backward",
+            component="CausalAttn",
+            at_peak=True,
+            module=f"Net/blocks_{n}/CausalAttn_0",
+        )
+        for n in range(6)
+    )
+    found = Report(
+        6 * MIB,
+        6 * MIB,
+        {"workspace": 6 * MIB},
+        buffers=blocks,
+        workspace_by_scope={"backward/CausalAttn": 6 * MIB},
+        residuals_by_name={"(mlp/mul)": MIB},
+    )
     words = " ".join(" ".join(one_file(report_page.render(found)).words).split())
     assert "backward/CausalAttn x 6 6.00 MiB" in words and "(mlp/mul) 1.00 MiB" in words
     console = Console(width=100, record=True, file=io.StringIO())
@@ -96,19 +138,41 @@ def test_modules_of_a_kind_are_one_bar_with_their_number():
 
 def test_no_name_can_break_the_page(report):
     hostile = dataclasses.replace(
-        report, program=HOSTILE, subject=Subject(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
-        versions={HOSTILE: HOSTILE}, config={HOSTILE: HOSTILE}, notes=(HOSTILE,),
-        target={"name": HOSTILE, "kind": HOSTILE}, residuals_by_name={HOSTILE: 1},
-        workspace_by_scope={HOSTILE: 1}, findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE),),
-        ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),), zero=(ZeroRow(HOSTILE, 1.0, 2.0, HOSTILE),),
+        report,
+        program=HOSTILE,
+        subject=Subject(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
+        versions={HOSTILE: HOSTILE},
+        config={HOSTILE: HOSTILE},
+        notes=(HOSTILE,),
+        target={"name": HOSTILE, "kind": HOSTILE},
+        residuals_by_name={HOSTILE: 1},
+        workspace_by_scope={HOSTILE: 1},
+        findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE),),
+        ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),),
+        zero=(ZeroRow(HOSTILE, 1.0, 2.0, HOSTILE),),
         communication=(Communication(HOSTILE, (HOSTILE,), 2, 1, 1, 1, 1, 1, HOSTILE),),
-        collectives=(Collective(HOSTILE, HOSTILE, (HOSTILE,), 2, HOSTILE, phase=HOSTILE, module=HOSTILE,
-                                op_name=HOSTILE),), method=HOSTILE, verdict=HOSTILE,
+        collectives=(
+            Collective(HOSTILE, HOSTILE, (HOSTILE,), 2, HOSTILE, phase=HOSTILE, module=HOSTILE, op_name=HOSTILE),
+        ),
+        method=HOSTILE,
+        verdict=HOSTILE,
         transfers=(Transfer(HOSTILE, HOSTILE, 1, 1.0),),
         timeline=tuple(dataclasses.replace(p, instruction=HOSTILE, phase=HOSTILE) for p in report.timeline),
-        buffers=tuple(dataclasses.replace(b, name=HOSTILE, module=HOSTILE, source=HOSTILE, phase=HOSTILE,
-                                          op_name=HOSTILE, checkpoint_name=HOSTILE, dtype=HOSTILE,
-                                          category=HOSTILE) for b in report.buffers))
+        buffers=tuple(
+            dataclasses.replace(
+                b,
+                name=HOSTILE,
+                module=HOSTILE,
+                source=HOSTILE,
+                phase=HOSTILE,
+                op_name=HOSTILE,
+                checkpoint_name=HOSTILE,
+                dtype=HOSTILE,
+                category=HOSTILE,
+            )
+            for b in report.buffers
+        ),
+    )
     text = report_page.render(hostile)
     page = one_file(text)
     assert "<!--&amp;'" not in text and HOSTILE in page.data["strings"] and literally(page) > 20
@@ -116,16 +180,35 @@ def test_no_name_can_break_the_page(report):
 
 def test_the_host_link_is_a_table_where_something_moves(report):
     assert 'id="transfers"' not in report_page.render(report)
-    rows = (Transfer("optimizer", "to device", 3 * 2**30, 0.05), Transfer("", "to host", 2 * 2**30, 0.0),
-            Transfer("backward", "to device", 2**30, 0.015))
+    rows = (
+        Transfer("optimizer", "to device", 3 * 2**30, 0.05),
+        Transfer("", "to host", 2 * 2**30, 0.0),
+        Transfer("backward", "to device", 2**30, 0.015),
+    )
     moving = dataclasses.replace(report, transfers=rows)
     page = report_page.render(moving)
-    card = Page(page[page.index('<section class="card" id="transfers">'):page.index('<div class="columns">')])
+    card = Page(page[page.index('<section class="card" id="transfers">') : page.index('<div class="columns">')])
     words = [word for word in card.words if word.strip()]
-    assert words[words.index("seconds") + 1:] == [
-        "to device", "optimizer", "3.00 GiB", "0.05", "to host", "model", "2.00 GiB", "-",
-        "to device", "backward", "1.00 GiB", "0.015", "all to device", "4.00 GiB", "0.065", "all to host", "2.00 GiB",
-        "-"]
+    assert words[words.index("seconds") + 1 :] == [
+        "to device",
+        "optimizer",
+        "3.00 GiB",
+        "0.05",
+        "to host",
+        "model",
+        "2.00 GiB",
+        "-",
+        "to device",
+        "backward",
+        "1.00 GiB",
+        "0.015",
+        "all to device",
+        "4.00 GiB",
+        "0.065",
+        "all to host",
+        "2.00 GiB",
+        "-",
+    ]
     assert f'title="{moving.moved("to device"):,} bytes"' in page
 
 
@@ -134,8 +217,10 @@ def test_a_report_with_nothing_in_it_still_gives_a_page():
     assert "no limit known" in " ".join(page.words)
 
 
-@pytest.mark.parametrize("count, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (None, "-"),
-                                         (3 * 2**30, "3.00 GiB"), (-(2**40), "-1.00 TiB")])
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (None, "-"), (3 * 2**30, "3.00 GiB"), (-(2**40), "-1.00 TiB")],
+)
 def test_sizes_for_people(count, text):
     assert report_page.human(count) == text
 
@@ -198,13 +283,17 @@ def test_what_a_buffer_is_shown_under():
         assert report_data_page.group_of(buffer) == group
 
 
-@pytest.mark.parametrize("buffer, words", [
-    (Buffer("params['w']", 1, phase="argument", module="x"), "params['w']"),
-    (Buffer("while.3", 1, module="blocks/mlp", op_name="jit(f)/jvp(blocks)/mlp/mul"), "blocks/mlp · mul"),
-    (Buffer("fusion.1", 1, component="mlp"), "mlp"), (Buffer("fusion.1", 1), "fusion.1"),
-    (Buffer("copy.2", 1, module="optimizer", op_name="optimizer"), "optimizer"),
-    (Buffer("fusion.2", 1, category="gradients", module="mlp", parameter="params['w']"), "gradient of params['w']"),
-])
+@pytest.mark.parametrize(
+    "buffer, words",
+    [
+        (Buffer("params['w']", 1, phase="argument", module="x"), "params['w']"),
+        (Buffer("while.3", 1, module="blocks/mlp", op_name="jit(f)/jvp(blocks)/mlp/mul"), "blocks/mlp · mul"),
+        (Buffer("fusion.1", 1, component="mlp"), "mlp"),
+        (Buffer("fusion.1", 1), "fusion.1"),
+        (Buffer("copy.2", 1, module="optimizer", op_name="optimizer"), "optimizer"),
+        (Buffer("fusion.2", 1, category="gradients", module="mlp", parameter="params['w']"), "gradient of params['w']"),
+    ],
+)
 def test_what_a_buffer_is_called(buffer, words):
     assert report_data_page.what(buffer) == words
 

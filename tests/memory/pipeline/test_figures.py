@@ -92,7 +92,7 @@ def test_the_command_draws_a_schedule_and_writes_it(capsys, tmp_path):
     assert main(["pipeline", "--stages=2", "--micro-batches=4", "--schedule=1f1b", "--layers=5", *files]) == 0
     out = capsys.readouterr().out
     assert "stage 0  ffXXbb" in out and "stage 1  ·XXXX·" in out and "20.0%" in out
-    found, = json.loads((tmp_path / "s.json").read_text())["schedules"]
+    (found,) = json.loads((tmp_path / "s.json").read_text())["schedules"]
     assert found["stash_slots"] == [3, 1] and found["layers"] == [3, 2] and found["bubble"] == pytest.approx(0.2)
     assert found["forward"][0] == [[0, 0, 0], [-1, -1, -1]]
     page = (tmp_path / "s.html").read_text()
@@ -106,9 +106,11 @@ def test_the_command_compares_all_and_says_what_does_not_exist(capsys, tmp_path)
     assert all(name in page for name in PUBLISHED) and "arXiv 2412.19437" in page
     assert "interleaved: pipeline.schedule=interleaved with 6 micro-batches" in " ".join(out.split())
     assert all(name in out for name in ("gpipe", "1f1b", "v ", "zero_bubble", *PUBLISHED))
-    for arguments, words in ((["--stages=4", "--micro-batches=6", "--schedule=interleaved"], "batch.accumulation=8"),
-                             (["--stages=0", "--micro-batches=6"], "give 1 or more"),
-                             (["--stages=99999", "--micro-batches=99"], "give at most 200,000")):
+    for arguments, words in (
+        (["--stages=4", "--micro-batches=6", "--schedule=interleaved"], "batch.accumulation=8"),
+        (["--stages=0", "--micro-batches=6"], "give 1 or more"),
+        (["--stages=99999", "--micro-batches=99"], "give at most 200,000"),
+    ):
         assert main(["pipeline", *arguments]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1

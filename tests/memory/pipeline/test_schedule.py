@@ -13,10 +13,20 @@ from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
 
 pytestmark = pytest.mark.quick
 
-SIZES = [(name, stages, micro_batches, virtual) for name, chunks in (
-    ("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (1, 2, 3, 4)), ("v", (2,)), ("zero_bubble", (1,)))
-    for stages in range(1, 10) for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
-    for virtual in chunks if virtual == 1 or name == "v" or micro_batches % stages == 0]
+SIZES = [
+    (name, stages, micro_batches, virtual)
+    for name, chunks in (
+        ("gpipe", (1,)),
+        ("1f1b", (1,)),
+        ("interleaved", (1, 2, 3, 4)),
+        ("v", (2,)),
+        ("zero_bubble", (1,)),
+    )
+    for stages in range(1, 10)
+    for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
+    for virtual in chunks
+    if virtual == 1 or name == "v" or micro_batches % stages == 0
+]
 
 
 def lives(schedule, stage):
@@ -52,6 +62,7 @@ def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
 def test_stashes_do_not_grow_with_micro_batches_but_those_of_gpipe():
     """In units of the inputs of all layers for a micro-batch: 2 - 1/P where a tick has a forward and a backward pass,
     for which PipeDream-Flush, whose ticks have either, holds 1; a V holds 1 on every stage."""
+
     def most(name, micro_batches, virtual=1, stages=4):
         return max(make_schedule(name, stages, micro_batches, virtual).stash_slots) / virtual / stages
 
@@ -77,10 +88,18 @@ def changed(name, field, tick, stage, values):
     return dataclasses.replace(schedule, **{field: table})
 
 
-@pytest.mark.parametrize(("field", "tick", "stage", "values", "words"), [
-    ("forward", 0, 0, (-1, -1, -1), "of 8 units"), ("forward", 1, 0, (0, 0, 0), "runs twice"),
-    ("forward", 1, 0, (1, 0, 0), "is in use"), ("backward", 2, 0, (0, 0, 1), "does not hold"),
-    ("ends", 1, 0, 2, "the loss of micro-batch"), ("backward", 4, 1, (-1, -1, -1), "of 8 units")], ids=str)
+@pytest.mark.parametrize(
+    ("field", "tick", "stage", "values", "words"),
+    [
+        ("forward", 0, 0, (-1, -1, -1), "of 8 units"),
+        ("forward", 1, 0, (0, 0, 0), "runs twice"),
+        ("forward", 1, 0, (1, 0, 0), "is in use"),
+        ("backward", 2, 0, (0, 0, 1), "does not hold"),
+        ("ends", 1, 0, 2, "the loss of micro-batch"),
+        ("backward", 4, 1, (-1, -1, -1), "of 8 units"),
+    ],
+    ids=str,
+)
 def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, words):
     with pytest.raises(ReportError, match=words):
         changed("1f1b", field, tick, stage, values)
@@ -96,10 +115,17 @@ def test_gradients_of_weights_that_are_apart_are_all_there(tick, words):
         dataclasses.replace(schedule, weights=weights)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("1f1bb", 2, 4), "did you mean 1f1b"), (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
-    (("interleaved", 4, 6, 2), "set batch.accumulation=8"), (("v", 2, 4, 3), "set pipeline.virtual=2"),
-    (("1f1b", 0, 4), "give 1 or more")], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("1f1bb", 2, 4), "did you mean 1f1b"),
+        (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
+        (("interleaved", 4, 6, 2), "set batch.accumulation=8"),
+        (("v", 2, 4, 3), "set pipeline.virtual=2"),
+        (("1f1b", 0, 4), "give 1 or more"),
+    ],
+    ids=str,
+)
 def test_sizes_without_a_schedule_are_refused_in_a_line(arguments, words):
     with pytest.raises(ReportError, match=words) as caught:
         make_schedule(*arguments)

@@ -21,27 +21,54 @@ from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30
 CONFIG = {**dict.fromkeys(levers.BASELINE, ""), **dict.fromkeys(levers.STAGES["mlp_chunk"].adds, "")}
-SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64", "--config.data.seq_len=16",
-         "--config.batch.micro=2"]
+SMALL = [
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=2",
+]
 
 
 def level(stage, gib, limit=100, **more):
     """A level that compiled, half of it residuals."""
     size = int(gib * GIB)
-    row = Row({}, peak_bytes=size, allocated_bytes=size, host_bytes=0, to_host_bytes=0, to_device_bytes=0,
-              recompute_flops_fraction=0.0, model_flops=1e12, hardware_flops=1.25e12, limit_bytes=limit * GIB,
-              breakdown={"params": size // 2, "residuals": size - size // 2}, fits=size <= limit * GIB)
-    return levers.Level(stage, levers.STAGES[stage].adds, levers.STAGES[stage].adds,
-                        f"--config.here={stage}", "cudnn", dataclasses.replace(row, **more))
+    row = Row(
+        {},
+        peak_bytes=size,
+        allocated_bytes=size,
+        host_bytes=0,
+        to_host_bytes=0,
+        to_device_bytes=0,
+        recompute_flops_fraction=0.0,
+        model_flops=1e12,
+        hardware_flops=1.25e12,
+        limit_bytes=limit * GIB,
+        breakdown={"params": size // 2, "residuals": size - size // 2},
+        fits=size <= limit * GIB,
+    )
+    return levers.Level(
+        stage,
+        levers.STAGES[stage].adds,
+        levers.STAGES[stage].adds,
+        f"--config.here={stage}",
+        "cudnn",
+        dataclasses.replace(row, **more),
+    )
 
 
 @pytest.fixture
 def levels():
-    return [level("fp32", 600), level("bf16", 200), level("attention", 90),
-            level("full", 40, host_bytes=2 * GIB, to_host_bytes=2 * GIB, to_device_bytes=3 * GIB)]
+    return [
+        level("fp32", 600),
+        level("bf16", 200),
+        level("attention", 90),
+        level("full", 40, host_bytes=2 * GIB, to_host_bytes=2 * GIB, to_device_bytes=3 * GIB),
+    ]
 
 
 # ---- pure -------------------------------------------------------------------------------------------
+
 
 def test_every_level_has_all_before_it():
     made, left_out = levers.climb(list(levers.DEFAULT), CONFIG, (), {})
@@ -54,11 +81,15 @@ def test_every_level_has_all_before_it():
 
 def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
     lacking = {key: "" for key in CONFIG if key != "optimizer.fused_backward"}
-    made, left_out = levers.climb(["bf16", "fused_backward", "full", "selective", "adamw_8bit"], lacking,
-                                  ["optimizer.name"], {"full": "no room"})
+    made, left_out = levers.climb(
+        ["bf16", "fused_backward", "full", "selective", "adamw_8bit"], lacking, ["optimizer.name"], {"full": "no room"}
+    )
     assert [one.stage for one in made] == ["bf16", "selective"] and "optimizer.name" not in made[0].keys
-    assert left_out == {"fused_backward": "the config has no key optimizer.fused_backward", "full": "no room",
-                        "adamw_8bit": "--config.optimizer.name is given, and no stage changes it"}
+    assert left_out == {
+        "fused_backward": "the config has no key optimizer.fused_backward",
+        "full": "no room",
+        "adamw_8bit": "--config.optimizer.name is given, and no stage changes it",
+    }
     assert made[0].keys["precision.preset"] == "bf16" and made[1].keys["remat.policy"] == "selective"
 
 
@@ -79,19 +110,38 @@ def test_changes_and_the_first_that_fits(levels):
     assert levers.changes(levels) == [None, -400 * GIB, -110 * GIB, -50 * GIB]
     assert levers.first_that_fits(levels) is levels[2] and levers.first_that_fits(levels[:2]) is None
     assert levels[3].moved_bytes == 5 * GIB
-    assert levers.differing({"a": "1", "b": "(x,y)", "c": "true"}, {"a": 1, "b": ("x", "y"), "c": True},
-                            {"a": 1, "b": (), "c": False}) == "'--config.b=(x,y)' --config.c=true"
+    assert (
+        levers.differing(
+            {"a": "1", "b": "(x,y)", "c": "true"}, {"a": 1, "b": ("x", "y"), "c": True}, {"a": 1, "b": (), "c": False}
+        )
+        == "'--config.b=(x,y)' --config.c=true"
+    )
 
 
 def test_the_json_has_every_key(levels):
     out = json.loads(json.dumps(levers.to_json(levels, {"loss": "why"}, {"name": "h200"}, {"jax": "9"})))
     assert set(out) == {"levels", "left_out", "first_that_fits", "config", "given", "target", "versions", "interrupted"}
-    assert {"stage", "title", "flags", "all_flags", "kernel", "why", "change_bytes", "allocated_bytes", "peak_bytes",
-            "breakdown", "host_bytes", "to_host_bytes", "fits", "hardware_flops"} <= set(out["levels"][0])
+    assert {
+        "stage",
+        "title",
+        "flags",
+        "all_flags",
+        "kernel",
+        "why",
+        "change_bytes",
+        "allocated_bytes",
+        "peak_bytes",
+        "breakdown",
+        "host_bytes",
+        "to_host_bytes",
+        "fits",
+        "hardware_flops",
+    } <= set(out["levels"][0])
     assert out["first_that_fits"] == "attention" and out["left_out"] == {"loss": "why"}
 
 
 # ---- the terminal -----------------------------------------------------------------------------------
+
 
 def printed(levels, left_out=(), **more):
     console = Console(width=100, file=io.StringIO())
@@ -121,10 +171,10 @@ def test_bars_are_whole_numbers_that_add_up():
 
 # ---- the page ---------------------------------------------------------------------------------------
 
+
 def test_the_page_is_one_file_and_takes_hostile_text(levels):
     hostile = [dataclasses.replace(levels[0], flags=HOSTILE, kernel=HOSTILE), *levels[1:]]
-    out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"}, config=HOSTILE,
-                         given=HOSTILE)
+    out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"}, config=HOSTILE, given=HOSTILE)
     page = one_file(levers_page.render(out))
     assert "b" not in page.tags and literally(page) >= 5
     assert page.data == json.loads(json.dumps(levers_page.page_data(out)))
@@ -140,17 +190,25 @@ def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
     document = browse(tmp_path, levers_page.render(out), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
-        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with an arrow are cut.")
+        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with an arrow are cut."
+    )
 
 
 # ---- the command ------------------------------------------------------------------------------------
+
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Four stages, one of which the config refuses; then the same out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], adds={"remat.policy": "ful"}))
-    words = ["levers", "--config=tiny", *SMALL, "--target=cpu:1", "--savings=fp32,full,selective,loss",
-             f"--json={tmp_path / 'l.json'}"]
+    words = [
+        "levers",
+        "--config=tiny",
+        *SMALL,
+        "--target=cpu:1",
+        "--savings=fp32,full,selective,loss",
+        f"--json={tmp_path / 'l.json'}",
+    ]
     assert command.main(words) == 0
     out = json.loads((tmp_path / "l.json").read_text())
     assert [one["stage"] for one in out["levels"]] == ["fp32", "selective", "loss"]
@@ -172,15 +230,20 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     assert "stages are missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "no config"),
-    (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
-    (["--config=tiny", "--target=h300"], "h300"),
-    (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
-    (["--config=tiny", "--savings=full", "--config.remat.policy=none"],
-     "no stage is left: full: --config.remat.policy"),
-    (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no config"),
+        (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
+        (["--config=tiny", "--target=h300"], "h300"),
+        (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
+        (
+            ["--config=tiny", "--savings=full", "--config.remat.policy=none"],
+            "no stage is left: full: --config.remat.policy",
+        ),
+        (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
+    ],
+)
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
     assert command.main(["levers", *words]) == 2

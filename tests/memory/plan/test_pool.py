@@ -29,17 +29,35 @@ from bytescope.train.config import split_overrides
 from bytescope.train.errors import UserError
 from bytescope.train.planning.adapter import Adapter
 
-SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64", "--config.data.seq_len=16",
-         "--config.batch.micro=2"]
+SMALL = [
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=2",
+]
 
 
 # ---- the cache --------------------------------------------------------------------------------------
 
+
 def test_the_cache_key_holds_what_decides():
-    base = {"config": {"a": 1}, "target": "h200:8", "versions": {"jax": "1"}, "sources": "s", "measure": False,
-            "env": {}}
-    changes = [{"config": {"a": 2}}, {"target": "h200:4"}, {"versions": {"jax": "2"}}, {"sources": "t"},
-               {"measure": True}, {"env": {"XLA_FLAGS": "--x"}}]
+    base = {
+        "config": {"a": 1},
+        "target": "h200:8",
+        "versions": {"jax": "1"},
+        "sources": "s",
+        "measure": False,
+        "env": {},
+    }
+    changes = [
+        {"config": {"a": 2}},
+        {"target": "h200:4"},
+        {"versions": {"jax": "2"}},
+        {"sources": "t"},
+        {"measure": True},
+        {"env": {"XLA_FLAGS": "--x"}},
+    ]
     keys = [row_cache.key(**(base | change)) for change in [{}, *changes]]
     assert len(set(keys)) == len(keys) and row_cache.key(**base) == keys[0]
     assert row_cache.key(**(base | {"env": {"HOME": "/elsewhere"}})) == keys[0]
@@ -78,16 +96,19 @@ def test_what_reads_a_schedule_makes_a_row_and_what_predicts_from_it_does_not():
 
 # ---- jobs and workers -------------------------------------------------------------------------------
 
+
 def options(**more):
-    return argparse.Namespace(**({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False}
-                                 | more))
+    return argparse.Namespace(
+        **({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False} | more)
+    )
 
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
     jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Jobs(Adapter()))
     assert [tuple(job.chosen.values()) for job in jobs] == [
-        (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")], "policies last: rivals side by side"
+        (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")
+    ], "policies last: rivals side by side"
     assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
@@ -103,30 +124,35 @@ def test_policies_with_names_of_their_own():
     jobs = compare_command.make_jobs(args, own, Jobs(Adapter()))
     names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
     assert list(zip([job.label for job in jobs], names)) == [
-        ("none", {"remat.save": []}), ("custom", {}),
+        ("none", {"remat.save": []}),
+        ("custom", {}),
         ("custom(v,up)+offload(block_in)", {"remat.save": ["v", "up"], "remat.offload": ["block_in"]}),
-        ("custom(v)", {"remat.save": ["v"], "remat.offload": []})]
+        ("custom(v)", {"remat.save": ["v"], "remat.offload": []}),
+    ]
     assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
     # Where a range of layers is custom, its names are for it.
     ranges = [*own, ("remat.layers", "0-2:custom")]
-    assert compare_command.make_jobs(options(remat="none"), ranges, Jobs(Adapter()))[0].flat[
-        "remat.save"] == ("context",)
+    assert compare_command.make_jobs(options(remat="none"), ranges, Jobs(Adapter()))[0].flat["remat.save"] == (
+        "context",
+    )
 
 
 def test_the_flags_of_a_policy_run_it():
     """What compare prints goes through a shell into the same config."""
-    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Jobs(Adapter()))
+    (job,) = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Jobs(Adapter()))
     _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
     assert Adapter().config("tiny", pairs) == job.flat
 
 
 def test_searches_share_rows():
     """One program has one name in the cache, whichever command asks for it; what describes its blocks has another."""
-    row, = compare_command.make_jobs(options(target="h100", remat="full"), [("model.n_layers", "2")], Jobs(Adapter()))
+    (row,) = compare_command.make_jobs(options(target="h100", remat="full"), [("model.n_layers", "2")], Jobs(Adapter()))
     trials = Trials("tiny", targets.parse("h100"), [("model.n_layers", "2")], Adapter(), None, None)
     assert trials.job({"remat.policy": "full"}).name == row.name
-    others = [trials.job({"remat.policy": "full"}, **more).name
-              for more in ({"describe": True}, {"measure": True}, {"target": "h200"})]
+    others = [
+        trials.job({"remat.policy": "full"}, **more).name
+        for more in ({"describe": True}, {"measure": True}, {"target": "h200"})
+    ]
     assert len({row.name, *others}) == 4
 
 
@@ -140,6 +166,7 @@ def file_of_rates(tmp_path):
 
 def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_rates, tmp_path):
     """The others stay valid: they are predicted again. Workers get the file."""
+
     def named(policy):
         return Jobs(Adapter()).job("tiny", "h200:8", [("remat.policy", policy)])
 
@@ -201,8 +228,9 @@ for line in sys.stdin:
 def fake(monkeypatch):
     """Workers that speak the protocol and compile nothing."""
     real = subprocess.Popen
-    monkeypatch.setattr(worker_pool.subprocess, "Popen",
-                        lambda command, **more: real([sys.executable, "-c", FAKE], **more))
+    monkeypatch.setattr(
+        worker_pool.subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", FAKE], **more)
+    )
 
 
 def jobs_of(*configs):
@@ -250,19 +278,28 @@ def test_ctrl_c_keeps_what_is_finished(fake, tmp_path, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     began = time.monotonic()
-    answers, interrupted = worker_pool.run(jobs_of("a", "b", "hang", "c"), workers=1, env=os.environ,
-                                           cache=tmp_path, progress=stop)
+    answers, interrupted = worker_pool.run(
+        jobs_of("a", "b", "hang", "c"), workers=1, env=os.environ, cache=tmp_path, progress=stop
+    )
     assert interrupted and list(answers) == ["a-0", "b-1"] and time.monotonic() - began < 30
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-1"]
 
 
 # ---- end to end -------------------------------------------------------------------------------------
 
+
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Two policies, one that does not exist, measured; then the same out of the cache; then a page."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ["compare", "--config=tiny", *SMALL, "--target=cpu:1", "--remat=none,full,custom(act_fp8)", "--measure",
-             f"--json={tmp_path / 'c.json'}"]
+    words = [
+        "compare",
+        "--config=tiny",
+        *SMALL,
+        "--target=cpu:1",
+        "--remat=none,full,custom(act_fp8)",
+        "--measure",
+        f"--json={tmp_path / 'c.json'}",
+    ]
     assert command.main(words) == 0
     first = json.loads((tmp_path / "c.json").read_text())
     none, full, wrong = first["rows"]
@@ -276,29 +313,42 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert first["best"]["flags"].startswith("--config.remat.policy=")
 
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
-    assert command.main([*words[:-3], "--remat=full,none", "--measure", f"--json={tmp_path / 'd.json'}",
-                         f"--html={tmp_path / 'd.html'}"]) == 0
+    assert (
+        command.main(
+            [
+                *words[:-3],
+                "--remat=full,none",
+                "--measure",
+                f"--json={tmp_path / 'd.json'}",
+                f"--html={tmp_path / 'd.html'}",
+            ]
+        )
+        == 0
+    )
     again = json.loads((tmp_path / "d.json").read_text())
     strip = [{**r, "pareto": None} for r in again["rows"]]
     assert strip == [{**full, "pareto": None}, {**none, "pareto": None}]
     assert "2 from the cache" in capsys.readouterr().out and "<html" in (tmp_path / "d.html").read_text()
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--remat=none"], "no config"),
-    (["--config=tiny", "--target=h300:8"], "h300"),
-    (["--config=tiny", "--target=h200:8", "--measure"], "not this machine"),
-    (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
-    (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
-    (["--config=tiny", "--jobs=0"], "1 or more"),
-    (["--config=tiny", "--remat=none,"], "--remat=none,: write --remat=P1,P2"),
-    (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
-    (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
-    (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
-    (["--config=tiny", "--remat=full(v)"], "full(v): write"),
-    (["--config=tiny", "--remat=custom()"], "custom(): write"),
-    (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q): write"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--remat=none"], "no config"),
+        (["--config=tiny", "--target=h300:8"], "h300"),
+        (["--config=tiny", "--target=h200:8", "--measure"], "not this machine"),
+        (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
+        (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
+        (["--config=tiny", "--jobs=0"], "1 or more"),
+        (["--config=tiny", "--remat=none,"], "--remat=none,: write --remat=P1,P2"),
+        (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
+        (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
+        (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
+        (["--config=tiny", "--remat=full(v)"], "full(v): write"),
+        (["--config=tiny", "--remat=custom()"], "custom(): write"),
+        (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q): write"),
+    ],
+)
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
     assert command.main(["compare", *words]) == 2

@@ -30,8 +30,16 @@ def rows():
 
 # ---- pure -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("text", "values"), [
-    ("1024,2048", ["1024", "2048"]), ("(a,b),c", ["(a,b)", "c"]), ("x", ["x"]), ("( a, b ), (c)", ["( a, b )", "(c)"])])
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1024,2048", ["1024", "2048"]),
+        ("(a,b),c", ["(a,b)", "c"]),
+        ("x", ["x"]),
+        ("( a, b ), (c)", ["( a, b )", "(c)"]),
+    ],
+)
 def test_values_of_a_grid(text, values):
     assert grids.parse_grid(f"--config.remat.save={text}") == ("remat.save", values)
 
@@ -44,8 +52,7 @@ def test_a_grid_that_is_none(text):
 
 def test_grids_multiply_and_repetitions_count_once():
     found = grids.expand([("a", ["1", "2"]), ("b", ["x", "y", "x"]), ("a", ["2", "3"])])
-    assert [tuple(one.items()) for one in found] == [
-        (("a", a), ("b", b)) for a in ("1", "2", "3") for b in ("x", "y")]
+    assert [tuple(one.items()) for one in found] == [(("a", a), ("b", b)) for a in ("1", "2", "3") for b in ("x", "y")]
     assert grids.expand([]) == [{}]
 
 
@@ -62,21 +69,31 @@ def test_the_front_and_the_best(rows):
 
 
 def test_every_task_has_its_own_best():
-    found = plan_rows.best_of_each([row("none", 60), row("full", 12, 0.3), row("none", 30, keys={"data.seq_len": 8}),
-                                  row("full", 6, 0.3, keys={"data.seq_len": 8})])
+    found = plan_rows.best_of_each(
+        [
+            row("none", 60),
+            row("full", 12, 0.3),
+            row("none", 30, keys={"data.seq_len": 8}),
+            row("full", 6, 0.3, keys={"data.seq_len": 8}),
+        ]
+    )
     assert [(r.allocated_bytes // GIB, *r.overrides.values()) for r in found] == [(12, "full"), (30, "none", 8)]
 
 
 def test_no_row_of_one_task_is_recommended_over_another_task():
     """A shorter sequence that recomputes nothing is not a better way to train a longer one."""
-    two = [row("none", 10, keys={"data.seq_len": 8}), row("full", 12, 0.3, keys={"data.seq_len": 64}),
-           row("none", 99, keys={"data.seq_len": 128})]
+    two = [
+        row("none", 10, keys={"data.seq_len": 8}),
+        row("full", 12, 0.3, keys={"data.seq_len": 64}),
+        row("none", 99, keys={"data.seq_len": 128}),
+    ]
     assert plan_rows.best(two) is None
     out = plan_rows.to_json(two, {}, {}, config="tiny", given="--config.seed=1")
     assert out["best"] is None and (out["config"], out["given"]) == ("tiny", "--config.seed=1")
     assert [(one["task"], one["flags"]) for one in out["best_of_each"]] == [
         ("seq_len=8", "--config.remat.policy=none --config.data.seq_len=8"),
-        ("seq_len=64", "--config.remat.policy=full --config.data.seq_len=64")]
+        ("seq_len=64", "--config.remat.policy=full --config.data.seq_len=64"),
+    ]
     text = printed(two)
     assert "best that fits" not in text and "best of each task" in text and "none of these" not in text
 
@@ -86,15 +103,29 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
     target = targets.parse("h100:8").to_json()
     peak = target["peak_flops"]["bf16"]
     steps = (Kernel("product", "forward", 0, 10**15, "bfloat16", (1, 8192, 8192, 8192)),)
-    answer = {"status": "ok", "work": {"forward": {"flops": {"bf16": 1e15}}}, "schedule": schedule.to_json(steps),
-              "target": target, "model_flops": 8 * 10**15,
-              "calls_per_update": 2, "tokens_per_update": 4096,
-              "settled": {"batch": "1 x 2", "segments": [{"layers": 4, "policy": "custom", "save": ["v", "up"],
-                                                          "offload": ["q"]}, {"layers": 1, "policy": "none"}]}}
+    answer = {
+        "status": "ok",
+        "work": {"forward": {"flops": {"bf16": 1e15}}},
+        "schedule": schedule.to_json(steps),
+        "target": target,
+        "model_flops": 8 * 10**15,
+        "calls_per_update": 2,
+        "tokens_per_update": 4096,
+        "settled": {
+            "batch": "1 x 2",
+            "segments": [
+                {"layers": 4, "policy": "custom", "save": ["v", "up"], "offload": ["q"]},
+                {"layers": 1, "policy": "none"},
+            ],
+        },
+    }
     found = Row.of({}, answer)
     wanted = prediction.of(steps, target, 2, 4096, 8 * 10**15)
     assert (found.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high) == (
-        wanted.seconds, wanted.low, wanted.high) and wanted.low < wanted.seconds < wanted.high
+        wanted.seconds,
+        wanted.low,
+        wanted.high,
+    ) and wanted.low < wanted.seconds < wanted.high
     assert (found.predicted_tokens_per_s, found.predicted_mfu) == (wanted.tokens_per_s, wanted.mfu)
     assert found.least_seconds == pytest.approx(2e15 / peak) and found.least_seconds < found.predicted_seconds
     assert found.rates == wanted.rates and "h100" in found.rates
@@ -111,18 +142,27 @@ def predicted(policy, gib, share, seconds, **more):
 
 
 def test_the_fastest_predicted_is_the_best_whatever_it_recomputes():
-    some = [predicted("none", 30, 0.0, 1.1), predicted("dots", 20, 0.05, 1.0), predicted("full", 10, 0.3, 1.3),
-            predicted("worse", 25, 0.1, 1.2)]
+    some = [
+        predicted("none", 30, 0.0, 1.1),
+        predicted("dots", 20, 0.05, 1.0),
+        predicted("full", 10, 0.3, 1.3),
+        predicted("worse", 25, 0.1, 1.2),
+    ]
     assert plan_rows.best(some).overrides == {"remat.policy": "dots"} and not plan_rows.tied(some, some[1])
     assert [r.pareto for r in plan_rows.mark_pareto(some)] == [False, True, True, False]
     assert plan_rows.best([predicted("none", 60, 0.0, 1.0), predicted("full", 10, 0.3, 1.5)]).overrides == {
-        "remat.policy": "full"}, "what exceeds is no candidate"
+        "remat.policy": "full"
+    }, "what exceeds is no candidate"
 
 
 def test_of_a_tie_the_least_recomputation_then_the_least_memory():
     """Within 3 %; and no chain of ties leads to a row that is slower than that."""
-    some = [predicted("a", 30, 0.1, 1.0), predicted("b", 20, 0.05, 1.02), predicted("c", 25, 0.05, 1.01),
-            predicted("d", 10, 0.0, 1.05)]
+    some = [
+        predicted("a", 30, 0.1, 1.0),
+        predicted("b", 20, 0.05, 1.02),
+        predicted("c", 25, 0.05, 1.01),
+        predicted("d", 10, 0.0, 1.05),
+    ]
     winner = plan_rows.best(some)
     assert winner.overrides == {"remat.policy": "b"}
     assert [r.overrides["remat.policy"] for r in plan_rows.tied(some, winner)] == ["a", "c"]
@@ -142,8 +182,12 @@ def test_host_memory_is_memory_and_whole_per_cents_decide():
 
 
 def test_predicted_seconds_stand_with_their_spread_and_the_rates_once():
-    more = {"predicted_seconds_low": 0.65, "predicted_seconds_high": 0.81, "predicted_mfu": 0.4321,
-            "rates": "measured on h100: products"}
+    more = {
+        "predicted_seconds_low": 0.65,
+        "predicted_seconds_high": 0.81,
+        "predicted_mfu": 0.4321,
+        "rates": "measured on h100: products",
+    }
     text = printed([predicted("none", 30, 0.0, 0.7213, **more), predicted("full", 10, 0.3, 0.9, **more)])
     assert "0.721, 0.65 to 0.81" in text and "5,679" in text and "43.2%" in text
     assert text.count("measured on h100: products") == 1 and "at least" not in text
@@ -178,10 +222,12 @@ def test_rows_without_counted_flops_are_compared_by_bytes():
 
 
 def test_flags_are_quoted_and_typed():
-    one = row("custom", keys={"remat.save": ["qkv", "mlp up"], "model.scan": False, "config": "a b.py",
-                              "target": "cpu:8"})
-    assert plan_rows.flags(one) == ("--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' "
-                                  "--config.model.scan=false '--config=a b.py'")
+    one = row(
+        "custom", keys={"remat.save": ["qkv", "mlp up"], "model.scan": False, "config": "a b.py", "target": "cpu:8"}
+    )
+    assert plan_rows.flags(one) == (
+        "--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' --config.model.scan=false '--config=a b.py'"
+    )
 
 
 def test_a_policy_stands_with_its_names():
@@ -190,16 +236,25 @@ def test_a_policy_stands_with_its_names():
     rows = [one, two, row("custom"), row("full")]
     assert plan_rows.varying(rows) == ["remat.policy"] == plan_rows.varying([one, two])
     assert [plan_rows.label(r, ["remat.policy"]) for r in rows] == [
-        "custom(v,context)", "custom(v)+offload(block_in)", "custom", "full"]
+        "custom(v,context)",
+        "custom(v)+offload(block_in)",
+        "custom",
+        "full",
+    ]
     assert plan_rows.flags(one).split()[1] == "'--config.remat.save=(v,context)'"
     assert plan_rows.varying([Row({"remat.save": [name]}) for name in "ab"]) == ["remat.save"]
 
 
-@pytest.mark.parametrize(("text", "keys"), [
-    ("full", {"remat.policy": "full"}), ("custom", {"remat.policy": "custom"}),
-    ("custom(a, b)", {"remat.policy": "custom", "remat.save": "(a,b)", "remat.offload": "()"}),
-    ("custom(a)+offload(b)", {"remat.policy": "custom", "remat.save": "(a)", "remat.offload": "(b)"}),
-    ("custom + offload(b,c)", {"remat.policy": "custom", "remat.save": "()", "remat.offload": "(b,c)"})])
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("full", {"remat.policy": "full"}),
+        ("custom", {"remat.policy": "custom"}),
+        ("custom(a, b)", {"remat.policy": "custom", "remat.save": "(a,b)", "remat.offload": "()"}),
+        ("custom(a)+offload(b)", {"remat.policy": "custom", "remat.save": "(a)", "remat.offload": "(b)"}),
+        ("custom + offload(b,c)", {"remat.policy": "custom", "remat.save": "()", "remat.offload": "(b,c)"}),
+    ],
+)
 def test_policies_as_keys(text, keys):
     assert grids.policy_keys(text) == keys
 
@@ -212,9 +267,25 @@ def test_lists_of_policies_split_outside_parentheses():
 def test_json_has_every_key(rows):
     out = json.loads(json.dumps(plan_rows.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
     assert set(out) == {"rows", "best", "best_of_each", "config", "given", "target", "versions", "interrupted"}
-    assert {"overrides", "status", "peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "residual_bytes",
-            "recompute_flops_fraction", "kernel_recompute_flops", "model_flops", "hardware_flops", "compile_seconds",
-            "fits", "pareto", "measured", "breakdown", "formula"} <= set(out["rows"][0])
+    assert {
+        "overrides",
+        "status",
+        "peak_bytes",
+        "allocated_bytes",
+        "temp_bytes",
+        "host_bytes",
+        "residual_bytes",
+        "recompute_flops_fraction",
+        "kernel_recompute_flops",
+        "model_flops",
+        "hardware_flops",
+        "compile_seconds",
+        "fits",
+        "pareto",
+        "measured",
+        "breakdown",
+        "formula",
+    } <= set(out["rows"][0])
     assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
 
 
@@ -222,9 +293,11 @@ def test_json_has_every_key(rows):
 def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
     """Alive at 1, 2 and 3 with 7, 5 and 4 bytes; a peak in the update (4) or before them (0) holds none."""
     held = (("a", 2, 1), ("b", 1, 2), ("c", 4, 3))
-    buffers = (*(Buffer(name, size, category="residuals", start=1, end=end) for name, size, end in held),
-               Buffer("g", 9, category="gradients", end=4),
-               Buffer("h", 9, category="residuals", start=0, end=4, memory="host"))
+    buffers = (
+        *(Buffer(name, size, category="residuals", start=1, end=end) for name, size, end in held),
+        Buffer("g", 9, category="gradients", end=4),
+        Buffer("h", 9, category="residuals", start=0, end=4, memory="host"),
+    )
     heights = [10, 30, 20, 10, 20]
     heights[peak] = 40
     timeline = tuple(TimelinePoint(i, bytes, "", "") for i, bytes in enumerate(heights))
@@ -233,6 +306,7 @@ def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
 
 
 # ---- the terminal -----------------------------------------------------------------------------------
+
 
 def printed(rows, **more):
     console = Console(width=100, file=io.StringIO())
@@ -251,8 +325,12 @@ def test_the_table(rows):
 
 
 def test_long_names_are_broken_not_cut():
-    text = printed([row("custom", gib, keys={"remat.save": ["q_rot", "v", "context", "attn_out", last]})
-                    for gib, last in ((9, "up"), (10, "gate"))])
+    text = printed(
+        [
+            row("custom", gib, keys={"remat.save": ["q_rot", "v", "context", "attn_out", last]})
+            for gib, last in ((9, "up"), (10, "gate"))
+        ]
+    )
     assert "attn_out,up)" in text and "attn_out,gate)" in text and max(map(len, text.splitlines())) <= 100
 
 
@@ -263,8 +341,15 @@ def test_the_unit_is_one_that_every_row_has():
 
 
 def test_the_command_to_copy_is_never_cut():
-    long = row(keys={"config": "configs/a_long_name_of_a_file.py", "model.attention": "naive", "data.seq_len": 16384,
-                     "mesh.sequence_parallel": True, "mesh.strategy": "zero3"})
+    long = row(
+        keys={
+            "config": "configs/a_long_name_of_a_file.py",
+            "model.attention": "naive",
+            "data.seq_len": 16384,
+            "mesh.sequence_parallel": True,
+            "mesh.strategy": "zero3",
+        }
+    )
     assert len(plan_rows.flags(long)) > 100
     told = printed([long]).partition("best that fits:\n")[2].partition("\n\n")[0]
     assert told.replace(" \\\n   ", "").split() == plan_rows.flags(long).split()
@@ -289,8 +374,12 @@ def test_one_reason_is_told_once():
 
 
 def test_a_row_without_predicted_seconds_says_why():
-    answer = {"status": "ok", "target": {"name": "rtx4090", "platform": "gpu", "kind": "NVIDIA GeForce RTX 4090"},
-              "allocated_bytes": GIB, "schedule": []}
+    answer = {
+        "status": "ok",
+        "target": {"name": "rtx4090", "platform": "gpu", "kind": "NVIDIA GeForce RTX 4090"},
+        "allocated_bytes": GIB,
+        "schedule": [],
+    }
     found = [Row.of({"remat.policy": name}, answer) for name in "ab"]
     why = "the schedule of this program is not known, or has too many operations"
     assert f"a and 1 more: no seconds are predicted: {why}" in " ".join(printed(found).split())
@@ -300,9 +389,16 @@ def test_a_row_without_predicted_seconds_says_why():
 
 def test_a_wide_table_goes_on_below_and_leaves_nothing_out():
     measured = {"step_seconds": 1.23456, "tokens_per_s": 123456.0, "peak_bytes": 7.77 * GIB}
-    wide = [row(p, 10 + i, i / 10, measured=measured, keys={
-        "data.seq_len": 1024 * (i + 1), "mesh.fsdp": 2**i, "config": f"configs/a_long_name_of_a_file_{i}.py"})
-        for i, p in enumerate(("none", "full", "dots_no_batch"))]
+    wide = [
+        row(
+            p,
+            10 + i,
+            i / 10,
+            measured=measured,
+            keys={"data.seq_len": 1024 * (i + 1), "mesh.fsdp": 2**i, "config": f"configs/a_long_name_of_a_file_{i}.py"},
+        )
+        for i, p in enumerate(("none", "full", "dots_no_batch"))
+    ]
     text = printed(wide)
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("1.235") == text.count("123,456") == text.count("7.77") == 3 and text.count("step s") == 1

@@ -18,8 +18,13 @@ from support.formats import Plane, gpu_space
 pytestmark = pytest.mark.quick
 
 PROGRAM = (7, "jit_step")
-PLACES = {"a": OpScope("forward", "mlp"), "b": OpScope("backward", "mlp"), "c": OpScope("backward", "collectives"),
-          "t": OpScope("other", "transfers"), "w": OpScope("forward", "loops", opcode="while")}
+PLACES = {
+    "a": OpScope("forward", "mlp"),
+    "b": OpScope("backward", "mlp"),
+    "c": OpScope("backward", "collectives"),
+    "t": OpScope("other", "transfers"),
+    "w": OpScope("forward", "loops", opcode="while"),
+}
 
 
 def operation(name, start, stop, device="0"):
@@ -61,20 +66,34 @@ def test_shares_and_idle_are_the_time_whatever_runs(events):
 
 
 def test_host_work_is_of_the_inmost_annotation_and_adds_up():
-    spans = [Span("host/data", "main", 10, 50), Span("host/put", "main", 20, 30), Span("host/put", "main", 30, 35),
-             Span("host/metrics", "main", 60, 120), Span("update", "main", 0, 100, 1)]
-    assert list(inmost(spans[:3])) == [("host/data", 10, 20), ("host/put", 20, 30), ("host/put", 30, 35),
-                                       ("host/data", 35, 50)]
+    spans = [
+        Span("host/data", "main", 10, 50),
+        Span("host/put", "main", 20, 30),
+        Span("host/put", "main", 30, 35),
+        Span("host/metrics", "main", 60, 120),
+        Span("update", "main", 0, 100, 1),
+    ]
+    assert list(inmost(spans[:3])) == [
+        ("host/data", 10, 20),
+        ("host/put", 20, 30),
+        ("host/put", 30, 35),
+        ("host/data", 35, 50),
+    ]
     rows = host_rows(spans, [[(0, 40)], [(80, 100)]], 0, 100)
     assert [(row.name, row.taken, row.idle, row.count) for row in rows] == [
-        ("metrics", 40, 10, 1), ("data", 25, 7, 1), ("put", 15, 7, 2), ("launch and other", 20, 6, 0)]
+        ("metrics", 40, 10, 1),
+        ("data", 25, 7, 1),
+        ("put", 15, 7, 2),
+        ("launch and other", 20, 6, 0),
+    ]
 
 
 def test_an_evaluation_among_the_updates_is_not_the_program():
     """However long it runs: the calls per update and the roofline are of the step."""
     longer = Operation("0", "e", "e", (8, "jit_eval_step"), 20, 90)
-    trace = Trace((operation("a", 0, 10), longer), (Span("update", "main", 0, 95, 1),
-                                                    Span("host/evaluation", "main", 15, 95)))
+    trace = Trace(
+        (operation("a", 0, 10), longer), (Span("update", "main", 0, 95, 1), Span("host/evaluation", "main", 15, 95))
+    )
     assert breakdown.find(trace).program == "jit_step"
     assert breakdown.find(Trace((longer,), trace.spans)).program == "jit_eval_step"  # and nothing else ran
 
@@ -82,6 +101,7 @@ def test_an_evaluation_among_the_updates_is_not_the_program():
 @pytest.fixture(scope="module")
 def proto():
     """The HloProto of a scan with named scopes and its gradient."""
+
     def step(w, x):
         def layer(carry, w):
             with jax.named_scope("mlp"):
@@ -101,10 +121,16 @@ def named(proto):
     found = xplane.parse(gpu_space(proto, {"dot": "-", "fusion": "-"}))
     module = OpScopes(found)._module(PROGRAM)
     names = {module.scope(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
-    backward = next(name for place, name in names.items() if place.phase == "backward" and place.component == "mlp"
-                    and place.opcode == "dot")
-    forward = next(name for place, name in names.items() if place.phase == "forward" and place.opcode == "fusion"
-                   and place.component in ("mlp", "loss"))
+    backward = next(
+        name
+        for place, name in names.items()
+        if place.phase == "backward" and place.component == "mlp" and place.opcode == "dot"
+    )
+    forward = next(
+        name
+        for place, name in names.items()
+        if place.phase == "forward" and place.opcode == "fusion" and place.component in ("mlp", "loss")
+    )
     return {"dot": backward, "fusion": forward}
 
 
@@ -116,13 +142,19 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     # From 500 ps of the update's start to the last copy's end, at 1 ns + 1000 ps.
     assert (found.program, found.steps, found.devices, found.wall) == ("jit_step", (4,), 1, 1500)
     component = OpScopes(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
-    assert found.cells == {("backward", "mlp"): 600, ("other", "collectives"): 100, ("other", "transfers"): 200,
-                           ("forward", component): 100}
+    assert found.cells == {
+        ("backward", "mlp"): 600,
+        ("other", "collectives"): 100,
+        ("other", "transfers"): 200,
+        ("forward", component): 100,
+    }
     assert (found.busy, found.idle, found.hidden) == (1000, 500, {"collectives": 100, "transfers": 200})
     product = next(row for row in found.instructions if row.name == named["dot"])
     assert (product.count, product.taken, product.scope.opcode) == (2, 600, "dot")
     assert [(row.name, row.taken, row.idle) for row in found.host] == [
-        ("launch and other", 1100, 100), ("wait_for_data", 400, 400)][::-1]
+        ("launch and other", 1100, 100),
+        ("wait_for_data", 400, 400),
+    ][::-1]
     assert main(["trace", str(tmp_path), f"--html={tmp_path / 'trace.html'}"]) == 0
     assert f"Where the time went: <em>{tmp_path.name}</em>" in (tmp_path / "trace.html").read_text()
     out = capsys.readouterr().out
@@ -130,8 +162,10 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
 
 
 def test_operations_without_a_module_are_of_their_own_words():
-    operations = [Operation("0", "fusion.1", "k", (None, ""), 0, 10, "jit(f)/transpose(jvp(blocks))/attention/mul"),
-                  Operation("0", "", "unknown_kernel", (None, ""), 10, 30)]
+    operations = [
+        Operation("0", "fusion.1", "k", (None, ""), 0, 10, "jit(f)/transpose(jvp(blocks))/attention/mul"),
+        Operation("0", "", "unknown_kernel", (None, ""), 10, 30),
+    ]
     found = breakdown.find(Trace(tuple(operations)))
     assert found.cells == {("backward", "attention"): 10, ("other", "other"): 20}
     assert (found.steps, found.updates, found.wall) == ((), 1, 30)
@@ -141,8 +175,15 @@ def test_names_change_no_time(proto, named):
     from bytescope.memory.profile.annotate import with_names
 
     host = Plane("/host:CPU")
-    host.line("tf_XLA", 0, *((name, 100 * n, 50, {"hlo_op": f"&{name}", "hlo_module": "&jit_step"})
-                             for n, name in enumerate(named.values())), ("other", 0, 9, {}))
+    host.line(
+        "tf_XLA",
+        0,
+        *(
+            (name, 100 * n, 50, {"hlo_op": f"&{name}", "hlo_module": "&jit_step"})
+            for n, name in enumerate(named.values())
+        ),
+        ("other", 0, 9, {}),
+    )
     data = host.bytes()
     added = with_names(data, {named["dot"]: "jit(step)/mlp/dot_general"})
     assert xplane.parse(added) == xplane.parse(data) and added.count(b"jit(step)/mlp/dot_general") == 1
@@ -153,8 +194,14 @@ def test_names_change_no_time(proto, named):
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_damaged_traces_are_records_or_one_error(at, value):
     host = Plane("/host:CPU")
-    host.line("python", 1, ("update", 5, 9, {"step_num": 1}), ("x", 5, 9, {"hlo_op": "&x", "_p": 3}),
-              ("end: x", 9, 9, {"_c": 3}), ("host/data", 1, 2, {}))
+    host.line(
+        "python",
+        1,
+        ("update", 5, 9, {"step_num": 1}),
+        ("x", 5, 9, {"hlo_op": "&x", "_p": 3}),
+        ("end: x", 9, 9, {"_c": 3}),
+        ("host/data", 1, 2, {}),
+    )
     data = bytearray(host.bytes())
     data[at % len(data)] = value
     try:
@@ -174,10 +221,13 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         (many / f"{name}.xplane.pb").write_bytes(b"")
     (tmp_path / "text.xplane.pb").write_text("not a trace at all")
     for flags, message in (
-            ([str(empty)], "no *.xplane.pb in"), ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
-            ([str(many)], "2 traces in"), ([str(tmp_path / "text.xplane.pb")], "is not a trace"),
-            ([str(many / "a.xplane.pb")], "holds no work of a device"),
-            ([str(empty), "--config.seed=1"], "takes no --config.seed")):
+        ([str(empty)], "no *.xplane.pb in"),
+        ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
+        ([str(many)], "2 traces in"),
+        ([str(tmp_path / "text.xplane.pb")], "is not a trace"),
+        ([str(many / "a.xplane.pb")], "holds no work of a device"),
+        ([str(empty), "--config.seed=1"], "takes no --config.seed"),
+    ):
         assert main(["trace", *flags]) == 2
         error = capsys.readouterr().err
         assert message in error and error.startswith("error: ") and error.count("\n") == 1

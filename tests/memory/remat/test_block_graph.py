@@ -24,27 +24,47 @@ from support.toy import small_program
 
 RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 CHUNKED = {"model.attention": "chunked", "model.attention_chunk": 8}
-GPT = {"model.attention": "naive", "model.mlp": "gelu", "model.norm": "layernorm", "model.position": "learned",
-       "model.bias": True, "model.n_kv_heads": 4, "model.tie_embeddings": True}
+GPT = {
+    "model.attention": "naive",
+    "model.mlp": "gelu",
+    "model.norm": "layernorm",
+    "model.position": "learned",
+    "model.bias": True,
+    "model.n_kv_heads": 4,
+    "model.tie_embeddings": True,
+}
 KINDS = {  # what is made, sets of names drawn
     "naive": ({"model.attention": "naive"}, 4),
     "chunked": ({**CHUNKED, "precision.preset": "bf16"}, 4),
     "gpt": ({**GPT, "model.dropout": 0.1}, 3),
-    "fp8": ({"model.attention": "naive", "precision.preset": "fp8", "model.d_model": 128, "model.d_ff": 128,
-             "model.d_head": 32}, 2),
+    "fp8": (
+        {
+            "model.attention": "naive",
+            "precision.preset": "fp8",
+            "model.d_model": 128,
+            "model.d_ff": 128,
+            "model.d_head": 32,
+        },
+        2,
+    ),
     "tiled": ({**CHUNKED, "model.mlp_chunk": 8}, 2),
 }
 MESHES = {  # what is made, names that are kept
-    "sequence": ({"model.attention": "naive", "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
-                  "mesh.sequence_parallel": True}, ("v", "mid", "act")),
-    "ring": ({**CHUNKED, "mesh.data": 2, "mesh.context": 4}, ("context", "k_rot", "up"))}
+    "sequence": (
+        {"model.attention": "naive", "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True},
+        ("v", "mid", "act"),
+    ),
+    "ring": ({**CHUNKED, "mesh.data": 2, "mesh.context": 4}, ("context", "k_rot", "up")),
+}
 
 
 def kept_bytes(block, names):
     """Bytes by name that all blocks keep under these names, the input of the block as INPUT."""
     alone = {name: kept_under(block, RATES, "", (name,)) for name in names}
-    return {INPUT: block.layers * block.carry_bytes,
-            **{name: block.layers * (one.bytes - block.carry_bytes) for name, one in alone.items()}}
+    return {
+        INPUT: block.layers * block.carry_bytes,
+        **{name: block.layers * (one.bytes - block.carry_bytes) for name, one in alone.items()},
+    }
 
 
 def drawn(names, kind, count):
@@ -145,8 +165,11 @@ def test_a_loop_that_makes_two_things_shares_their_flops():
 
 
 def test_more_results_than_are_told_apart_are_made_together():
-    steps = (Step((0, 1), (), "", (6, 4), 7, "bf16", (8, 8), (((0, 1), 3),)), Step((2,), (0,), "a", bytes=(8,)),
-             Step((3,), (1,), "b", bytes=(8,)))
+    steps = (
+        Step((0, 1), (), "", (6, 4), 7, "bf16", (8, 8), (((0, 1), 3),)),
+        Step((2,), (0,), "a", bytes=(8,)),
+        Step((3,), (1,), "b", bytes=(8,)),
+    )
     block = Block(1, steps, (2, 3), 8, 16)
     assert [kept_under(block, RATES, "", names).flops for names in ((), "a", "b", "ab")] == [7, 4, 6, 0]
 
@@ -167,7 +190,8 @@ def test_a_kernel_outside_of_the_checkpoint_keeps_its_operands():
     block = describe_block(build(config, described("h100")))
     full, kept = (kept_under(block, RATES, "", names) for names in ((), ("context", "attn_out")))
     assert kept.save == ("v", "q_rot", "k_rot", "context", "attn_out") and kept_under(
-        block, RATES, "", ("attn_norm", "q_rot")).save == ("attn_norm", "q_rot")
+        block, RATES, "", ("attn_norm", "q_rot")
+    ).save == ("attn_norm", "q_rot")
     compilation = compile_described("h100", custom(CUDNN, ("context", "attn_out")))
     found, tokens, width = report_of(compilation).residuals_by_name, 4 * 1024, 512
     # The kernel's own result and its float32 row sums lie beside each other.
@@ -175,8 +199,14 @@ def test_a_kernel_outside_of_the_checkpoint_keeps_its_operands():
     tensor = LAYERS * tokens * width * 2
     # From 0.11 on the values' stack, made by one product with the queries, is told by the queries' name.
     values = "v" if jax.__version_info__ < (0, 11) else "q"
-    assert found == {"(attention/dot_product_attention_fwd)": kernel, INPUT: tensor, "attn_out": tensor,
-                     "q_rot": tensor, "k_rot": tensor, values: tensor}
+    assert found == {
+        "(attention/dot_product_attention_fwd)": kernel,
+        INPUT: tensor,
+        "attn_out": tensor,
+        "q_rot": tensor,
+        "k_rot": tensor,
+        values: tensor,
+    }
     assert sum(found.values()) == kept.bytes * LAYERS
     count = flops.count(compilation.jaxpr)
     assert count.recomputed == kept.flops * LAYERS

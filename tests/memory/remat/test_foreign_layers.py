@@ -43,6 +43,7 @@ def policy_of(values, labels):
 
 def test_a_layer_that_only_a_library_calls_is_where_it_is_written():
     """A scan calls the checkpoint itself, and no frame of the user's stands between them."""
+
     def block(x, w):
         return jnp.tanh(x @ w), None
 
@@ -56,7 +57,8 @@ def test_layers_are_found_and_any_choice_costs_what_the_graph_says(way):
     """To the FLOP, in the program with its policies exchanged and in the user's own with the policy given to it."""
     loss, layers, values = found(foreign.loss_of(way))
     assert [(layer.times, layer.how) for layer in layers] == [
-        (foreign.LAYERS, {"bare scan": "scan", "bare calls": "call"}.get(way, "checkpoint"))]
+        (foreign.LAYERS, {"bare scan": "scan", "bare calls": "call"}.get(way, "checkpoint"))
+    ]
     names = list(values.values)
     assert sum("dot_general" in name for name in names) + 2 * (way == "named") >= 8
     chance = random.Random(way)
@@ -100,6 +102,7 @@ def test_equations_with_one_key_are_told_apart_by_their_order():
             keep = policy(primitive, *avals, **params)
             kept.append((primitive.name, keep))
             return keep
+
         return note
 
     recomputed(foreign.loss_of("scan", saved(policy_of(values, [same[1].label]))))
@@ -110,6 +113,7 @@ def test_equations_with_one_key_are_told_apart_by_their_order():
 
 def test_what_a_jitted_function_hides_is_kept_together():
     """jax remembers its body and asks once for all calls."""
+
     def layer(x, w):
         dense = jax.jit(lambda x, w: jnp.sin(x @ w))
         return dense(dense(x, w), w)
@@ -143,6 +147,7 @@ def test_kinds_of_layers_and_those_with_a_policy_of_their_own():
             for own in w:
                 x = second(first(x, own), own)
             return jax.checkpoint(narrow, policy=other)(x, w[0]).sum()
+
         return run
 
     args = [jax.ShapeDtypeStruct((8, 16), jnp.float32)] * 2, jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -173,6 +178,7 @@ def test_gradients_are_those_without_a_policy(wanted):
 
 
 # ---- a jax that walks otherwise ---------------------------------------------------------------------------------
+
 
 def test_another_walk_is_told():
     """A version of jax that asks in another order, or no longer asks about a value, does not pass unseen."""
@@ -214,8 +220,10 @@ def test_a_policy_crosses_processes():
     _, _, values = found(foreign.loss_of("scan"))
     policy = policy_of(values, list(values.values)[:2])
     predicted = kept_under(values.block, RATES, "", list(values.values)[:2]).flops
-    for back in (pickle.loads(pickle.dumps(policy)),
-                 RematPolicy(Wanted.from_json(json.loads(json.dumps(policy.wanted.to_json()))))):
+    for back in (
+        pickle.loads(pickle.dumps(policy)),
+        RematPolicy(Wanted.from_json(json.loads(json.dumps(policy.wanted.to_json())))),
+    ):
         assert back.wanted == policy.wanted and "keeps 2 values" in repr(back)
         assert recomputed(foreign.loss_of("scan", back)) == predicted
 
@@ -230,6 +238,7 @@ def test_without_an_order_equal_keys_are_kept_together():
 
 def test_work_on_elements_that_is_written_as_a_product_is_not_worth_keeping():
     """MaxText scales its norms so: two FLOPs an element, for as many bytes as a projection."""
+
     def loss(w, x):
         layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.einsum("bd,d->bd", x, w[0]) @ w))
         return jax.lax.scan(lambda x, own: (layer(x, own), None), x, w)[0].sum()
@@ -241,6 +250,7 @@ def test_work_on_elements_that_is_written_as_a_product_is_not_worth_keeping():
 
 
 # ---- the step that is compiled ----------------------------------------------------------------------------------
+
 
 def test_a_step_with_an_optimizer_reuses_its_params_and_state(wanted):
     """And is the update that a user would write: value, then params moved by the optimizer."""
@@ -282,15 +292,24 @@ def test_an_optimizer_without_an_update_is_refused():
 
 # ---- what is no loss --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("loss, args, message", [
-    (3, (jnp.ones(2),), "an int is not a loss"),
-    (jnp.sum, (), "begins with what is differentiated"),
-    (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
-    (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
-    (jax.value_and_grad(lambda w: jnp.sin(w).sum()), (jnp.ones(2),), "this returns a gradient: give the loss"),
-    (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
-    (lambda w: w["w"].sum(), ({"w": jnp.ones(2), "step": 3},), r"args\[0\]\['step'\] is int32 and cannot be differe"),
-], ids=["number", "nothing", "vector", "three", "gradient", "function", "whole number"])
+
+@pytest.mark.parametrize(
+    "loss, args, message",
+    [
+        (3, (jnp.ones(2),), "an int is not a loss"),
+        (jnp.sum, (), "begins with what is differentiated"),
+        (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
+        (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
+        (jax.value_and_grad(lambda w: jnp.sin(w).sum()), (jnp.ones(2),), "this returns a gradient: give the loss"),
+        (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
+        (
+            lambda w: w["w"].sum(),
+            ({"w": jnp.ones(2), "step": 3},),
+            r"args\[0\]\['step'\] is int32 and cannot be differe",
+        ),
+    ],
+    ids=["number", "nothing", "vector", "three", "gradient", "function", "whole number"],
+)
 def test_what_is_not_a_loss_is_refused(loss, args, message):
     with pytest.raises(ReportError, match=message):
         Loss(loss, args, {})

@@ -21,8 +21,16 @@ NAMES_BACK = {"remat.save": "()", "remat.offload": "()"}
 
 def patterns_drawn(chance, count, unit=1):
     """Patterns that differ in all that matters, `unit` bytes to each."""
-    return [Pattern(unit * chance.randint(1, 40), chance.randint(0, 50) / 10, unit * chance.choice((0, 0, 5, 11)),
-                    chance.randint(0, 30), (NAMES[number],)) for number in range(count)]
+    return [
+        Pattern(
+            unit * chance.randint(1, 40),
+            chance.randint(0, 50) / 10,
+            unit * chance.choice((0, 0, 5, 11)),
+            chance.randint(0, 30),
+            (NAMES[number],),
+        )
+        for number in range(count)
+    ]
 
 
 def every_plan(patterns, layers, most):
@@ -39,8 +47,9 @@ def cost_of(plan, passes, cost):
 
 def least(patterns, layers, budget, passes, cost, host_budget, most):
     """The least cost of every plan that fits, None where none does."""
-    fitting = [plan for plan in every_plan(patterns, layers, most)
-               if plan.bytes <= budget and plan.host_bytes <= host_budget]
+    fitting = [
+        plan for plan in every_plan(patterns, layers, most) if plan.bytes <= budget and plan.host_bytes <= host_budget
+    ]
     return min((cost_of(plan, passes, cost) for plan in fitting), default=None)
 
 
@@ -106,19 +115,38 @@ def test_keys_are_read_back_as_the_same_names():
             layers += ranges[-1][1]
         keys = Plan(tuple(ranges)).keys()
         read = RematPlan(keys["remat.policy"], layers=tuple(keys["remat.layers"].strip("()").split(",")))
-        found = [(set(segment.policy.names) - set(segment.policy.moved), set(segment.policy.moved),
-                  segment.stop - segment.start) for segment in read.segments(layers)]
+        found = [
+            (
+                set(segment.policy.names) - set(segment.policy.moved),
+                set(segment.policy.moved),
+                segment.stop - segment.start,
+            )
+            for segment in read.segments(layers)
+        ]
         assert found == [(set(pattern.save), set(pattern.offload), count) for pattern, count in ranges]
     assert Plan(((Pattern(1, 1.0, policy="selective"), 4),)).keys() == {
-        "remat.policy": "selective", "remat.layers": "()", **NAMES_BACK}
+        "remat.policy": "selective",
+        "remat.layers": "()",
+        **NAMES_BACK,
+    }
 
 
 # A chain a -> b -> c beside an input; the backward pass reads b and c.
-BLOCK = Block(4, (
-    Step((0,), (), "block_in", bytes=(8,)),
-    Step((1,), (0,), "", (100,), 100, "bf16", (16,)), Step((2,), (1,), "v", bytes=(16,)),
-    Step((3,), (2,), "", (10,), 10, "bf16", (4,)), Step((4,), (3,), "up", bytes=(4,)),
-    Step((5,), (2, 4), "", (40,), 40, "bf16", (6,)), Step((6,), (5,), "act", bytes=(6,))), (4, 6), 8, 18)
+BLOCK = Block(
+    4,
+    (
+        Step((0,), (), "block_in", bytes=(8,)),
+        Step((1,), (0,), "", (100,), 100, "bf16", (16,)),
+        Step((2,), (1,), "v", bytes=(16,)),
+        Step((3,), (2,), "", (10,), 10, "bf16", (4,)),
+        Step((4,), (3,), "up", bytes=(4,)),
+        Step((5,), (2, 4), "", (40,), 40, "bf16", (6,)),
+        Step((6,), (5,), "act", bytes=(6,)),
+    ),
+    (4, 6),
+    8,
+    18,
+)
 RATES = Rates({"bf16": 10.0}, 1e3)
 
 
@@ -131,13 +159,24 @@ def every_choice(block, offload):
         for names in itertools.combinations(block.names, size):
             one = kept_under(block, RATES, "", names)
             seconds = one.seconds - _kept_seconds(one.bytes, 0, RATES)
-            sizes = {"block_in": block.carry_bytes, **{
-                name: kept_under(block, RATES, "", (name,)).bytes - block.carry_bytes for name in one.save}}
+            sizes = {
+                "block_in": block.carry_bytes,
+                **{name: kept_under(block, RATES, "", (name,)).bytes - block.carry_bytes for name in one.save},
+            }
             for away in itertools.chain.from_iterable(
-                    itertools.combinations(sizes, count) for count in range(len(sizes) + 1 if offload else 1)):
+                itertools.combinations(sizes, count) for count in range(len(sizes) + 1 if offload else 1)
+            ):
                 host = sum(sizes[name] for name in away)
-                out.append(Pattern(one.bytes - host, seconds + _kept_seconds(one.bytes - host, host, RATES), host,
-                                   one.flops, tuple(name for name in one.save if name not in away), away))
+                out.append(
+                    Pattern(
+                        one.bytes - host,
+                        seconds + _kept_seconds(one.bytes - host, host, RATES),
+                        host,
+                        one.flops,
+                        tuple(name for name in one.save if name not in away),
+                        away,
+                    )
+                )
     return out
 
 
@@ -145,9 +184,13 @@ def every_choice(block, offload):
 @pytest.mark.parametrize("cost", ["seconds", "flops"])
 def test_what_is_left_out_is_beaten(cost, offload):
     """And nothing that is kept is; every choice of names is covered."""
+
     def beats(one, other):
-        return (one.bytes <= other.bytes and getattr(one, cost) <= getattr(other, cost) + 1e-12
-                and one.host_bytes <= other.host_bytes)
+        return (
+            one.bytes <= other.bytes
+            and getattr(one, cost) <= getattr(other, cost) + 1e-12
+            and one.host_bytes <= other.host_bytes
+        )
 
     found, every = patterns_of(BLOCK, RATES, offload=offload, cost=cost), every_choice(BLOCK, offload)
     assert found == sorted(found, key=lambda pattern: pattern.bytes) and len(found) < len(every)
@@ -158,11 +201,13 @@ def test_what_is_left_out_is_beaten(cost, offload):
 
 def test_undominated_of_random_patterns():
     chance = random.Random(11)
-    patterns = patterns_drawn(chance, 8) + [Pattern(p.bytes, p.seconds, p.host_bytes, p.flops, ("up",))
-                                            for p in patterns_drawn(random.Random(11), 8)]
+    patterns = patterns_drawn(chance, 8) + [
+        Pattern(p.bytes, p.seconds, p.host_bytes, p.flops, ("up",)) for p in patterns_drawn(random.Random(11), 8)
+    ]
     kept = undominated(patterns)
     axes = [(p.bytes, p.seconds, p.host_bytes) for p in kept]
     assert len(set(axes)) == len(axes)  # of equals one
     for pattern in patterns:
-        assert any(all(a <= b for a, b in zip(axis, (pattern.bytes, pattern.seconds, pattern.host_bytes)))
-                   for axis in axes)
+        assert any(
+            all(a <= b for a, b in zip(axis, (pattern.bytes, pattern.seconds, pattern.host_bytes))) for axis in axes
+        )

@@ -24,14 +24,23 @@ def chain(*named):
     """A block: each named (FLOPs, MiB) made of the one before, all read by its backward pass."""
     steps = [Step((0,), (), "block_in", bytes=(MIB,))]
     for number, (name, (made, size)) in enumerate(named, 1):
-        steps += [Step((2 * number - 1,), (2 * number - 2,), "", (int(made),), int(made), "bf16", (size * MIB,)),
-                  Step((2 * number,), (2 * number - 1,), name, bytes=(size * MIB,))]
+        steps += [
+            Step((2 * number - 1,), (2 * number - 2,), "", (int(made),), int(made), "bf16", (size * MIB,)),
+            Step((2 * number,), (2 * number - 1,), name, bytes=(size * MIB,)),
+        ]
     read = tuple(range(2, 2 * len(named) + 1, 2))
     return Block(LAYERS, tuple(steps), read, MIB, sum(size for _, (_, size) in named) * MIB + 30 * MIB)
 
 
-BLOCK = chain(("q", (4e9, 2)), ("k", (1e9, 1)), ("context", (3e9, 2)), ("mid", (4e9, 2)), ("up", (9e9, 5)),
-              ("gate", (9e9, 6)), ("act", (2e7, 5)))
+BLOCK = chain(
+    ("q", (4e9, 2)),
+    ("k", (1e9, 1)),
+    ("context", (3e9, 2)),
+    ("mid", (4e9, 2)),
+    ("up", (9e9, 5)),
+    ("gate", (9e9, 6)),
+    ("act", (2e7, 5)),
+)
 PASSES = Passes(0.4, 0.8)
 
 
@@ -52,8 +61,12 @@ class Fake:
     def one(self, plan):
         if self.fails(plan):
             return Compiled(status="refused")
-        return Compiled(round(self.bytes_of(plan.bytes, plan)), plan.host_bytes + self.host,
-                        plan.seconds(self.asked.passes), plan.flops)
+        return Compiled(
+            round(self.bytes_of(plan.bytes, plan)),
+            plan.host_bytes + self.host,
+            plan.seconds(self.asked.passes),
+            plan.flops,
+        )
 
 
 def every_plan(search):
@@ -65,8 +78,7 @@ def every_plan(search):
 
 def least_cost(search, fake, budget):
     """The least cost of all plans that this compiler brings within the budget."""
-    fitting = [plan for plan in every_plan(search) if not fake.fails(plan)
-               and fake.one(plan).allocated_bytes <= budget]
+    fitting = [plan for plan in every_plan(search) if not fake.fails(plan) and fake.one(plan).allocated_bytes <= budget]
     return min((search.cost(plan) for plan in fitting), default=math.inf)
 
 
@@ -86,8 +98,9 @@ COMPILERS = {
 }
 
 
-@pytest.mark.parametrize(("share", "cost"), [
-    (0.02, "time"), (0.15, "flops"), (0.4, "time"), (0.7, "flops"), (0.95, "time")])
+@pytest.mark.parametrize(
+    ("share", "cost"), [(0.02, "time"), (0.15, "flops"), (0.4, "time"), (0.7, "flops"), (0.95, "time")]
+)
 @pytest.mark.parametrize("kind", COMPILERS)
 def test_near_the_best_of_all_plans(kind, share, cost):
     """Whatever the compiler adds: within the budget, and no plan within 98 % of it costs less."""
@@ -145,7 +158,8 @@ def test_a_plan_that_does_not_compile_is_no_end():
     search = Search(asked, fake)
     outcome = search.run(budget)
     assert any(not tried.ok for tried in outcome.tried) and all(
-        pattern != refused for pattern, _ in outcome.best.plan.ranges)
+        pattern != refused for pattern, _ in outcome.best.plan.ranges
+    )
     assert outcome.best.plan.flops <= least_cost(search, fake, budget * (1 - CLOSE))
 
 
@@ -190,8 +204,11 @@ def test_transfers_that_a_schedule_does_not_hide_cost_no_budget_anything(budget)
     class Waits(Fake):
         def one(self, plan):
             found = super().one(plan)
-            return dataclasses.replace(found, seconds=found.seconds + plan.host_bytes / 1e9,
-                                       allocated_bytes=found.allocated_bytes + 8 * MIB * (plan.host_bytes > 0))
+            return dataclasses.replace(
+                found,
+                seconds=found.seconds + plan.host_bytes / 1e9,
+                allocated_bytes=found.allocated_bytes + 8 * MIB * (plan.host_bytes > 0),
+            )
 
     found = Search(asked, Waits(asked)).run(BASE + budget * MIB).best
     alone = Search(problem(), Fake(problem())).run(BASE + budget * MIB).best

@@ -15,24 +15,40 @@ from bytescope.memory.remat.values import values_of
 from support.models import plain as foreign
 
 HEADS, HIDDEN = P(None, None, "model"), P(None, None, "model")
-TENSOR = {"q": HEADS, "k": HEADS, "v": HEADS, "o": P(None, "model"), "gate": HIDDEN, "up": HIDDEN,
-          "down": P(None, "model")}
-FSDP = {"q": P(None, "data"), "k": P(None, "data"), "v": P(None, "data"), "o": P(None, None, None, "data"),
-        "gate": P(None, "data"), "up": P(None, "data"), "down": P(None, None, "data")}
+TENSOR = {
+    "q": HEADS,
+    "k": HEADS,
+    "v": HEADS,
+    "o": P(None, "model"),
+    "gate": HIDDEN,
+    "up": HIDDEN,
+    "down": P(None, "model"),
+}
+FSDP = {
+    "q": P(None, "data"),
+    "k": P(None, "data"),
+    "v": P(None, "data"),
+    "o": P(None, None, None, "data"),
+    "gate": P(None, "data"),
+    "up": P(None, "data"),
+    "down": P(None, None, "data"),
+}
 
 
 def mesh_of(devices, **axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices,
-                         axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
 
 
 def sharded(mesh, specs):
     """(weights, x), x by its rows."""
     weights, x = foreign.arguments(16)
     place = {name: NamedSharding(mesh, specs.get(name, P())) for name in weights}
-    return ({name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place[name])
-             for name, leaf in weights.items()},
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data"))))
+    return (
+        {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place[name]) for name, leaf in weights.items()},
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data"))),
+    )
 
 
 def found(args):
@@ -79,11 +95,17 @@ RULES = {
     "one axis on both sides": (lambda x, w: x @ w, (P("a"), P("a")), 2),
     "rows of a table": (lambda x, w: x[jnp.argmax(w, 1)], (P(), P("a")), 2),
     "a broadcast": (lambda x, w: jnp.broadcast_to(x[:, None], (8, 3, 32)), (P("a", "b"), P()), 4),
-    "a constraint": (lambda x, w: jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(MESH, P("a"))),
-                     (P(), P()), 2),
+    "a constraint": (
+        lambda x, w: jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(MESH, P("a"))),
+        (P(), P()),
+        2,
+    ),
     "a loop's own": (lambda x, w: jax.lax.scan(lambda c, r: (c, r * 2), 0.0, x)[1], (P(None, "b"), P()), 2),
-    "a loop that makes it so": (lambda x, w: jax.lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0],
-                                (P(None, "b"), P()), 2),
+    "a loop that makes it so": (
+        lambda x, w: jax.lax.scan(lambda c, r: (c + r, None), jnp.zeros(32), x)[0],
+        (P(None, "b"), P()),
+        2,
+    ),
     "a jitted function": (lambda x, w: jax.jit(jnp.tanh)(x), (P("a"), P()), 2),
     "what does not divide": (lambda x, w: x[:7], (P("a"), P()), 1),
     "both axes on one dimension": (lambda x, w: jnp.sin(x), (P(("a", "b")), P()), 4),
@@ -95,8 +117,10 @@ MESH = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(jax.sharding.Ax
 @pytest.mark.parametrize("rule", RULES)
 def test_rules(rule):
     function, specs, parts = RULES[rule]
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
-              for shape, spec in zip(((8, 32), (32, 32)), specs)]
+    leaves = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
+        for shape, spec in zip(((8, 32), (32, 32)), specs)
+    ]
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
     assert Shards.of(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
     assert Shards.of(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1

@@ -38,6 +38,7 @@ def dropout(policy):
     def layer(x, own):
         w, key = own
         return x + jnp.where(jax.random.bernoulli(key, 0.9, x.shape), jnp.tanh(x @ w), 0) @ w.T
+
     return lambda w, x, key: scanned(jax.checkpoint(layer, policy=policy), (w, jax.random.split(key, LAYERS)), x)
 
 
@@ -51,11 +52,13 @@ def with_metrics(policy):
     def loss(w, x):
         value = scanned(jax.checkpoint(mlp, policy=policy), w, x)
         return value, {"value": value, "norm": jnp.square(w).sum()}
+
     return loss
 
 
 def with_a_policy(policy):
     """Blocks called one by one, each with a policy of names made for it."""
+
     def layer(x, w):
         return checkpoint_name(mlp(x, w), "mlp") @ w
 
@@ -64,6 +67,7 @@ def with_a_policy(policy):
             names = jax.checkpoint_policies.save_only_these_names("mlp")
             x = jax.checkpoint(layer, policy=policy or names)(x, own)
         return x.astype(jnp.float32).sum()
+
     return loss
 
 
@@ -83,6 +87,7 @@ def with_own_derivative(forward):
 def kernel(x, w):
     def run(x, w, out):
         out[...] = jnp.tanh(x[...] @ w[...])
+
     return pallas.pallas_call(run, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, w)
 
 

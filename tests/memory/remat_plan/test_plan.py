@@ -20,8 +20,9 @@ from support.browser import HOSTILE, Page, literally
 from support.models import plain as foreign
 from support.pages.sweep import check_page
 
-SCAN = next(number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1)
-            if "jax.lax.scan(" in line)
+SCAN = next(
+    number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1) if "jax.lax.scan(" in line
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,12 @@ def test_the_account(plans):
     kept = [line for line in lines[2:] if "tests/support/models/plain.py:" in line]
     assert len(kept) == len(plan.kept) > 0 and all("KiB" in line and "float32[8,32," in line for line in kept)
     assert [line.split()[0] for line in lines if line.endswith(("fits", "exceeds"))] == [
-        "this", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"]
+        "this",
+        "nothing_saveable",
+        "everything_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "dots_saveable",
+    ]
     assert repr(plan) == str(plan)
     builtin = account.account(dataclasses.replace(plan, name="dots_saveable", kept=()))
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
@@ -78,8 +84,14 @@ def test_the_account_in_a_notebook(plans, browser):
         assert "".join(line.split()) in words, line
     assert piece.count('<tbody class="totals">') == 1 and "<script" not in piece
     check_page(browser, f"<!doctype html><title></title><body><main>{piece}</main></body>")
-    hostile = dataclasses.replace(plan, target=HOSTILE, built_in=(dataclasses.replace(plan.built_in[0], name=HOSTILE),
-                                                                  dataclasses.replace(plan.built_in[1], status="no")))
+    hostile = dataclasses.replace(
+        plan,
+        target=HOSTILE,
+        built_in=(
+            dataclasses.replace(plan.built_in[0], name=HOSTILE),
+            dataclasses.replace(plan.built_in[1], status="no"),
+        ),
+    )
     assert literally(Page(hostile._repr_html_())) == 2 and ">no</td>" in hostile._repr_html_()
     builtin = dataclasses.replace(plan, name="dots_saveable", kept=())._repr_html_()
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
@@ -87,8 +99,9 @@ def test_the_account_in_a_notebook(plans, browser):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("budget, message", [("much", "budget: 'much' is not a valid size"),
-                                             (0, "budget=0: a device has")])
+@pytest.mark.parametrize(
+    "budget, message", [("much", "budget: 'much' is not a valid size"), (0, "budget=0: a device has")]
+)
 def test_budgets_that_cannot_be(budget, message):
     with pytest.raises(ReportError, match=message):
         memory.plan_remat(foreign.loss_of("scan"), foreign.arguments(), "cpu", budget)
@@ -98,5 +111,7 @@ def test_budgets_that_cannot_be(budget, message):
 def test_a_budget_below_the_least_is_told_the_least():
     tried = Tried(Plan(((Pattern(10, 0.0, policy="full"), 1),)), 0, Compiled(3 * 2**20))
     refused = _nothing_fits(Outcome(None, (tried,), tried), 2**20)
-    assert str(refused) == ("nothing fits 1.00 MiB: with nothing_saveable the step takes 3.00 MiB, 2.00 MiB more; "
-                            "give a larger budget or a smaller batch")
+    assert str(refused) == (
+        "nothing fits 1.00 MiB: with nothing_saveable the step takes 3.00 MiB, 2.00 MiB more; "
+        "give a larger budget or a smaller batch"
+    )

@@ -51,18 +51,31 @@ def sample(part, key, size, work, rate, floor=FLOOR_SECONDS):
 
 
 SAMPLES = (
-    Sample(FLOOR, (), 0, 0.0, FLOOR_SECONDS), Sample(CALL, (), 0, 0.0, 30 * US),
-    *(sample(PRODUCTS, ("bf16",), side, 2.0 * side ** 3, 400 * T) for side in (8192, 1024)),
+    Sample(FLOOR, (), 0, 0.0, FLOOR_SECONDS),
+    Sample(CALL, (), 0, 0.0, 30 * US),
+    *(sample(PRODUCTS, ("bf16",), side, 2.0 * side**3, 400 * T) for side in (8192, 1024)),
     sample(THIN, ("bf16", 512, 4096, 1024), 0, 4.0 * 512 * 4096 * 1024, 300 * T),
     *(sample(ATTENTION, (way, 128), 2048, 1e12, 200 * T) for way in WAYS),
-    *(sample(MEMORY, (kind,), size, arrays * size, 2 * T)
-      for kind, arrays in (("copy", 2), ("add", 3)) for size in (MIB, 64 * MIB)),
-    *(Sample(HOST_LINK, (way,), size, size, took) for way, size, took in (
-        ("to host", 256 * MIB, 256 * MIB / 50e9), ("to device", 256 * MIB, 256 * MIB / 40e9),
-        ("to host", SHORT, 9 * US), ("to device", SHORT, 11 * US))),
-    *(sample(COLLECTIVES, (kind, 8), 64 * MIB, 64 * MIB, 300e9 / WIRE[kind](8), 0) for kind in ("all-reduce",
-                                                                                                "all-gather")),
-    Sample(COLLECTIVES, ("collective-permute", 8), SHORT, SHORT, 3 * US))
+    *(
+        sample(MEMORY, (kind,), size, arrays * size, 2 * T)
+        for kind, arrays in (("copy", 2), ("add", 3))
+        for size in (MIB, 64 * MIB)
+    ),
+    *(
+        Sample(HOST_LINK, (way,), size, size, took)
+        for way, size, took in (
+            ("to host", 256 * MIB, 256 * MIB / 50e9),
+            ("to device", 256 * MIB, 256 * MIB / 40e9),
+            ("to host", SHORT, 9 * US),
+            ("to device", SHORT, 11 * US),
+        )
+    ),
+    *(
+        sample(COLLECTIVES, (kind, 8), 64 * MIB, 64 * MIB, 300e9 / WIRE[kind](8), 0)
+        for kind in ("all-reduce", "all-gather")
+    ),
+    Sample(COLLECTIVES, ("collective-permute", 8), SHORT, SHORT, 3 * US),
+)
 
 
 @pytest.fixture
@@ -87,20 +100,26 @@ def test_samples_say_the_rates_that_made_them(h200):
     assert [rate / T for _, rate in found.memory] == pytest.approx([2, 2])
     assert {way: list(table) for way, table in found.attention.items()} == {way: [128] for way in WAYS}
     assert found.host_link_bytes_per_s == pytest.approx(40e9) and found.host_link_seconds == 11 * US
-    assert [(row.kind, row.group, row.hosts) for row in found.collectives] == [("all-reduce", 8, 1),
-                                                                               ("all-gather", 8, 1)]
+    assert [(row.kind, row.group, row.hosts) for row in found.collectives] == [
+        ("all-reduce", 8, 1),
+        ("all-gather", 8, 1),
+    ]
     assert [row.bus[0] for row in found.collectives] == [(64 * MIB, pytest.approx(300e9))] * 2
     assert found.source == "measured on 8 x NVIDIA H200 on 2026-11-22, jax 0.10.2"
     # What was measured is predicted again.
-    cube = Kernel(PRODUCT, "forward", 1, 2 * 8192 ** 3, "bfloat16", (1, 8192, 8192, 8192))
-    assert seconds(Kernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(2 * US + 160 * MIB / (2 * T), rel=.2)
-    assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=.2)
+    cube = Kernel(PRODUCT, "forward", 1, 2 * 8192**3, "bfloat16", (1, 8192, 8192, 8192))
+    assert seconds(Kernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(2 * US + 160 * MIB / (2 * T), rel=0.2)
+    assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
 
 
 @pytest.mark.quick
 def test_a_part_that_predictions_need_is_missed(h200):
-    for part, told in ((PRODUCTS, "nothing is not"), (ATTENTION, "attention"), (MEMORY, "no memory"),
-                       (HOST_LINK, "no host link")):
+    for part, told in (
+        (PRODUCTS, "nothing is not"),
+        (ATTENTION, "attention"),
+        (MEMORY, "no memory"),
+        (HOST_LINK, "no host link"),
+    ):
         with pytest.raises(ReportError, match=told):
             rates_of([each for each in SAMPLES if each.part != part], h200, ABOUT)
     alone = rates_of([each for each in SAMPLES if each.part != COLLECTIVES], h200, ABOUT)
@@ -154,8 +173,13 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
     shown = plain_text(view.render(Calibration(rates_of(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
-    for told in ("measured on 8 x NVIDIA H200", "predicted by cubes", "attention bwd 2048x128 causal 5.002 ms",
-                 "and 2 more: no time", "chained kernel"):
+    for told in (
+        "measured on 8 x NVIDIA H200",
+        "predicted by cubes",
+        "attention bwd 2048x128 causal 5.002 ms",
+        "and 2 more: no time",
+        "chained kernel",
+    ):
         assert told in " ".join(shown.split()), shown
     assert re.search(r"512x4096x1024 +30\.6 us +2\d\.\d us$", shown, re.M), shown  # at 400 TFLOP/s, not at 300
     assert any("product, bf16" in line and "2.751 ms" in line for line in lines), shown
@@ -163,8 +187,18 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
     assert next(line for line in lines if "memory, copy" in line and "64" in line).split()[-2:] == ["4.8", "40%"]
 
 
-TINY = Sizes(units=("fp32", "bf16"), sides=(64, 32), thin=((32, 16, 64),), lengths=(16,), widths=(8,),
-             tokens=32, heads=16, arrays=(MIB // 8,), payloads=(MIB // 16,), copied=MIB)
+TINY = Sizes(
+    units=("fp32", "bf16"),
+    sides=(64, 32),
+    thin=((32, 16, 64),),
+    lengths=(16,),
+    widths=(8,),
+    tokens=32,
+    heads=16,
+    arrays=(MIB // 8,),
+    payloads=(MIB // 16,),
+    copied=MIB,
+)
 
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
@@ -239,12 +273,23 @@ def test_what_runs_on_a_card_compiles_for_it():
     """Each library kernel and collective that is measured on GPUs, in the program that is run there."""
     devices = described("h100:8")
     target = targets.parse("h100:8")
-    small = dataclasses.replace(measure.sizes_of(target), units=("bf16", "fp8"), sides=(1024,), lengths=(512,),
-                                widths=(128,), payloads=(MIB,), thin=(), arrays=())
+    small = dataclasses.replace(
+        measure.sizes_of(target),
+        units=("bf16", "fp8"),
+        sides=(1024,),
+        lengths=(512,),
+        widths=(128,),
+        payloads=(MIB,),
+        thin=(),
+        arrays=(),
+    )
     programs = {case.label: case for case in measure.cases_of(devices, target, small)}
-    for label, wanted in (("products fp8 1024", ("f8e4m3fn",)), ("attention forward 128 512", ("__cudnn$fmhaSoftmax",)),
-                          ("attention backward_causal 128 512", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
-                          *((f"collectives {kind} 8 1.00 MiB", (kind,)) for kind in ("all-gather", "all-to-all"))):
+    for label, wanted in (
+        ("products fp8 1024", ("f8e4m3fn",)),
+        ("attention forward 128 512", ("__cudnn$fmhaSoftmax",)),
+        ("attention backward_causal 128 512", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
+        *((f"collectives {kind} 8 1.00 MiB", (kind,)) for kind in ("all-gather", "all-to-all")),
+    ):
         text = programs[label].make().lower().compile().as_text()
         assert not [one for one in wanted if one not in text], label
 

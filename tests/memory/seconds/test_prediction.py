@@ -12,8 +12,12 @@ from bytescope.memory.seconds.schedule import MOVING, PRODUCT, Kernel, Loop, Sta
 
 pytestmark = pytest.mark.quick
 
-STEPS = (Kernel(PRODUCT, "forward", 3, flops=989_400, dtype="bfloat16"), Kernel(MOVING, "optimizer", 1),
-         Start("a", "all-gather", "forward", 2, group=8), Wait("a"))
+STEPS = (
+    Kernel(PRODUCT, "forward", 3, flops=989_400, dtype="bfloat16"),
+    Kernel(MOVING, "optimizer", 1),
+    Start("a", "all-gather", "forward", 2, group=8),
+    Wait("a"),
+)
 H100 = targets.parse("h100:8").to_json()
 
 
@@ -30,14 +34,20 @@ def test_an_update_takes_what_its_calls_take():
     assert found.seconds == pytest.approx(60) and found.rates == "by hand" and found.bound_by == "products"
     assert found.tokens_per_s == pytest.approx(10) and found.mfu is None
     assert {term: taken for term, taken in found.by_term.items() if taken} == {
-        "products": pytest.approx(27.5), "memory": pytest.approx(7.5), "launch": pytest.approx(5),
-        "collectives": pytest.approx(20)}
+        "products": pytest.approx(27.5),
+        "memory": pytest.approx(7.5),
+        "launch": pytest.approx(5),
+        "collectives": pytest.approx(20),
+    }
     assert sum(found.by_phase.values()) == pytest.approx(60) and found.by_phase["optimizer"] == pytest.approx(10)
 
 
 def test_another_network_joins_the_hosts(monkeypatch):
-    monkeypatch.setattr(chip_rates, "over", lambda found, network: SimpleNamespace(
-        floor_seconds=0.25, source=f"{found.source} over {network}"))
+    monkeypatch.setattr(
+        chip_rates,
+        "over",
+        lambda found, network: SimpleNamespace(floor_seconds=0.25, source=f"{found.source} over {network}"),
+    )
     assert prediction.of(STEPS, H100, network="efa").rates == "by hand over efa"
     answer = {"schedule": to_json(STEPS), "target": H100}
     assert prediction.of_answer(answer, "efa").rates == "by hand over efa"
@@ -70,14 +80,28 @@ def test_chips_that_nobody_measured_have_a_wider_interval():
 
 def test_json_has_the_keys_that_readers_look_for():
     found = json.loads(json.dumps(prediction.of(STEPS, H100, tokens=6).to_json()))
-    assert set(found) == {"seconds", "seconds_low", "seconds_high", "by_phase", "by_term", "bound_by", "rates",
-                          "tokens_per_s", "mfu"}
+    assert set(found) == {
+        "seconds",
+        "seconds_low",
+        "seconds_high",
+        "by_phase",
+        "by_term",
+        "bound_by",
+        "rates",
+        "tokens_per_s",
+        "mfu",
+    }
     assert found["seconds_low"] < found["seconds"] < found["seconds_high"] and found["tokens_per_s"] == 1
 
 
 def test_an_answer_of_a_worker_is_predicted_like_its_steps():
-    answer = {"schedule": json.loads(json.dumps(to_json(STEPS))), "target": H100, "calls_per_update": 4,
-              "tokens_per_update": 48, "model_flops": 7}
+    answer = {
+        "schedule": json.loads(json.dumps(to_json(STEPS))),
+        "target": H100,
+        "calls_per_update": 4,
+        "tokens_per_update": 48,
+        "model_flops": 7,
+    }
     assert prediction.of_answer(answer) == prediction.of(STEPS, H100, 4, 48, 7)
     for lacking in ("schedule", "target"):
         assert prediction.of_answer({**answer, lacking: None}) is None
@@ -89,9 +113,15 @@ def test_nothing_is_predicted_without_a_schedule_or_rates(monkeypatch):
     assert prediction.of(STEPS, H100) is None
 
 
-@pytest.mark.parametrize("steps", [
-    [["k", "product", "forward", -1]], [["q"]], [["k", "product", "forward", 2**79], ["l", 2**79, [["w", "a"]]], 3],
-    "steps"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [["k", "product", "forward", -1]],
+        [["q"]],
+        [["k", "product", "forward", 2**79], ["l", 2**79, [["w", "a"]]], 3],
+        "steps",
+    ],
+)
 def test_a_damaged_schedule_is_one_line(steps):
     with pytest.raises(ReportError, match="a damaged report"):
         prediction.of_answer({"schedule": steps, "target": H100})

@@ -27,8 +27,9 @@ def work(opcode, operands, result, *fields, target="", config=None):
     for id, shape in enumerate((*operands, result)):
         module.instructions[id] = Instruction(id, f"i{id}", "parameter", computation=1)
         module._shapes[id] = shape
-    last = Instruction(len(operands), "it", opcode, list(range(len(operands))), target=target, computation=1,
-                       span=(0, len(data)))
+    last = Instruction(
+        len(operands), "it", opcode, list(range(len(operands))), target=target, computation=1, span=(0, len(data))
+    )
     module.instructions[last.id] = last
     return products.find(module, last)
 
@@ -37,9 +38,16 @@ def numbers(contracted, batch=b""):
     return field(30, field(1, contracted) + field(3, batch))
 
 
-@pytest.mark.parametrize(("fields", "dtype"), [
-    ((), "tf32"), ((field(51, field(1, b"\1\1")),), "tf32"), ((field(51, field(1, b"\2\2")),), "float32"),
-    ((field(51, field(2, 11)),), "float32"), ((field(51, field(1, b"\2\2") + field(2, 9)),), "tf32")])
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ((), "tf32"),
+        ((field(51, field(1, b"\1\1")),), "tf32"),
+        ((field(51, field(1, b"\2\2")),), "float32"),
+        ((field(51, field(2, 11)),), "float32"),
+        ((field(51, field(1, b"\2\2") + field(2, 9)),), "tf32"),
+    ],
+)
 def test_products_and_their_precision(fields, dtype):
     """B 3, m 10, k 4, n 6; the contracted axis of the left is its second."""
     found = work("dot", (array(3, 4, 10), array(3, 4, 6)), array(3, 10, 6), numbers(b"\1", b"\0"), *fields)
@@ -54,27 +62,46 @@ def test_the_wider_operand_counts():
         assert work("dot", pair[::-1], array(2, 8), numbers(b"\0")).dtype == wide
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [
-    ({}, "tf32"), ({"operand_precision": ["DEFAULT", "HIGHEST"]}, "float32"),
-    ({"algorithm": "ALG_DOT_F32_F32_F32"}, "float32"),
-    ({"algorithm": "ALG_DOT_TF32_TF32_F32", "operand_precision": ["HIGHEST"]}, "tf32")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ({}, "tf32"),
+        ({"operand_precision": ["DEFAULT", "HIGHEST"]}, "float32"),
+        ({"algorithm": "ALG_DOT_F32_F32_F32"}, "float32"),
+        ({"algorithm": "ALG_DOT_TF32_TF32_F32", "operand_precision": ["HIGHEST"]}, "tf32"),
+    ],
+)
 def test_a_librarys_product(precision, dtype):
-    gemm = {"gemm_backend_config": {"dot_dimension_numbers": {
-        "lhs_contracting_dimensions": ["2"], "lhs_batch_dimensions": ["0"]}, "precision_config": precision}}
+    gemm = {
+        "gemm_backend_config": {
+            "dot_dimension_numbers": {"lhs_contracting_dimensions": ["2"], "lhs_batch_dimensions": ["0"]},
+            "precision_config": precision,
+        }
+    }
     result = Shape(parts=(array(3, 10, 6), array(99, dtype="uint8")))
     found = work("custom-call", (array(3, 10, 4), array(3, 4, 6)), result, target="__cublas$lt$matmul", config=gemm)
     assert (found.kind, found.flops, found.size, found.dtype) == ("product", 1440, (3, 10, 6, 4), dtype)
 
 
-@pytest.mark.parametrize(("target", "mask", "window", "kind", "products_", "pairs"), [
-    ("__cudnn$fmhaSoftmax", "NO_MASK", 0, "attention", 4, 64), ("__cudnn$fmhaSoftmax", "CAUSAL", 0, "attention", 4, 32),
-    ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 0, "attention_backward", 10, 32),
-    ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 0, "attention_backward", 10, 64),
-    ("__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 2, "attention", 4, 32 - 18)])
+@pytest.mark.parametrize(
+    ("target", "mask", "window", "kind", "products_", "pairs"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, "attention", 4, 64),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 0, "attention", 4, 32),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 0, "attention_backward", 10, 32),
+        ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 0, "attention_backward", 10, 64),
+        ("__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 2, "attention", 4, 32 - 18),
+    ],
+)
 def test_attention_counts_what_the_mask_leaves(target, mask, window, kind, products_, pairs):
     """2 x 3 heads of 8 queries and keys of width 16."""
-    scores = {"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window,
-                                            "intermediate_tensor_shape": {"dimensions": ["2", "3", "8", "8"]}}}
+    scores = {
+        "cudnn_fmha_backend_config": {
+            "mask_type": mask,
+            "sliding_window_length": window,
+            "intermediate_tensor_shape": {"dimensions": ["2", "3", "8", "8"]},
+        }
+    }
     query = array(2, 8, 3, 16, dtype="bfloat16")
     found = work("custom-call", (query, query, query), query, target=target, config=scores)
     assert found == Work(kind, products_ * 6 * pairs * 16, "bfloat16", (6, 8, 8, 16), "CAUSAL" in mask)
@@ -85,11 +112,15 @@ def test_attention_counts_what_the_mask_leaves(target, mask, window, kind, produ
 CONVOLUTION = field(16, field(3, 1) + field(4, 0) + field(6, b"\2\3"))  # kernels OIHW
 
 
-@pytest.mark.parametrize(("opcode", "target", "operands", "result"), [
-    ("convolution", "", ((2, 5, 9, 9), (7, 5, 3, 3)), (2, 7, 9, 9)),
-    ("custom-call", "__cudnn$convForward", ((2, 5, 9, 9), (7, 5, 3, 3)), (2, 7, 9, 9)),
-    ("custom-call", "__cudnn$convBackwardInput", ((2, 7, 9, 9), (7, 5, 3, 3)), (2, 5, 9, 9)),
-    ("custom-call", "__cudnn$convBackwardFilter", ((2, 5, 9, 9), (2, 7, 9, 9)), (7, 5, 3, 3))])
+@pytest.mark.parametrize(
+    ("opcode", "target", "operands", "result"),
+    [
+        ("convolution", "", ((2, 5, 9, 9), (7, 5, 3, 3)), (2, 7, 9, 9)),
+        ("custom-call", "__cudnn$convForward", ((2, 5, 9, 9), (7, 5, 3, 3)), (2, 7, 9, 9)),
+        ("custom-call", "__cudnn$convBackwardInput", ((2, 7, 9, 9), (7, 5, 3, 3)), (2, 5, 9, 9)),
+        ("custom-call", "__cudnn$convBackwardFilter", ((2, 5, 9, 9), (2, 7, 9, 9)), (7, 5, 3, 3)),
+    ],
+)
 def test_convolutions_and_their_gradients_are_of_one_size(opcode, target, operands, result):
     found = work(opcode, [array(*dims) for dims in operands], array(*result), CONVOLUTION, target=target)
     assert (found.kind, found.flops, found.size) == ("convolution", 2 * (2 * 7 * 81) * (5 * 9), ())
@@ -100,9 +131,14 @@ def test_a_convolution_without_a_window_is_a_product():
     assert (found.kind, found.flops, found.size) == ("product", 2 * 64 * 32 * 16, (1, 64, 32, 16))
 
 
-@pytest.mark.parametrize("operands, result, size", [
-    (((640, 64), (8, 64, 96)), (640, 96), (1, 640, 96, 64)), (((640, 96), (8, 64, 96)), (640, 64), (1, 640, 64, 96)),
-    (((640, 64), (640, 96)), (8, 64, 96), (1, 64, 96, 640))])
+@pytest.mark.parametrize(
+    "operands, result, size",
+    [
+        (((640, 64), (8, 64, 96)), (640, 96), (1, 640, 96, 64)),
+        (((640, 96), (8, 64, 96)), (640, 64), (1, 640, 64, 96)),
+        (((640, 64), (640, 96)), (8, 64, 96), (1, 64, 96, 640)),
+    ],
+)
 def test_a_foreign_kernel_of_experts(operands, result, size):
     """Rows of all experts with the matrix of each, which integers tell; and the gradient of the matrices."""
     tiles = (array(5, dtype="int32"),) * (1 if len(result) == 2 else 2)
@@ -113,10 +149,17 @@ def test_a_foreign_kernel_of_experts(operands, result, size):
     assert unlike == Work("foreign", 0, "bfloat16")
 
 
-@pytest.mark.parametrize(("operands", "result", "size"), [
-    (((10, 4), (6, 4)), (10, 6), (1, 10, 6, 4)), (((4, 10), (4, 6)), (10, 6), (1, 10, 6, 4)),
-    (((3, 10, 4), (3, 4, 6)), (3, 10, 6), (3, 10, 6, 4)), (((10, 4), (6, 5)), (10, 6), ()),
-    (((10, 4), (10, 4)), (10, 4), ()), (((10,), (10,)), (10,), ())])
+@pytest.mark.parametrize(
+    ("operands", "result", "size"),
+    [
+        (((10, 4), (6, 4)), (10, 6), (1, 10, 6, 4)),
+        (((4, 10), (4, 6)), (10, 6), (1, 10, 6, 4)),
+        (((3, 10, 4), (3, 4, 6)), (3, 10, 6), (3, 10, 6, 4)),
+        (((10, 4), (6, 5)), (10, 6), ()),
+        (((10, 4), (10, 4)), (10, 4), ()),
+        (((10,), (10,)), (10,), ()),
+    ],
+)
 def test_a_foreign_kernel_is_what_its_arrays_look_like(operands, result, size):
     arrays = [array(*dims, dtype="float8_e4m3fn") for dims in operands]
     found = work("custom-call", (*arrays, array(2)), array(*result), target="__gpu$xla.gpu.triton")

@@ -16,8 +16,9 @@ H100 = chip_rates.of("NVIDIA H100 80GB HBM3")
 
 
 def product(m, n, k, batch=1, dtype="bfloat16"):
-    return Kernel("product", "forward", 2 * batch * (m * k + k * n + m * n), 2 * batch * m * n * k, dtype,
-                  (batch, m, n, k))
+    return Kernel(
+        "product", "forward", 2 * batch * (m * k + k * n + m * n), 2 * batch * m * n * k, dtype, (batch, m, n, k)
+    )
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -63,10 +64,19 @@ def test_cubes_that_were_measured_are_met():
         assert cube.flops / kernel_seconds.seconds(cube, H100) == pytest.approx(rate / constants.PRODUCTS, rel=0.01)
 
 
-@pytest.mark.parametrize("batch, m, n, k, measured", [
-    (1, 1024, 4096, 2048, 634.2), (1, 2048, 1024, 4096, 653.1), (2, 512, 1024, 4096, 461.2),
-    (1, 512, 4096, 4096, 644.1), (4, 2048, 2048, 256, 394.8), (1, 1024, 1024, 4096, 470.1),
-    (2, 4096, 1024, 2048, 713.4), (1, 4096, 4096, 1024, 677.4)])
+@pytest.mark.parametrize(
+    "batch, m, n, k, measured",
+    [
+        (1, 1024, 4096, 2048, 634.2),
+        (1, 2048, 1024, 4096, 653.1),
+        (2, 512, 1024, 4096, 461.2),
+        (1, 512, 4096, 4096, 644.1),
+        (4, 2048, 2048, 256, 394.8),
+        (1, 1024, 1024, 4096, 470.1),
+        (2, 4096, 1024, 2048, 713.4),
+        (1, 4096, 4096, 1024, 677.4),
+    ],
+)
 def test_products_of_xlas_own_table_are_near_its_rates(batch, m, n, k, measured):
     """TFLOP/s in bfloat16 on sm_90, from which no curve was made (openxla/xla, matmul_interpolator_data.h). Split
     reductions are predicted too fast: 4096 x 256 x 4096 at 531, where 376 were measured."""
@@ -94,7 +104,8 @@ def test_a_kernel_that_computes_little_takes_its_bytes():
 def test_attention_is_faster_without_a_mask_wider_and_longer():
     def rate(kind="attention", keys=4096, width=128, causal=False):
         return kernel_seconds.attention_flops_per_s(
-            Kernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100)
+            Kernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100
+        )
 
     assert rate(causal=True) < rate()
     assert rate(width=64) < rate()
@@ -141,15 +152,26 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
     assert rates.of(target, path).source.startswith("measured on mine")
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"format": 2}, "format 2"), ({"memory": []}, "memory is"), ({"memory": [[1, -1]]}, "memory is"),
-    ({"memory": [[2, 1], [1, 1]]}, "memory is"), ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
-    ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"), ({"products": {}}, "is not what a device multiplies"),
-    ({"products": {"bf17": [[1, 1]]}}, "bf17"), ({"attention": {"forward": {}}}, "attention has forward"),
-    ({"attention": {"forward": {"wide": [[1, 1]]}}}, "damaged"), ({"surprise": 1}, "'surprise' is not a field"),
-    ({"collectives": [{"kind": "gossip", "group": 8, "hosts": 1, "bus": [[1, 1]]}]}, "gossip"),
-    ({"collectives": [{"kind": "all-reduce"}]}, "damaged"), ({"peak_flops": {"bf16": 0}}, "bf16"),
-    ({"cores": 1.5}, "damaged")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"format": 2}, "format 2"),
+        ({"memory": []}, "memory is"),
+        ({"memory": [[1, -1]]}, "memory is"),
+        ({"memory": [[2, 1], [1, 1]]}, "memory is"),
+        ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
+        ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"),
+        ({"products": {}}, "is not what a device multiplies"),
+        ({"products": {"bf17": [[1, 1]]}}, "bf17"),
+        ({"attention": {"forward": {}}}, "attention has forward"),
+        ({"attention": {"forward": {"wide": [[1, 1]]}}}, "damaged"),
+        ({"surprise": 1}, "'surprise' is not a field"),
+        ({"collectives": [{"kind": "gossip", "group": 8, "hosts": 1, "bus": [[1, 1]]}]}, "gossip"),
+        ({"collectives": [{"kind": "all-reduce"}]}, "damaged"),
+        ({"peak_flops": {"bf16": 0}}, "bf16"),
+        ({"cores": 1.5}, "damaged"),
+    ],
+)
 def test_a_damaged_file_is_said_in_one_line(tmp_path, change, said):
     path = tmp_path / "rates.json"
     path.write_text(json.dumps(H100.to_json() | change))
@@ -193,16 +215,23 @@ def test_cards_that_meet_over_pcie_take_the_efficiency_of_such_cards(name):
 
 def test_a_kernel_that_scales_tiles_is_slower_than_a_librarys_whatever_its_shape():
     """torchao and vLLM on H100, about 0.3 of the library's 1382 TFLOP/s; bf16 of the library is faster."""
-    for shape, measured in (((16640, 5120, 8192), 399.5e12), ((16640, 8192, 5120), 367.3e12),
-                            ((8192, 2112, 7168), 406.5e12)):
+    for shape, measured in (
+        ((16640, 5120, 8192), 399.5e12),
+        ((16640, 8192, 5120), 367.3e12),
+        ((8192, 2112, 7168), 406.5e12),
+    ):
         library = product(*shape, dtype="float8_e4m3fn")
         tiled = dataclasses.replace(library, kind="tiled_product")
         assert library.flops / kernel_seconds.seconds(tiled, H100) == pytest.approx(measured, rel=0.1)
-        assert kernel_seconds.seconds(library, H100) < kernel_seconds.seconds(product(*shape), H100) \
+        assert (
+            kernel_seconds.seconds(library, H100)
+            < kernel_seconds.seconds(product(*shape), H100)
             < kernel_seconds.seconds(tiled, H100)
+        )
     thin = product(16, 2112, 7168, dtype="float8_e4m3fn")
-    assert kernel_seconds.seconds(dataclasses.replace(thin, kind="tiled_product"), H100) == \
-        kernel_seconds.seconds(thin, H100)
+    assert kernel_seconds.seconds(dataclasses.replace(thin, kind="tiled_product"), H100) == kernel_seconds.seconds(
+        thin, H100
+    )
 
 
 def test_another_network_changes_what_goes_between_hosts_alone():
@@ -220,12 +249,18 @@ def test_a_network_measured_by_size_meets_its_points_and_is_slower_over_more_hos
     """nccl-tests on EFA: 256 MiB gathered by 32 devices of four hosts at 253.36 GB/s, by 64 of eight at 215.43."""
     found = chip_rates.over(H100, "efa")
     size = 256 << 20
-    taken = [collective_seconds.seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)
-             for hosts in (4, 8)]
+    taken = [
+        collective_seconds.seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)
+        for hosts in (4, 8)
+    ]
     assert taken == [pytest.approx(31 / 32 * size / 253.36e9), pytest.approx(63 / 64 * size / 215.43e9)]
     for start in (("all-reduce", 64, 8), ("reduce-scatter", 64, 8), ("all-gather", 256, 32)):
-        few, many = (collective_seconds.seconds(Start("", start[0], "forward", size, group=start[1] // by,
-                                                      hosts=start[2] // by), found) for by in (2, 1))
+        few, many = (
+            collective_seconds.seconds(
+                Start("", start[0], "forward", size, group=start[1] // by, hosts=start[2] // by), found
+            )
+            for by in (2, 1)
+        )
         assert few < many
 
 

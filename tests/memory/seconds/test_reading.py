@@ -27,8 +27,16 @@ SIN = Kernel("memory", "forward", 2 * SIZE)
 
 def item(id, opcode, *operands, called=b"", shape=SHAPE, more=b""):
     """An instruction of a proto; its name is its opcode and id."""
-    return field(2, field(1, f"{opcode}.{id}") + field(2, opcode) + field(35, id) + field(36, bytes(operands))
-                 + (field(38, called) if called else b"") + shape + more)
+    return field(
+        2,
+        field(1, f"{opcode}.{id}")
+        + field(2, opcode)
+        + field(35, id)
+        + field(36, bytes(operands))
+        + (field(38, called) if called else b"")
+        + shape
+        + more,
+    )
 
 
 def computation(id, *items, root=0):
@@ -38,8 +46,10 @@ def computation(id, *items, root=0):
 def proto(*computations, order=(), devices=8):
     """A module whose entry is computation 1; `order`: its schedule."""
     schedule_of = field(7, field(1, field(1, 1) + field(2, field(1, bytes(order))))) if order else b""
-    return field(1, field(1, "m") + field(6, 1) + b"".join(computations) + schedule_of
-                 + field(15, field(1, 1) + field(2, devices)))
+    return field(
+        1,
+        field(1, "m") + field(6, 1) + b"".join(computations) + schedule_of + field(15, field(1, 1) + field(2, devices)),
+    )
 
 
 def steps(*computations, target=None, **more):
@@ -56,8 +66,14 @@ def config(text):
 def gather(more=b""):
     """x -> all-gather-start -> done, a product beside it."""
     both = field(3, field(2, 13) + field(4, SHAPE[2:]) + field(4, field(2, 11) + field(3, b"\100\10")))
-    return computation(1, X, item(2, "all-gather-start", 1, shape=both, more=more),
-                       item(3, "dot", 1, 1, more=DOT), item(4, "all-gather-done", 2), root=4)
+    return computation(
+        1,
+        X,
+        item(2, "all-gather-start", 1, shape=both, more=more),
+        item(3, "dot", 1, 1, more=DOT),
+        item(4, "all-gather-done", 2),
+        root=4,
+    )
 
 
 START = Start("all-gather-start.2", "all-gather", "forward", 8 * SIZE, 8)
@@ -74,8 +90,10 @@ def test_what_a_kernel_moves_is_found_once_for_a_report(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("order", "expected"), [
-    ((1, 2, 3, 4), (START, SQUARE, Wait(START.name))), ((1, 3, 2, 4), (SQUARE, START, Wait(START.name)))])
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [((1, 2, 3, 4), (START, SQUARE, Wait(START.name))), ((1, 3, 2, 4), (SQUARE, START, Wait(START.name)))],
+)
 def test_the_order_is_the_schedules(order, expected):
     assert steps(gather(), order=order) == expected
 
@@ -91,9 +109,19 @@ def test_a_synchronous_collective_is_waited_for_at_once():
 @pytest.mark.quick
 def test_a_wrapped_collective_and_updates_on_the_way():
     inner = computation(2, X, item(5, "reduce-scatter", 1), root=5)
-    found = steps(computation(1, item(6, "parameter"), item(2, "async-start", 6, called=b"\2"),
-                              item(3, "async-update", 2, called=b"\2"), item(7, "sine", 6),
-                              item(4, "async-done", 3, called=b"\2"), root=4), inner, order=(6, 2, 3, 7, 4))
+    found = steps(
+        computation(
+            1,
+            item(6, "parameter"),
+            item(2, "async-start", 6, called=b"\2"),
+            item(3, "async-update", 2, called=b"\2"),
+            item(7, "sine", 6),
+            item(4, "async-done", 3, called=b"\2"),
+            root=4,
+        ),
+        inner,
+        order=(6, 2, 3, 7, 4),
+    )
     assert found == (Start("async-start.2", "reduce-scatter", "forward", SIZE, 8), SIN, Wait("async-start.2"))
 
 
@@ -102,7 +130,7 @@ def test_a_wrapped_collective_and_updates_on_the_way():
 def test_hosts_of_a_group(pairs, hosts):
     groups = b"".join(field(49, field(1, bytes(group))) for group in pairs)
     target = targets.parse("h100:2x4")
-    found, = steps(computation(1, X, item(2, "all-reduce", 1, more=groups), root=2), target=target)
+    (found,) = steps(computation(1, X, item(2, "all-reduce", 1, more=groups), root=2), target=target)
     assert (found.hosts, found.group) == (hosts, len(pairs[0]) if pairs else 8)
 
 
@@ -129,24 +157,44 @@ def test_damaged_modules_end():
 
     def doubling(opcode, id):  # 2^19 collectives
         first = 5 * id
-        inner = [item(first + n, opcode, first, called=bytes([id + 1])) for n in (1, 2)] if id < 20 else [
-            item(first + 1, "all-reduce", first), item(first + 2, "all-reduce", first)]
+        inner = (
+            [item(first + n, opcode, first, called=bytes([id + 1])) for n in (1, 2)]
+            if id < 20
+            else [item(first + 1, "all-reduce", first), item(first + 2, "all-reduce", first)]
+        )
         return computation(id, item(first, "parameter"), *inner, root=first + 2)
 
     for opcode in ("call", "while"):
-        look = _look(proto(computation(1, X, item(2, "call", 1, called=b"\2"), root=2),
-                           *(doubling(opcode, id) for id in range(2, 21))))
+        look = _look(
+            proto(
+                computation(1, X, item(2, "call", 1, called=b"\2"), root=2),
+                *(doubling(opcode, id) for id in range(2, 21)),
+            )
+        )
         assert reading.read(look) == ()
 
 
 @pytest.mark.quick
 def test_copies_over_the_host_link():
     there = field(3, field(2, 13) + field(4, ON_HOST[2:]) + field(4, SHAPE[2:]))
-    found = steps(computation(1, X, item(2, "copy-start", 1, shape=there), item(3, "sine", 1),
-                              item(4, "copy-done", 2, shape=ON_HOST), item(5, "copy", 4), root=5),
-                  order=(1, 2, 3, 4, 5))
-    assert found == (Start("copy-start.2", "to-host", "forward", SIZE), SIN, Wait("copy-start.2"),
-                     Start("", "to-device", "forward", SIZE))
+    found = steps(
+        computation(
+            1,
+            X,
+            item(2, "copy-start", 1, shape=there),
+            item(3, "sine", 1),
+            item(4, "copy-done", 2, shape=ON_HOST),
+            item(5, "copy", 4),
+            root=5,
+        ),
+        order=(1, 2, 3, 4, 5),
+    )
+    assert found == (
+        Start("copy-start.2", "to-host", "forward", SIZE),
+        SIN,
+        Wait("copy-start.2"),
+        Start("", "to-device", "forward", SIZE),
+    )
     within = field(3, field(2, 13) + field(4, SHAPE[2:]) + field(4, SHAPE[2:]))
     assert steps(computation(1, X, item(2, "copy-start", 1, shape=within), item(4, "copy-done", 2), root=4)) == (SIN,)
 
@@ -158,11 +206,15 @@ ROW = field(3, field(2, 11) + field(3, b"\1\10"))  # 32 bytes
 def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_same():
     """As XLA copies a layer's state out of host memory: an async-start of a fusion of a dynamic-slice."""
     sliced = computation(3, item(31, "parameter", shape=ON_HOST), item(32, "dynamic-slice", 31, shape=ROW), root=32)
-    apart = computation(2, item(21, "parameter", shape=ON_HOST),
-                        item(22, "fusion", 21, called=b"\3", shape=ROW), root=22)
+    apart = computation(
+        2, item(21, "parameter", shape=ON_HOST), item(22, "fusion", 21, called=b"\3", shape=ROW), root=22
+    )
     x = item(1, "parameter", shape=ON_HOST)
-    found = steps(computation(1, x, item(2, "async-start", 1, called=b"\2"), item(3, "async-done", 2, shape=ROW),
-                              root=3), apart, sliced)
+    found = steps(
+        computation(1, x, item(2, "async-start", 1, called=b"\2"), item(3, "async-done", 2, shape=ROW), root=3),
+        apart,
+        sliced,
+    )
     assert found == (Start("async-start.2", "to-device", "forward", 32), Wait("async-start.2"))
     same = steps(computation(1, x, item(3, "fusion", 1, called=b"\3", shape=ROW), root=3), sliced)
     assert same == (Start("", "to-device", "forward", 32), Kernel("memory", "forward", 32))
@@ -183,13 +235,27 @@ def foreign(id, *operands):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("counted", "expected"), [
-    (3 * 1024, ("product", 1024, (1, 8, 8, 8))),  # the jaxpr's products are those that the arrays look like
-    (1024 + 500, ("foreign", 250, ())), (0, ("foreign", 0, ()))])
+@pytest.mark.parametrize(
+    ("counted", "expected"),
+    [
+        (3 * 1024, ("product", 1024, (1, 8, 8, 8))),  # the jaxpr's products are those that the arrays look like
+        (1024 + 500, ("foreign", 250, ())),
+        (0, ("foreign", 0, ())),
+    ],
+)
 def test_what_foreign_kernels_compute(counted, expected):
     """Two kernels of a library and one product, over 8 devices that each compute an eighth."""
-    data = proto(computation(1, X, item(5, "parameter", more=field(9, 1)), foreign(2, 1, 5), foreign(3, 1, 2),
-                             item(4, "dot", 1, 3, more=DOT), root=4))
+    data = proto(
+        computation(
+            1,
+            X,
+            item(5, "parameter", more=field(9, 1)),
+            foreign(2, 1, 5),
+            foreign(3, 1, 2),
+            item(4, "dot", 1, 3, more=DOT),
+            root=4,
+        )
+    )
     found = reading.read(_look(data), flops=FlopCount(by={("forward", "tf32"): 8 * counted}), devices=8)
     kinds = {(kernel.kind, kernel.flops, kernel.size): kernel.times for kernel in found}
     assert kinds[expected] == 2 + (expected[0] == "product") and sum(kinds.values()) == 3
@@ -198,8 +264,17 @@ def test_what_foreign_kernels_compute(counted, expected):
 @pytest.mark.quick
 def test_every_device_computes_all_of_a_foreign_kernel_that_nobody_partitions():
     """Two such kernels of a product each, and a product of which each of 8 devices computes an eighth."""
-    data = proto(computation(1, X, item(5, "parameter", more=field(9, 1)), foreign(2, 1, 5), foreign(3, 1, 2),
-                             item(4, "dot", 1, 3, more=DOT), root=4))
+    data = proto(
+        computation(
+            1,
+            X,
+            item(5, "parameter", more=field(9, 1)),
+            foreign(2, 1, 5),
+            foreign(3, 1, 2),
+            item(4, "dot", 1, 3, more=DOT),
+            root=4,
+        )
+    )
     counted = FlopCount(by={("forward", "tf32"): (2 + 8) * 1024}, replicated={"forward": 2 * 1024})
     kernels_in = Counter()
     for kernel in reading.read(_look(data), flops=counted, devices=8):
@@ -207,8 +282,9 @@ def test_every_device_computes_all_of_a_foreign_kernel_that_nobody_partitions():
     assert kernels_in == {"product": 3 * 1024}
 
 
-@pytest.mark.parametrize("counted, expected", [
-    (300, (150, 150, 0)), (400, (200, 200, 0)), (500, (200, 200, 100)), (0, (0, 0, 0))])
+@pytest.mark.parametrize(
+    "counted, expected", [(300, (150, 150, 0)), (400, (200, 200, 0)), (500, (200, 200, 100)), (0, (0, 0, 0))]
+)
 def test_experts_compute_what_their_filled_rows_do(counted, expected):
     """Two products of 200 for all rows that there is room for; what is left is that of a kernel that nobody knows."""
     experts = Kernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
@@ -216,7 +292,7 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
     found = reading._settled((Loop(1, (experts,)), experts, unknown), {"forward": counted})
     assert tuple(kernel.flops for kernel, _ in schedule.kernels(found)) == expected
     assert [kernel.kind for kernel, _ in schedule.kernels(found)][:2] == ["grouped_product"] * 2
-    alone, = reading._settled((experts,), {})
+    (alone,) = reading._settled((experts,), {})
     assert alone == experts, "nobody counted"
 
 
@@ -252,8 +328,11 @@ def test_a_step_computes_what_its_jaxpr_counts_and_moves_what_its_kernels_do(dev
     assert sum(flops.values()) == count(program.jaxpr).total / 8
     for phase, part in report.work.items():
         # a loop's condition is no kernel of its own
-        assert 0.99 * (part["product_bytes"] + part["other_bytes"]) <= size[phase] <= (
-            part["product_bytes"] + part["other_bytes"])
+        assert (
+            0.99 * (part["product_bytes"] + part["other_bytes"])
+            <= size[phase]
+            <= (part["product_bytes"] + part["other_bytes"])
+        )
     found = [step for step, _ in _every(report.schedule) if isinstance(step, Start)]
     assert {step.kind for step in found} == {c.kind for c in report.collectives}
     assert memory.Report.from_json(json.loads(json.dumps(report.to_json()))).schedule == report.schedule
@@ -273,6 +352,6 @@ def test_a_loop_is_one_of_its_turns():
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 128, 128), (256, 128))]
     found = memory.analyze(jax.jit(program).trace(*shapes)).schedule
-    loop, = [step for step in found if isinstance(step, Loop)]
-    product, = [kernel for kernel in loop.steps if isinstance(kernel, Kernel) and kernel.kind == "product"]
+    (loop,) = [step for step in found if isinstance(step, Loop)]
+    (product,) = [kernel for kernel in loop.steps if isinstance(kernel, Kernel) and kernel.kind == "product"]
     assert (loop.trips, product.size, product.flops) == (6, (1, 256, 128, 128), 2 * 256 * 128 * 128)

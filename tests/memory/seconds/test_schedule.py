@@ -23,9 +23,14 @@ pytestmark = pytest.mark.quick
 DOT = Kernel(PRODUCT, "forward", 96, 1024, "bfloat16", (1, 8, 8, 8))
 COPY = Kernel(MOVING, "backward", 40)
 SEEN = Kernel(ATTENTION, "forward", 7, 5, "bfloat16", (2, 4, 4, 8), True, 3)
-STEPS = (DOT, Start("gather", "all-gather", "forward", 4096, 8, 2, 3), COPY, Wait("gather"),
-         Loop(4, (SEEN, Loop(3, (COPY,)), Start("", "all-reduce", "optimizer", 4, 8))),
-         Start("copy", TO_HOST, "forward", 12))
+STEPS = (
+    DOT,
+    Start("gather", "all-gather", "forward", 4096, 8, 2, 3),
+    COPY,
+    Wait("gather"),
+    Loop(4, (SEEN, Loop(3, (COPY,)), Start("", "all-reduce", "optimizer", 4, 8))),
+    Start("copy", TO_HOST, "forward", 12),
+)
 
 
 def test_json_there_and_back():
@@ -49,15 +54,42 @@ def nested(depth):
     return rows
 
 
-@pytest.mark.parametrize("rows", [
-    "kernels", 3, None, {"k": 1}, ["k"], [[]], [["x", 1]], [[["k"], 1]], [["k"]], [["k", "product"]],
-    [["k", "product", "forward", -1]], [["k", "product", "forward", 1.5]], [["k", "product", "forward", True]],
-    [["k", "product", "forward", 1, 1, "bfloat16", [1, -2]]], [["k", "product", "forward", 1, 1, "bfloat16", 3]],
-    [["k", "product", "forward", 1, 1, "bfloat16", [], 1]], [["k", "product", "forward", 1, 1, "", [], False, 1, 1]],
-    [["k", "product", "forward", 2**90]], [["k", "weaving", "forward", 1]], [["k", "product", "sideways", 1]],
-    [["s", "name", "all-reduce", "forward"]], [["s", 4, "all-reduce", "forward", 1]],
-    [["s", "name", "all-reduce", "sideways", 1]], [["w"]], [["w", 1]], [["w", "a", "b"]], [["l", 1]], [["l", -1, []]],
-    [["l", 1, [["k"]]]], [["l", "1", []]], nested(40)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "kernels",
+        3,
+        None,
+        {"k": 1},
+        ["k"],
+        [[]],
+        [["x", 1]],
+        [[["k"], 1]],
+        [["k"]],
+        [["k", "product"]],
+        [["k", "product", "forward", -1]],
+        [["k", "product", "forward", 1.5]],
+        [["k", "product", "forward", True]],
+        [["k", "product", "forward", 1, 1, "bfloat16", [1, -2]]],
+        [["k", "product", "forward", 1, 1, "bfloat16", 3]],
+        [["k", "product", "forward", 1, 1, "bfloat16", [], 1]],
+        [["k", "product", "forward", 1, 1, "", [], False, 1, 1]],
+        [["k", "product", "forward", 2**90]],
+        [["k", "weaving", "forward", 1]],
+        [["k", "product", "sideways", 1]],
+        [["s", "name", "all-reduce", "forward"]],
+        [["s", 4, "all-reduce", "forward", 1]],
+        [["s", "name", "all-reduce", "sideways", 1]],
+        [["w"]],
+        [["w", 1]],
+        [["w", "a", "b"]],
+        [["l", 1]],
+        [["l", -1, []]],
+        [["l", 1, [["k"]]]],
+        [["l", "1", []]],
+        nested(40),
+    ],
+)
 def test_json_that_nobody_wrote_is_refused(rows):
     with pytest.raises(ValueError, match="schedule"):
         schedule.from_json(rows)

@@ -64,9 +64,19 @@ def test_kernels_run_one_after_the_other_each_as_often_as_it_says():
     assert spent(found) == {"products": 3, "memory": 10}
 
 
-@pytest.mark.parametrize("kind, term", [
-    (PRODUCT, "products"), (TILED, "products"), (CONVOLUTION, "products"), (ATTENTION, "attention"),
-    (ATTENTION_BACKWARD, "attention"), (GROUPED, "products"), (FOREIGN, "memory"), (MOVING, "memory")])
+@pytest.mark.parametrize(
+    "kind, term",
+    [
+        (PRODUCT, "products"),
+        (TILED, "products"),
+        (CONVOLUTION, "products"),
+        (ATTENTION, "attention"),
+        (ATTENTION_BACKWARD, "attention"),
+        (GROUPED, "products"),
+        (FOREIGN, "memory"),
+        (MOVING, "memory"),
+    ],
+)
 def test_every_kind_of_kernel_has_its_term_and_its_launch_is_told_apart(kind, term):
     found = took(compute(3, kind, times=4), rates=SimpleNamespace(floor_seconds=0.5))
     assert spent(found) == {term: 10, "launch": 2}
@@ -142,8 +152,11 @@ LOOPS = {
     "a first turn that waits": (gather("first", 90), Loop(30, (compute(7), gather("a", 3), Wait("a")))),
     "copies that nothing waits for": (Loop(40, (compute(7), Start("out", TO_HOST, "forward", 3))), Wait("out")),
     "copies that fall behind": (Loop(50, (compute(7), Start("out", TO_HOST, "forward", 11))), Wait("out")),
-    "a backlog that ends": (Start("out", TO_HOST, "forward", 200),
-                            Loop(60, (compute(7), Start("in", TO_HOST, "forward", 1), compute(2))), Wait("in")),
+    "a backlog that ends": (
+        Start("out", TO_HOST, "forward", 200),
+        Loop(60, (compute(7), Start("in", TO_HOST, "forward", 1), compute(2))),
+        Wait("in"),
+    ),
     "a wait that comes to bind late": (Loop(30, (gather("x", 1), compute(5), gather("y", 10), compute(5), Wait("x"))),),
     "none": (Loop(0, (compute(7),)), compute(1)),
     "one": (Loop(1, LAYER),),

@@ -18,6 +18,7 @@ ROWS, WIDTH = 16, 64
 
 def step(mesh=None):
     """A step with every kind of callback: plain, in a scan, in a branch, and by hand over a mesh."""
+
     def as_is(x):
         return np.asarray(x)
 

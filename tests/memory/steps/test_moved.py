@@ -36,8 +36,9 @@ def test_a_kernel_of_pallas_is_for_the_target():
         o_ref[...] = x_ref[...] * 2
 
     def step(x):
-        return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-                              compiler_params=triton.CompilerParams())(x)
+        return pl.pallas_call(
+            double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), compiler_params=triton.CompilerParams()
+        )(x)
 
     report = memory.analyze(step, jax.ShapeDtypeStruct((64, 128), jnp.float32), target="h200")
     assert report.peak_bytes == 2 * 64 * 128 * 4

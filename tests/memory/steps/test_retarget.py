@@ -19,6 +19,7 @@ LAYERS, ROWS, WIDTH = 3, 16, 64
 def step(mesh):
     """(step, its arguments) with a scan, a gradient, a sharding constraint, a shard_map and an inner jit on a mesh of
     2 x 4; one argument lies in host memory, one is a random key."""
+
     def place(shape, *axes, **kind):
         return spec(shape, jnp.float32, sharding=NamedSharding(mesh, P(*axes), **kind))
 
@@ -39,15 +40,26 @@ def step(mesh):
         return weights - moments, jax.device_put(moments, jax.memory.Space.Host)
 
     stacked = (LAYERS, WIDTH, WIDTH)
-    return update, (place(stacked, None, None, "model"), place(stacked, None, None, "model", memory_kind="pinned_host"),
-                    place((ROWS, WIDTH), "data"), jax.eval_shape(lambda: jax.random.key(0)))
+    return update, (
+        place(stacked, None, None, "model"),
+        place(stacked, None, None, "model", memory_kind="pinned_host"),
+        place((ROWS, WIDTH), "data"),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
 
 
 def figures(report):
     """All that a report says of bytes, and the names of its arguments."""
     buffers = sorted((b.bytes, b.category, b.phase, b.memory, b.shape, b.start, b.end) for b in report.buffers)
-    return (report.peak_bytes, report.allocated_bytes, report.host_bytes, report.breakdown, buffers,
-            sorted(b.name for b in report.buffers if b.phase == "argument"), report.xla)
+    return (
+        report.peak_bytes,
+        report.allocated_bytes,
+        report.host_bytes,
+        report.breakdown,
+        buffers,
+        sorted(b.name for b in report.buffers if b.phase == "argument"),
+        report.xla,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +91,30 @@ def test_meshes_that_jax_takes_from_its_context(devices, kind):
         return (x * 2) @ w
 
     def pinned(x, w):
-        x = jax.sharding.reshard(x, P("data")) if kind == AxisType.Explicit else jax.lax.with_sharding_constraint(
-            x, P("data"))
+        x = (
+            jax.sharding.reshard(x, P("data"))
+            if kind == AxisType.Explicit
+            else jax.lax.with_sharding_constraint(x, P("data"))
+        )
         return double(x, w)
 
     abstract = AbstractMesh((8,), ("data",), axis_types=(kind,))
     square = spec((32, 32), jnp.float32)
     with jax.set_mesh(mesh):
-        found = [memory.analyze(pinned, plain, square, target="h200:8"),
-                 memory.analyze(double, plain, square, target="h200:8", in_shardings=(P("data"), P()))]
+        found = [
+            memory.analyze(pinned, plain, square, target="h200:8"),
+            memory.analyze(double, plain, square, target="h200:8", in_shardings=(P("data"), P())),
+        ]
     for own in (place, NamedSharding(abstract, P("data"))):
-        found.append(memory.analyze(double, spec((64, 32), jnp.float32, sharding=own), square, target="h200:8",
-                                    out_shardings=NamedSharding(mesh, P("data"))))
+        found.append(
+            memory.analyze(
+                double,
+                spec((64, 32), jnp.float32, sharding=own),
+                square,
+                target="h200:8",
+                out_shardings=NamedSharding(mesh, P("data")),
+            )
+        )
     assert [report.breakdown["outputs"] for report in found] == [64 * 32 * 4 // 8] * 4
     assert {report.target["n_devices"] for report in found} == {8}
 

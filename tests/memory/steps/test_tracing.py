@@ -55,10 +55,16 @@ def test_static_arguments_stay_static(options):
     assert [aval.shape for aval in program.jaxpr.in_avals] == [(8, 8), (4, 8)]
 
 
-@pytest.mark.parametrize("function", [
-    functools.partial(lambda x, w: x @ w, w=jnp.ones((8, 8))),
-    jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((8, 8))),
-    jax.jit(lambda x: x @ x.T), jax.value_and_grad(lambda x: x.sum()), jax.vmap(jnp.sin)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(lambda x, w: x @ w, w=jnp.ones((8, 8))),
+        jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((8, 8))),
+        jax.jit(lambda x: x @ x.T),
+        jax.value_and_grad(lambda x: x.sum()),
+        jax.vmap(jnp.sin),
+    ],
+)
 def test_functions_of_every_make(function):
     report = memory.analyze(function, X)
     assert [b.bytes for b in report.buffers if b.phase == "argument" and b.shape == X.shape] == [128]
@@ -100,8 +106,10 @@ class Filtered:
     def split(self, args):
         leaves, structure = jax.tree.flatten(args)
         is_array = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
-        return ([leaf for leaf, own in zip(leaves, is_array) if own],
-                (structure, tuple(None if own else leaf for leaf, own in zip(leaves, is_array))))
+        return (
+            [leaf for leaf, own in zip(leaves, is_array) if own],
+            (structure, tuple(None if own else leaf for leaf, own in zip(leaves, is_array))),
+        )
 
     def __call__(self, *args):
         return self.jitted(*self.split(args))
@@ -175,7 +183,8 @@ def test_flax_nnx_jit():
     kernel = "model.layers[0].kernel"
     assert named[kernel] == ("params", "") and named["x"] == ("batch", "") and len(named) == 3 * 2 + 3
     assert {named[f"optimizer.opt_state[0].{moment}.layers[0].kernel"] for moment in ("mu", "nu")} == {
-        ("optimizer", kernel)}
+        ("optimizer", kernel)
+    }
     assert memory.analyze(lowered.compile()).allocated_bytes == report.allocated_bytes
 
 
@@ -193,8 +202,11 @@ def test_pmap(devices):
 @pytest.mark.parametrize("mapped", [16, 18])  # a multiple of the 8 devices here, and none
 def test_pmap_over_more_devices_than_are_here_is_refused_with_the_remedy(mapped):
     step, x = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"), spec((mapped, 4), jnp.float32)
-    with pytest.raises(memory.ReportError, match=f"^jax.pmap over {mapped} devices, and this process has 8: set "
-                                                 f"JAX_NUM_CPU_DEVICES={mapped} before jax starts"):
+    with pytest.raises(
+        memory.ReportError,
+        match=f"^jax.pmap over {mapped} devices, and this process has 8: set "
+        f"JAX_NUM_CPU_DEVICES={mapped} before jax starts",
+    ):
         tracing.traced(step, (x,), {}, {})
     with pytest.raises(ValueError, match="squeeze"):  # an error of the step itself stays
         tracing.traced(jax.pmap(lambda x: jnp.squeeze(x, 0)), (spec((8, 4), jnp.float32),), {}, {})

@@ -26,6 +26,7 @@ def report():
 
 # ---- the largest buffers ---------------------------------------------------------------------------------
 
+
 def test_the_ten_largest_are_plain_data(report):
     table, alive = report.table(), report.alive_at(report.peak_index)
     assert len(table) == 10 and len(report.table(3)) == 3
@@ -45,11 +46,17 @@ def test_layers_that_differ_in_their_number_alone_are_one_row():
         where = {"module": f"layers_{number}/mlp", "op_name": "jit(f)/tanh", "source": "f.py:3", **more}
         return Buffer(f"{name}.{number}", 8, (2,), "float32", "residuals", "forward", at_peak=True, **where)
 
-    found = [*(layer(number, "fusion") for number in range(6)), layer(7, "fusion", source="f.py:4"),
-             *(Buffer(f"p['b_2']['layers_{at}']", 4, category="params", phase="argument") for at in range(3))]
+    found = [
+        *(layer(number, "fusion") for number in range(6)),
+        layer(7, "fusion", source="f.py:4"),
+        *(Buffer(f"p['b_2']['layers_{at}']", 4, category="params", phase="argument") for at in range(3)),
+    ]
     rows = memory.Report(70, 70, {"residuals": 58, "params": 12}, buffers=tuple(found)).table().rows
     assert [(row["what"], row["times"]) for row in rows] == [
-        ("layers_*/mlp · tanh", 6), ("layers_7/mlp · tanh", 1), ("p['b_2']['layers_*']", 3)]
+        ("layers_*/mlp · tanh", 6),
+        ("layers_7/mlp · tanh", 1),
+        ("p['b_2']['layers_*']", 3),
+    ]
 
 
 def test_the_table_prints_within_80_columns_and_shows_itself(report, monkeypatch):
@@ -76,10 +83,20 @@ def test_a_table_without_rows():
     assert len(table) == 0 and "no rows" in repr(table) and "no rows" in table._repr_html_()
 
 
-@pytest.mark.parametrize(("dtype", "said"), [
-    ("bfloat16", "bf16[2,3]"), ("float32", "f32[2,3]"), ("int8", "i8[2,3]"), ("uint8", "u8[2,3]"),
-    ("bool", "bool[2,3]"), ("float8_e4m3fn", "f8_e4m3fn[2,3]"), ("complex64", "c64[2,3]"), ("bf16", "bf16[2,3]"),
-    ("", "")])
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        ("bfloat16", "bf16[2,3]"),
+        ("float32", "f32[2,3]"),
+        ("int8", "i8[2,3]"),
+        ("uint8", "u8[2,3]"),
+        ("bool", "bool[2,3]"),
+        ("float8_e4m3fn", "f8_e4m3fn[2,3]"),
+        ("complex64", "c64[2,3]"),
+        ("bf16", "bf16[2,3]"),
+        ("", ""),
+    ],
+)
 def test_types_are_short(dtype, said):
     assert buffers.array_type(Buffer("b", 1, (2, 3), dtype)) == said
 
@@ -93,6 +110,7 @@ def test_lines_can_be_opened(tmp_path, monkeypatch):
 
 
 # ---- devices ---------------------------------------------------------------------------------------------
+
 
 def test_targets_are_a_table_and_the_command_prints_the_same():
     table = memory.targets()
@@ -121,15 +139,17 @@ def test_a_target_has_a_mesh(devices):
 
 def test_live_memory_of_the_simulated_devices_is_one_row(devices):
     table = memory.live()
-    row, = table
+    (row,) = table
     assert row["device"] == "cpu, 8 simulated" and row["in_use_bytes"] > 50 * MIB and row["sharing"] == 8
     assert "cpu, 8 simulated" in repr(table) and len(repr(table)) < 500
     assert "largest free block" not in table._repr_html_()  # nobody tells it
 
 
 def test_live_memory_of_cards_is_a_row_each(monkeypatch):
-    cards = [live_memory.LiveMemory("NVIDIA H200", "allocator", 1, at * MIB, 9 * MIB, 99 * MIB, fragmentation=0.25)
-             for at in range(2)]
+    cards = [
+        live_memory.LiveMemory("NVIDIA H200", "allocator", 1, at * MIB, 9 * MIB, 99 * MIB, fragmentation=0.25)
+        for at in range(2)
+    ]
     samples = iter((*cards, None))
     monkeypatch.setattr(live_memory, "sample", lambda device: next(samples))
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:3])
@@ -140,11 +160,16 @@ def test_live_memory_of_cards_is_a_row_each(monkeypatch):
 
 # ---- differences -----------------------------------------------------------------------------------------
 
+
 def test_a_difference_of_reports_and_of_files(report, tmp_path):
     other = memory.Report.of(make_report(seed=1))
     report.save(tmp_path / "a.json")
-    for found in (report.diff(other), memory.diff(report, other), memory.diff(tmp_path / "a.json", other),
-                  memory.diff(str(tmp_path / "a.json"), dataclasses.replace(other))):
+    for found in (
+        report.diff(other),
+        memory.diff(report, other),
+        memory.diff(tmp_path / "a.json", other),
+        memory.diff(str(tmp_path / "a.json"), dataclasses.replace(other)),
+    ):
         assert found.changes == memory.diff(report, other).changes
     first = found.rows[0]
     assert first["name"] == "peak_bytes" and first["growth"] == other.peak_bytes - report.peak_bytes
@@ -170,7 +195,7 @@ def test_a_difference_prints_shows_and_writes_itself(report, tmp_path, monkeypat
 
 def test_a_difference_of_unlike_reports_warns(report):
     found = report.diff(dataclasses.replace(report, versions={"jax": "8.8.8"}))
-    warning, = found.warnings
+    (warning,) = found.warnings
     assert "8.8.8" in warning and "8.8.8" in repr(found) and "8.8.8" in found._repr_html_()
     assert not report.diff(report).warnings and warning in found._repr_html_()
 

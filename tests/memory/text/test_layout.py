@@ -29,8 +29,15 @@ def printed(renderable, width):
 
 def traffic():
     """A table that is too wide for 80 columns, with every kind of column."""
-    table = FigureTable(label("communication"), label("over"), figure("times"), figure("payload"), figure("sent"),
-                        figure("formula"), words("of"))
+    table = FigureTable(
+        label("communication"),
+        label("over"),
+        figure("times"),
+        figure("payload"),
+        figure("sent"),
+        figure("formula"),
+        words("of"),
+    )
     table.add("all-gather", "data x fsdp 8", "1,230", "12.34 GiB", "1023.25 MiB", "7.00 GiB", "a layer's parameters")
     table.add("reduce-scatter of a long name", "data x fsdp x tensor 64", "9", "0.50 GiB", "3 B", "", "gradients " * 9)
     return table
@@ -47,7 +54,10 @@ def test_a_table_keeps_every_figure_whole(width):
 
 def test_labels_are_shortened_in_their_middle_before_anything_else():
     assert [shorten("transformer/blocks/mlp", width) for width in (30, 12, 1)] == [
-        "transformer/blocks/mlp", "transf…s/mlp", "…"]
+        "transformer/blocks/mlp",
+        "transf…s/mlp",
+        "…",
+    ]
     table = FigureTable(label("module"), figure("bytes"))
     table.add("transformer/blocks/attention", "12.34 GiB")
     assert printed(table, 25) == ["module              bytes", "transfo…ention  12.34 GiB"]
@@ -59,7 +69,8 @@ def test_a_value_wraps_and_is_never_cut():
     table = FigureTable(value("policy"), figure("peak"))
     table.add("custom(block_in,q,k,v,attn_out)+offload(up)", "1.00")
     assert "".join(line.split("  ")[0] for line in printed(table, 30)[1:]) == (
-        "custom(block_in,q,k,v,attn_out)+offload(up)")
+        "custom(block_in,q,k,v,attn_out)+offload(up)"
+    )
 
 
 def test_a_number_stays_with_its_unit():
@@ -90,8 +101,16 @@ def by_a_shell(command):
 
 def test_a_broken_command_is_the_same_command_to_a_shell():
     names = ",".join(f"{layer}-{layer + 1}:custom(a b)" for layer in range(0, 40, 2))
-    line = shlex.join(["bytescope", "train", "llama_8b", f"--config.remat.layers={names}", "--config.data.seq_len=64",
-                       "--workdir=it's here"])
+    line = shlex.join(
+        [
+            "bytescope",
+            "train",
+            "llama_8b",
+            f"--config.remat.layers={names}",
+            "--config.data.seq_len=64",
+            "--workdir=it's here",
+        ]
+    )
     for width in (60, 80, 100):
         lines = broken(line, width, 2)
         assert len(lines) > 2 and max(map(len, lines)) <= width

@@ -13,8 +13,15 @@ pytestmark = pytest.mark.quick
 
 TARGET = targets.parse("h100:8").to_json()
 WORK = {"forward": {"flops": {"bf16": 989.4e12}}}
-STATED = {"seconds": 6.0, "seconds_low": 5.0, "seconds_high": 8.0, "by_phase": {}, "by_term": {}, "bound_by": "memory",
-          "rates": "by hand"}
+STATED = {
+    "seconds": 6.0,
+    "seconds_low": 5.0,
+    "seconds_high": 8.0,
+    "by_phase": {},
+    "by_term": {},
+    "bound_by": "memory",
+    "rates": "by hand",
+}
 
 
 def traced(calls=3, paused=0):
@@ -26,15 +33,21 @@ def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
     report = Report(8, 8, {}, target=TARGET, work=WORK, prediction=STATED, subject=Subject(calls=2))
     found = trace.prediction(report)
     assert profile_text.prediction(traced(), found) == (
-        "predicted 9.00 s (7.5 to 12; rates: by hand), measured 12 s, 1.33 x; at least 3 s by data-sheet rates")
-    assert trace.to_json(traced(), found) == {"predicted_seconds": 9.0, "predicted_seconds_low": 7.5,
-                                             "predicted_seconds_high": 12.0, "at_least_seconds": pytest.approx(3)}
+        "predicted 9.00 s (7.5 to 12; rates: by hand), measured 12 s, 1.33 x; at least 3 s by data-sheet rates"
+    )
+    assert trace.to_json(traced(), found) == {
+        "predicted_seconds": 9.0,
+        "predicted_seconds_low": 7.5,
+        "predicted_seconds_high": 12.0,
+        "at_least_seconds": pytest.approx(3),
+    }
 
 
 def test_the_bound_alone_is_not_called_a_prediction():
     found = trace.prediction(Report(8, 8, {}, target=TARGET, work=WORK))
     assert profile_text.prediction(traced(paused=1), found) == (
-        "at least 3 s by data-sheet rates, measured 12 s without pauses, 4 x")
+        "at least 3 s by data-sheet rates, measured 12 s without pauses, 4 x"
+    )
     assert trace.to_json(traced(), found)["predicted_seconds"] is None
 
 

@@ -56,8 +56,11 @@ def test_the_compilers_log_stays_back_unless_it_fails(capfd):
 
 def test_the_log_before_it_is_set_up(capfd):
     with kept_back():
-        os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
-                    b"I0000 00:00:1763814369.004250   31247 tpu_client.cc:9] started\n")
+        os.write(
+            2,
+            b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+            b"I0000 00:00:1763814369.004250   31247 tpu_client.cc:9] started\n",
+        )
         os.write(2, b"F0000 00:00:1763814369.004250   31247 x.cc:1] fatal\n")
     assert capfd.readouterr().err == "F0000 00:00:1763814369.004250   31247 x.cc:1] fatal\n"
 

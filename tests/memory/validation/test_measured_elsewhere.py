@@ -83,7 +83,8 @@ def test_meshes_of_alpa_are_data_by_tensor():
             of = {key: int(row.overrides[key]) for key in (MESH_FSDP, MESH_TENSOR, BATCH_MICRO, BATCH_ACCUMULATION)}
             assert of[MESH_FSDP] * of[MESH_TENSOR] == row.gpus
             assert of[MESH_FSDP] * of[BATCH_MICRO] * of[BATCH_ACCUMULATION] == (
-                8 if row.source.startswith("alpa_intra") else 1024), row
+                8 if row.source.startswith("alpa_intra") else 1024
+            ), row
 
 
 def test_uva_checkpoints_halves_or_blocks():

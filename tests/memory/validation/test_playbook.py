@@ -55,8 +55,9 @@ def test_a_row_says_its_setup():
 
 
 def test_stages_have_the_floor_of_their_own_layers_and_bubble():
-    row = next(row for row in setups_playbook.rows() if (row.model, row.setup) == (
-        "llama-1.34B", "dp2 tp2 pp2 zero1 1x128"))
+    row = next(
+        row for row in setups_playbook.rows() if (row.model, row.setup) == ("llama-1.34B", "dp2 tp2 pp2 zero1 1x128")
+    )
     assert row.launch_seconds == pytest.approx(4.4e-3 * 16 / 2 * (128 + 1)) and row.stages == 2
     assert row.overrides[PIPELINE_SCHEDULE] == "1f1b" and row.overrides[MESH_STAGE] == "2"
 
@@ -86,7 +87,7 @@ SAVED = {"attn_norm", "q_rot", "k_rot", "v", "context", "lse", "mid", "mlp_norm"
 
 
 def test_the_policy_keeps_what_nanotron_keeps():
-    policy, = {row.overrides[REMAT_POLICY] for row in setups_playbook.rows() if row.overrides}
+    (policy,) = {row.overrides[REMAT_POLICY] for row in setups_playbook.rows() if row.overrides}
     # What only other families, adapters, experts, latents, dropout and fp8 make is not in these programs, or not read.
     other = {"q", "k", "attn_out", "mlp_out", *ADAPTERS, *EXPERTS, *LATENTS}
     names = set(POLICIES[policy].names) - other
@@ -107,7 +108,7 @@ def needed(row):
 def test_no_run_reserved_less_than_it_needs_but_the_one_that_says_so():
     said = [row for row in setups_playbook.rows() if not row.reason and row.stages == 1]
     ratios = {row.id: row.measured_bytes / needed(row) for row in said}
-    doubted, = (row for row in said if row.bytes_reason)
+    (doubted,) = (row for row in said if row.bytes_reason)
     assert ratios.pop(doubted.id) < 0.5
     assert min(ratios.values()) > 1.03
     assert needed(doubted) / 2**30 == pytest.approx(60.7, abs=0.05)

@@ -58,8 +58,14 @@ class Pool:
         for job in jobs:
             if job.config == "stops":
                 raise KeyboardInterrupt
-            good = {"status": "ok", "schedule": schedule.to_json(STEPS), "target": targets.parse(job.target).to_json(),
-                    "allocated_bytes": 100, "calls_per_update": 2, "versions": {"jax": "1"}}
+            good = {
+                "status": "ok",
+                "schedule": schedule.to_json(STEPS),
+                "target": targets.parse(job.target).to_json(),
+                "allocated_bytes": 100,
+                "calls_per_update": 2,
+                "versions": {"jax": "1"},
+            }
             self.answers.put((job, {"status": "too large"} if BROKEN.get(job.config) else good))
 
 
@@ -90,8 +96,11 @@ def test_a_program_is_compiled_once(tmp_path):
 
 def test_small_programs_come_first(tmp_path):
     unrolled = {"model.scan": False, "model.n_layers": "32"}
-    rows = [dataclasses.replace(row(1, "unrolled"), overrides=unrolled), dataclasses.replace(row(2, "wide"), gpus=64),
-            row(3, "small")]
+    rows = [
+        dataclasses.replace(row(1, "unrolled"), overrides=unrolled),
+        dataclasses.replace(row(2, "wide"), gpus=64),
+        row(3, "small"),
+    ]
     runs.run(rows, Trainer(), tmp_path)
     assert Pool.asked == ["small", "wide", "unrolled"]
 
@@ -114,8 +123,9 @@ def test_another_environment_answers_where_this_one_has_no_compiler(tmp_path, mo
 
 
 def test_what_ctrl_c_leaves_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_pool, "ask", lambda pool, jobs, **_: (
-        {jobs[0].name: {"status": "ok", "schedule": []}}, True))
+    monkeypatch.setattr(
+        worker_pool, "ask", lambda pool, jobs, **_: ({jobs[0].name: {"status": "ok", "schedule": []}}, True)
+    )
     found = runs.run([row(1), row(2, "small")], Trainer(), tmp_path)
     assert list(found.answers) == ["1"] and found.left == ("2",)
 

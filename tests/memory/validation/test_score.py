@@ -11,16 +11,35 @@ from bytescope.memory.validation.score import Scored
 pytestmark = pytest.mark.quick
 
 
-def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None,
-           stages=1):
-    row = Row("s", f"{measured}", model, "h100", gpus, {}, "tiny", "h100:8", measured, held, "A", "somewhere",
-              tensor=tensor, stages=stages, launch_seconds=launch, host_bound=bound)
+def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None, stages=1):
+    row = Row(
+        "s",
+        f"{measured}",
+        model,
+        "h100",
+        gpus,
+        {},
+        "tiny",
+        "h100:8",
+        measured,
+        held,
+        "A",
+        "somewhere",
+        tensor=tensor,
+        stages=stages,
+        launch_seconds=launch,
+        host_bound=bound,
+    )
     return Scored(row, predicted, score.launched(predicted, row), predicted, predicted, ours)
 
 
 def test_pairs_count_those_apart_and_ties_by_half():
-    runs = [scored(1.0, 2.0, tensor=1), scored(1.04, 1.0, tensor=2), scored(2.0, 2.0, tensor=2),
-            scored(4.0, 5.0, tensor=1)]
+    runs = [
+        scored(1.0, 2.0, tensor=1),
+        scored(1.04, 1.0, tensor=2),
+        scored(2.0, 2.0, tensor=2),
+        scored(4.0, 5.0, tensor=1),
+    ]
     pairs = score.pairs_of(runs)
     # 1 against 1.04 is not apart. 1-2: tie; 1-4: right; 1.04-2, 1.04-4, 2-4: right.
     assert (pairs.count, pairs.right) == (5, pytest.approx(4.5 / 5))
@@ -53,8 +72,14 @@ def test_groups_are_never_pooled():
 
 
 def test_runs_in_stages_have_a_group_and_pairs_of_their_own():
-    runs = [scored(1.0, 1.0), scored(2.0, 2.1), scored(1.5, 3.0, stages=2), scored(3.0, 2.8, stages=2),
-            scored(6.0, 6.0, stages=4), scored(9.0, 9.0, gpus=64, stages=2)]
+    runs = [
+        scored(1.0, 1.0),
+        scored(2.0, 2.1),
+        scored(1.5, 3.0, stages=2),
+        scored(3.0, 2.8, stages=2),
+        scored(6.0, 6.0, stages=4),
+        scored(9.0, 9.0, gpus=64, stages=2),
+    ]
     one, staged, alone = score.groups(runs)
     assert (one.staged, one.across, one.rows, one.name) == (False, None, 2, "m") and one.pairs.count == 1
     assert (staged.staged, staged.rows, staged.name) == (True, 3, "m in stages")
@@ -69,13 +94,13 @@ def test_launches_set_the_pace_where_they_take_longer():
     assert (slow.device_seconds, slow.predicted_seconds, slow.ratio) == (0.5, 1.9, 0.95)
     free = scored(2.0, 2.2, launch=1.9, bound=False)
     assert free.predicted_seconds == 2.2
-    group, = score.groups([slow, free])
+    (group,) = score.groups([slow, free])
     assert (group.free_rows, group.free_median) == (1, pytest.approx(1.1))
 
 
 def test_bytes_are_compared_where_both_are_known():
     held = [scored(1.0 + ours, 1.0 + ours, held=100, ours=ours) for ours in (90, 100, 130)]
-    group, = score.groups([*held, scored(4.0, 4.0, ours=50), scored(None, 1.0, held=200, ours=50)])
+    (group,) = score.groups([*held, scored(4.0, 4.0, ours=50), scored(None, 1.0, held=200, ours=50)])
     assert (group.bytes_rows, group.bytes_below, group.bytes_median) == (4, 0.75, 0.95)
     assert len(group.ratios) == 5 and group.rows == 5 and group.within == 1
 
@@ -83,7 +108,7 @@ def test_bytes_are_compared_where_both_are_known():
 def test_bytes_that_are_doubted_are_not_compared():
     sure, doubted = scored(1.0, 1.0, held=100, ours=90), scored(2.0, 2.0, held=100, ours=300)
     doubted = dataclasses.replace(doubted, row=dataclasses.replace(doubted.row, bytes_reason="less than is needed"))
-    group, = score.groups([sure, doubted])
+    (group,) = score.groups([sure, doubted])
     assert (group.bytes_rows, group.bytes_below, group.rows) == (1, 1.0, 2)
 
 

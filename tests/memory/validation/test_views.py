@@ -22,16 +22,38 @@ EVIL = "<script>alert(1)</script>"
 
 
 def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
-    row = Row("s", str(number), "llama", "h100", gpus, {}, "tiny", "h100:8", measured, 20 * GIB, "A", EVIL,
-              setup=f"dp8 tp{tensor} {number}", tensor=tensor, launch_seconds=launch, host_bound=bool(launch),
-              bytes_are="reserved", differs=differs)
+    row = Row(
+        "s",
+        str(number),
+        "llama",
+        "h100",
+        gpus,
+        {},
+        "tiny",
+        "h100:8",
+        measured,
+        20 * GIB,
+        "A",
+        EVIL,
+        setup=f"dp8 tp{tensor} {number}",
+        tensor=tensor,
+        launch_seconds=launch,
+        host_bound=bool(launch),
+        bytes_are="reserved",
+        differs=differs,
+    )
     seconds = score.launched(predicted, row)
     return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
-    scored = (one(1, 1.0, 1.01), one(2, 2.0, 1.98, tensor=2), one(3, 4.0, 8.0), one(4, 3.0, 1.0, tensor=4, launch=2.9),
-              one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"))
+    scored = (
+        one(1, 1.0, 1.01),
+        one(2, 2.0, 1.98, tensor=2),
+        one(3, 4.0, 8.0),
+        one(4, 3.0, 1.0, tensor=4, launch=2.9),
+        one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"),
+    )
     unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
     return Result("playbook", scored, tuple(score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"})
 
@@ -63,13 +85,27 @@ def test_bytes_that_are_not_compared_have_their_reason():
 
 def pooled():
     """Two cohorts over models, one row far off with its reason, one whose bytes are not compared."""
-    scored = [dataclasses.replace(each, row=dataclasses.replace(
-        each.row, cohort="A, newest" if number else "B, older", bytes_are="allocated", source=f"pax: {EVIL}",
-        differs=f"scales {EVIL}" if number == 2 else "", bytes_reason="another micro-batch" if number == 3 else ""))
-        for number, each in enumerate(found().scored)]
+    scored = [
+        dataclasses.replace(
+            each,
+            row=dataclasses.replace(
+                each.row,
+                cohort="A, newest" if number else "B, older",
+                bytes_are="allocated",
+                source=f"pax: {EVIL}",
+                differs=f"scales {EVIL}" if number == 2 else "",
+                bytes_reason="another micro-batch" if number == 3 else "",
+            ),
+        )
+        for number, each in enumerate(found().scored)
+    ]
     return dataclasses.replace(
-        found(), scored=tuple(scored), cohorts=tuple(cohorts.by_cohort(scored)),
-        sources=tuple(cohorts.by_source(scored)), elsewhere=(("jax-cuda12-plugin 1", 2),))
+        found(),
+        scored=tuple(scored),
+        cohorts=tuple(cohorts.by_cohort(scored)),
+        sources=tuple(cohorts.by_source(scored)),
+        elsewhere=(("jax-cuda12-plugin 1", 2),),
+    )
 
 
 def test_the_terminal_has_scores_over_models_and_likely_reasons():
@@ -108,10 +144,16 @@ def test_the_page_has_a_mark_for_each_run():
     one_file(document)
     drawn = Page(document).data
     assert [(series["name"], series["x"], series["y"]) for series in drawn["series"]] == [
-        ("llama on 8", [1.0, 2.0, 4.0, 3.0], [1.01, 1.98, 8.0, 2.9]), ("llama on 64", [9.0], [9.0])]
+        ("llama on 8", [1.0, 2.0, 4.0, 3.0], [1.01, 1.98, 8.0, 2.9]),
+        ("llama on 64", [9.0], [9.0]),
+    ]
     assert drawn["series"][0]["tips"][3] == [
-        "llama on 8: dp8 tp4 4", "measured 3.000 s", "predicted 2.900 s (0.97), bound by products",
-        "device alone 1.000 s", "10.00 GiB allocated, 20.00 measured"]
+        "llama on 8: dp8 tp4 4",
+        "measured 3.000 s",
+        "predicted 2.900 s (0.97), bound by products",
+        "device alone 1.000 s",
+        "10.00 GiB allocated, 20.00 measured",
+    ]
     assert drawn["series"][1]["tips"][0][-1] == "its network\nwas slow"
     assert EVIL not in document and html.escape(EVIL) in document and "1 runs are missing" in document
 

@@ -27,8 +27,12 @@ def config_of(**model):
 
 def layout(devices, strategy="zero3", dispatch="auto", sequence_parallel=False, **sizes):
     count = int(np.prod(list(sizes.values())))
-    return Layout(make_mesh({axis: sizes.get(axis, 1) for axis in AXES}, devices[:count]), STRATEGIES[strategy],
-                  sequence_parallel, dispatch=dispatch)
+    return Layout(
+        make_mesh({axis: sizes.get(axis, 1) for axis in AXES}, devices[:count]),
+        STRATEGIES[strategy],
+        sequence_parallel,
+        dispatch=dispatch,
+    )
 
 
 def inputs():
@@ -50,7 +54,7 @@ def run(config, place=HERE, real=None, x_BLD=None):
 
     def objective(state, x_BLD):
         y_BLD, load = nnx.merge(graph, state)(x_BLD, real)
-        return (y_BLD ** 2).sum() + 3 * load.balance + load.router_z, (y_BLD, load)
+        return (y_BLD**2).sum() + 3 * load.balance + load.router_z, (y_BLD, load)
 
     (total, (y_BLD, load)), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(state, x_BLD)
     return jax.device_get((total, y_BLD, load, grads))
@@ -82,21 +86,34 @@ def test_every_kernel_equals_the_reference(kernel, dense):
     assert found[2].dropped == 0 and found[2].counts.sum() == B * L * 2
 
 
-@pytest.mark.parametrize("model", [
-    {"mlp": "gelu"}, {"experts_per_token": 1, "router_renormalize": False}, {"experts_per_token": 8},
-    {"router": "sigmoid", "router_bias": True, "router_groups": 4, "router_top_groups": 2, "router_scale": 2.5}],
-    ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"mlp": "gelu"},
+        {"experts_per_token": 1, "router_renormalize": False},
+        {"experts_per_token": 8},
+        {"router": "sigmoid", "router_bias": True, "router_groups": 4, "router_top_groups": 2, "router_scale": 2.5},
+    ],
+    ids=str,
+)
 def test_every_router_and_mlp_equals_the_reference(model, dense):
     assert_same(run(config_of(moe_kernel="scan", **model)), dense(**model))
 
 
-@pytest.mark.parametrize(("strategy", "dispatch", "sizes"), [
-    ("zero3", "allgather", {"expert": 2}), ("zero3", "ragged_all_to_all", {"expert": 4}),
-    ("zero3", "all_to_all", {"expert": 8}), ("zero3", "allgather", {"expert": 2, "fsdp": 2, "tensor": 2}),
-    ("ddp", "ragged_all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
-    ("zero1", "ragged_all_to_all", {"expert": 2, "fsdp": 2, "context": 2}),
-    ("zero2", "all_to_all", {"expert": 2, "data": 2, "tensor": 2}), ("zero3", "allgather", {"fsdp": 4, "tensor": 2})],
-    ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "dispatch", "sizes"),
+    [
+        ("zero3", "allgather", {"expert": 2}),
+        ("zero3", "ragged_all_to_all", {"expert": 4}),
+        ("zero3", "all_to_all", {"expert": 8}),
+        ("zero3", "allgather", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("ddp", "ragged_all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
+        ("zero1", "ragged_all_to_all", {"expert": 2, "fsdp": 2, "context": 2}),
+        ("zero2", "all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
+        ("zero3", "allgather", {"fsdp": 4, "tensor": 2}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_exchange_equals_the_reference(strategy, dispatch, sizes, sequence_parallel, dense, devices):
     if sequence_parallel and "tensor" not in sizes:
@@ -116,9 +133,17 @@ def without_padding():
     return run(config_of(moe_kernel="dense"), x_BLD=inputs()[REAL][None])
 
 
-@pytest.mark.parametrize(("kernel", "dispatch", "sizes"), [
-    ("dense", "auto", {}), ("scan", "allgather", {"expert": 2}), ("scan", "ragged_all_to_all", {"expert": 4}),
-    ("capacity", "auto", {}), ("capacity", "all_to_all", {"expert": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dispatch", "sizes"),
+    [
+        ("dense", "auto", {}),
+        ("scan", "allgather", {"expert": 2}),
+        ("scan", "ragged_all_to_all", {"expert": 4}),
+        ("capacity", "auto", {}),
+        ("capacity", "all_to_all", {"expert": 2}),
+    ],
+    ids=str,
+)
 def test_padding_takes_no_rows_and_counts_in_no_load(kernel, dispatch, sizes, without_padding, devices):
     """With slots that the tokens fit into, but not the padding too."""
     config = config_of(moe_kernel=kernel, capacity_factor=1.0 if kernel == "capacity" else 0.0)
@@ -136,13 +161,15 @@ def test_padding_that_is_not_marked_takes_the_slots_of_tokens():
 
 def reference(config, state, kept_TK):
     """The output with only the choices `kept_TK` (booleans), in numpy; and the choices int [T, K]."""
-    arrays = {path[-1].key: np.asarray(leaf, np.float64) for path, leaf in jax.tree_util.tree_leaves_with_path(
-        nnx.to_pure_dict(state))}
+    arrays = {
+        path[-1].key: np.asarray(leaf, np.float64)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
+    }
     x_TD = np.asarray(inputs(), np.float64).reshape(-1, D)
     logits = x_TD @ arrays["w_router"]
     scores = np.exp(logits - logits.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
-    choices_TK = np.argsort(-scores, axis=-1, kind="stable")[:, :config.experts_per_token]
+    choices_TK = np.argsort(-scores, axis=-1, kind="stable")[:, : config.experts_per_token]
     weights = np.take_along_axis(scores, choices_TK, 1)
     weights /= weights.sum(-1, keepdims=True)
     y_TD = np.zeros_like(x_TD)

@@ -30,8 +30,10 @@ def test_grouped_kernels_take_little_memory(layer):
     device = described("h200:1")[0]
     place = jax.sharding.SingleDeviceSharding(device)
     graph, state = nnx.split(nnx.eval_shape(lambda: Experts(model, precision, HERE, rngs=nnx.Rngs(params=0))))
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, jnp.bfloat16 if leaf.ndim == 3 else leaf.dtype, sharding=place), state)
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16 if leaf.ndim == 3 else leaf.dtype, sharding=place),
+        state,
+    )
     x_BLD = jax.ShapeDtypeStruct((1, tokens, model.d_model), jnp.bfloat16, sharding=place)
 
     def both(state, x_BLD, d_BLD):

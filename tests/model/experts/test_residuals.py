@@ -8,17 +8,33 @@ import pytest
 from bytescope.model.remat.policies import POLICIES
 from support.toy import block_residuals, first_state, fixed_batches, small_program
 
-MIXTURE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 16, "model.shared_experts": 1,
-           "model.n_layers": 2, "loss.router_z": 1e-3}
+MIXTURE = {
+    "model.experts": 8,
+    "model.experts_per_token": 2,
+    "model.d_expert": 16,
+    "model.shared_experts": 1,
+    "model.n_layers": 2,
+    "loss.router_z": 1e-3,
+}
 ATTENTION = {"attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_norm"}
 SHARED = {"gate", "up", "act"}
 
 
-@pytest.mark.parametrize(("policy", "names"), [
-    ("full", {"x"}),
-    ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up", "router_logits", "expert_gate", "expert_up"}),
-    ("selective", {"x", *ATTENTION, *SHARED, "router_logits", "dispatched", "expert_gate", "expert_up", "expert_act"}),
-    ("router_logits,expert_gate", {"x", "router_logits", "expert_gate"})])
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ("full", {"x"}),
+        (
+            "minimal",
+            {"x", "q", "k", "v", "context", "attn_out", "gate", "up", "router_logits", "expert_gate", "expert_up"},
+        ),
+        (
+            "selective",
+            {"x", *ATTENTION, *SHARED, "router_logits", "dispatched", "expert_gate", "expert_up", "expert_act"},
+        ),
+        ("router_logits,expert_gate", {"x", "router_logits", "expert_gate"}),
+    ],
+)
 def test_exactly_the_named_tensors_are_kept(capsys, policy, names):
     plan = {"remat.policy": policy} if policy in POLICIES else {"remat.policy": "custom", "remat.save": policy}
     assert {name for name, _, _ in block_residuals(capsys, **MIXTURE, **plan)} == names
@@ -51,5 +67,8 @@ def none():
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"none", "custom"}))
 def test_every_policy_has_the_gradients_of_none(policy, none):
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(none))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * largest),
-                 gradients(policy), none)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * largest),
+        gradients(policy),
+        none,
+    )

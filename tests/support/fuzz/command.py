@@ -43,14 +43,27 @@ def words(data: bytes) -> str:
 
 
 def override_lines() -> list[bytes]:
-    return [line.encode() for line in (
-        "--config.model.n_layers=4", "--config.remat.policy=custom\n--config.remat.save=q,k",
-        "--config.remat.layers=0-1:none", "--config.optimizer.name=adamw", "--config.optimizer.learning_rate=3e-4",
-        "--config.model.rope_scaling=8,1.0,4.0,8192", "--config.mesh.fsdp=-1", "--config.train.steps=7",
-        "--config.model.scan=false", "--config.xla.gemm=cublas",
-        "--config.remat.budget=20GiB", "--config.precision.preset=bf16",
-        "--config.batch.accumulation_schedule=0:1,10:4", "--config.seed=0",
-        "--config.data.source=stdlib", "--config.model.vocab_size=256")]
+    return [
+        line.encode()
+        for line in (
+            "--config.model.n_layers=4",
+            "--config.remat.policy=custom\n--config.remat.save=q,k",
+            "--config.remat.layers=0-1:none",
+            "--config.optimizer.name=adamw",
+            "--config.optimizer.learning_rate=3e-4",
+            "--config.model.rope_scaling=8,1.0,4.0,8192",
+            "--config.mesh.fsdp=-1",
+            "--config.train.steps=7",
+            "--config.model.scan=false",
+            "--config.xla.gemm=cublas",
+            "--config.remat.budget=20GiB",
+            "--config.precision.preset=bf16",
+            "--config.batch.accumulation_schedule=0:1,10:4",
+            "--config.seed=0",
+            "--config.data.source=stdlib",
+            "--config.model.vocab_size=256",
+        )
+    ]
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
@@ -82,14 +95,32 @@ def read_words(data: bytes, folder: Path) -> None:
             grids.policy_keys(policy)
 
     readers: dict[str, Callable[[str], object]] = {
-        "s": lambda text: human(parse_bytes(text)), "b": lambda text: budget_of(text, 2**34, "--budget"),
-        "n": lambda text: f"{parse_count(text):,.0f}", "g": grids.parse_grid, "r": every_policy, "l": fit_space.choose,
-        "t": levers.choose, "u": Asked.parse}
+        "s": lambda text: human(parse_bytes(text)),
+        "b": lambda text: budget_of(text, 2**34, "--budget"),
+        "n": lambda text: f"{parse_count(text):,.0f}",
+        "g": grids.parse_grid,
+        "r": every_policy,
+        "l": fit_space.choose,
+        "t": levers.choose,
+        "u": Asked.parse,
+    }
     text = words(data)
     readers.get(text[:1], parse_bytes)(text[1:])
 
 
 def flag_values() -> list[bytes]:
-    return [b"s72GiB", b"s512 MB", b"s1.5tb", b"b10GiB", b"n7e9", b"n350m", b"n7_000_000", b"gdata.seq_len=1024,2048",
-            b"gconfig=a,b", b"rnone,full,custom(q,k)+offload(block_in)", b"lremat,micro", b"tfp32,bf16,full",
-            b"u100-103"]
+    return [
+        b"s72GiB",
+        b"s512 MB",
+        b"s1.5tb",
+        b"b10GiB",
+        b"n7e9",
+        b"n350m",
+        b"n7_000_000",
+        b"gdata.seq_len=1024,2048",
+        b"gconfig=a,b",
+        b"rnone,full,custom(q,k)+offload(block_in)",
+        b"lremat,micro",
+        b"tfp32,bf16,full",
+        b"u100-103",
+    ]

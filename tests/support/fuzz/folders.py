@@ -10,10 +10,21 @@ from support.models import weights
 
 def configs() -> list[bytes]:
     """config.json in both spellings, of three families."""
-    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 32}
-    qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1,
-            "layer_types": ["full_attention", "sliding_attention"]}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    qwen = {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
     found = (weights.LLAMA, {**weights.LLAMA, "rope_parameters": llama3}, weights.GPT2, {**weights.LLAMA, **qwen})
     return [json.dumps(config).encode() for config in found]
 
@@ -51,9 +62,9 @@ def damaged_header(data: bytes, rng: Random) -> bytes:
     """A file whose header is damaged, with its length right more often than not."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.2:
-        return mutations.damaged_bytes(data[: 8 + length], rng) + data[8 + length:]
-    text = mutations.damaged_json(data[8: 8 + length], rng)
-    return len(text).to_bytes(8, "little") + text + data[8 + length:]
+        return mutations.damaged_bytes(data[: 8 + length], rng) + data[8 + length :]
+    text = mutations.damaged_json(data[8 : 8 + length], rng)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def read_header(data: bytes, folder: Path) -> None:

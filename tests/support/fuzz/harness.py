@@ -54,6 +54,7 @@ class TooLong(BaseException):
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """Raises TooLong after `CPU_S` of CPU time, and lets an allocation beyond `MEMORY` raise MemoryError."""
+
     def stop(*_):
         raise TooLong(f"more than {CPU_S} s of CPU")
 
@@ -93,8 +94,9 @@ def cases(reader: Reader, seed: int, numbers: Iterator[int] | range) -> Iterator
         yield f"{seed}/{number}", reader.damage(rng.choice(seeds), rng)
 
 
-def run(reader: Reader, folder: Path, *, seed: int, count: int | None = None,
-        seconds: float | None = None) -> tuple[Counter[str], list[Failure]]:
+def run(
+    reader: Reader, folder: Path, *, seed: int, count: int | None = None, seconds: float | None = None
+) -> tuple[Counter[str], list[Failure]]:
     """Outcomes, counted, and the failures of `count` cases, or of as many as `seconds` allow."""
     found, failures, began = Counter(), [], time.monotonic()
     numbers = range(count) if count is not None else range(10**9)

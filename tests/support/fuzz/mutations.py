@@ -5,15 +5,85 @@ import math
 from random import Random
 
 # What stands in the place of a JSON value of another type, and numbers and texts that nobody expects.
-VALUES = (None, True, False, 0, -1, 1, 0.5, 2**31, 2**60, 2**63, -2**70, 10**400, 1e308, -0.0, math.nan, math.inf,
-          -math.inf, "", "x", "0", "NaN", "[/b]", "\x1b[2J",
-          "\ud800", "a\nb", "../..", "/dev/null", "\0", "ü" * 40, "x" * 5000,
-          [], [[]], [None], [1, "x"], {}, {"": None}, {"x": {"y": []}}, {"name": 3})
+VALUES = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    0.5,
+    2**31,
+    2**60,
+    2**63,
+    -(2**70),
+    10**400,
+    1e308,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "x",
+    "0",
+    "NaN",
+    "[/b]",
+    "\x1b[2J",
+    "\ud800",
+    "a\nb",
+    "../..",
+    "/dev/null",
+    "\0",
+    "ü" * 40,
+    "x" * 5000,
+    [],
+    [[]],
+    [None],
+    [1, "x"],
+    {},
+    {"": None},
+    {"x": {"y": []}},
+    {"name": 3},
+)
 # Numbers as a varint or a fixed field can hold them, and as lengths that no file has.
 NUMBERS = (0, 1, 2**7 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63, 2**64 - 1)
-WORDS = ("", " ", "-", "=", ",", ":", "x", "0", "-1", "1e999", "nan", "inf", "9" * 400, "(", ")", "()", "+", "@host",
-         "~", "~nobody-here", "/", "..", "\0", "\n", "\x1b[31m", "[/b]", "\udcff", "é", "٣", "²", "None", "True",
-         "0x10", "1_0", "GiB")
+WORDS = (
+    "",
+    " ",
+    "-",
+    "=",
+    ",",
+    ":",
+    "x",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "inf",
+    "9" * 400,
+    "(",
+    ")",
+    "()",
+    "+",
+    "@host",
+    "~",
+    "~nobody-here",
+    "/",
+    "..",
+    "\0",
+    "\n",
+    "\x1b[31m",
+    "[/b]",
+    "\udcff",
+    "é",
+    "٣",
+    "²",
+    "None",
+    "True",
+    "0x10",
+    "1_0",
+    "GiB",
+)
 
 
 def damaged_bytes(data: bytes, rng: Random) -> bytes:
@@ -24,20 +94,20 @@ def damaged_bytes(data: bytes, rng: Random) -> bytes:
 
 
 def _cut(data: bytes, rng: Random) -> bytes:
-    return data[:rng.randrange(len(data) + 1)]
+    return data[: rng.randrange(len(data) + 1)]
 
 
 def _flip(data: bytes, rng: Random) -> bytes:
     if not data:
         return data
     at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1:]
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
 
 
 def _set(data: bytes, rng: Random) -> bytes:
     at, count = rng.randrange(len(data) + 1), rng.choice((1, 1, 2, 8))
     made = bytes(rng.choice((0, 127, 128, 255, rng.randrange(256))) for _ in range(count))
-    return data[:at] + made + data[at + count:]
+    return data[:at] + made + data[at + count :]
 
 
 def _swap(data: bytes, rng: Random) -> bytes:
@@ -54,7 +124,7 @@ def _double(data: bytes, rng: Random) -> bytes:
 
 def _drop(data: bytes, rng: Random) -> bytes:
     a = rng.randrange(len(data) + 1)
-    return data[:a] + data[a + rng.choice((1, 2, 16, 256)):]
+    return data[:a] + data[a + rng.choice((1, 2, 16, 256)) :]
 
 
 def _number(data: bytes, rng: Random) -> bytes:
@@ -68,18 +138,45 @@ def _number(data: bytes, rng: Random) -> bytes:
         while value > 127:
             made, value = made + bytes([value & 127 | 128]), value >> 7
         made += bytes([value])
-    return data[:at] + made + data[at + rng.choice((1, len(made))):]
+    return data[:at] + made + data[at + rng.choice((1, len(made))) :]
 
 
 def _foreign(data: bytes, rng: Random) -> bytes:
     """Another encoding, a mark in front, nothing, or noise."""
     text = data.decode("utf-8", "replace")
-    return rng.choice((b"", b"\0", text.encode("utf-16"), b"\xef\xbb\xbf" + data, b"\xff" + data, rng.randbytes(300),
-                       data[::-1], data + data, b"PK\x03\x04" + data, b"\x1f\x8b\x08" + data))
+    return rng.choice(
+        (
+            b"",
+            b"\0",
+            text.encode("utf-16"),
+            b"\xef\xbb\xbf" + data,
+            b"\xff" + data,
+            rng.randbytes(300),
+            data[::-1],
+            data + data,
+            b"PK\x03\x04" + data,
+            b"\x1f\x8b\x08" + data,
+        )
+    )
 
 
-_BYTES = (_cut, _flip, _flip, _flip, _set, _set, _set, _swap, _double, _drop, _drop, _number, _number, _number,
-          _foreign)
+_BYTES = (
+    _cut,
+    _flip,
+    _flip,
+    _flip,
+    _set,
+    _set,
+    _set,
+    _swap,
+    _double,
+    _drop,
+    _drop,
+    _number,
+    _number,
+    _number,
+    _foreign,
+)
 
 
 def damaged_json(data: bytes, rng: Random) -> bytes:

@@ -58,9 +58,17 @@ def report() -> bytes:
     found = with_seconds(report_of(compilation_of(program()), target=targets.parse("h100:8"))).to_json()
     assert found["prediction"] and found["schedule"]
     found["buffers"], found["timeline"] = found["buffers"][:12], found["timeline"][:20]
-    found["work"] = {phase: {"flops": {"bf16": 1e12}, "product_bytes": 1e9, "other_bytes": 1e9, "to_host_bytes": 5,
-                             "collective_bytes": {"in_host": 1e6, "between_hosts": 0},
-                             "hidden_collective_bytes": {"in_host": 1e6}} for phase in ("forward", "backward")}
+    found["work"] = {
+        phase: {
+            "flops": {"bf16": 1e12},
+            "product_bytes": 1e9,
+            "other_bytes": 1e9,
+            "to_host_bytes": 5,
+            "collective_bytes": {"in_host": 1e6, "between_hosts": 0},
+            "hidden_collective_bytes": {"in_host": 1e6},
+        }
+        for phase in ("forward", "backward")
+    }
     found["roofline"] = roofline.of_answer(found).to_json()
     found["config"], found["versions"] = {"model.n_layers": 2, "train.steps": 3}, {"jax": "0.10.2"}
     return strict(found).encode()
@@ -104,6 +112,11 @@ def rates() -> bytes:
 def read_rates(data: bytes, folder: Path) -> None:
     path, good = folder / "rates.json", beside()
     path.write_bytes(data)
-    command("trace", str(good / "good.xplane.pb"), f"--report={good / 'good.json'}", f"--rates={path}",
-            f"--json={folder / 't.json'}")
+    command(
+        "trace",
+        str(good / "good.xplane.pb"),
+        f"--report={good / 'good.json'}",
+        f"--rates={path}",
+        f"--json={folder / 't.json'}",
+    )
     json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)

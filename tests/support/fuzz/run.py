@@ -24,8 +24,9 @@ from support.fuzz.readers import READERS, prepare
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0,
-                        help="for all readers together, in equal parts (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="for all readers together, in equal parts (default: 10)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the damage (default: 0)")
     parser.add_argument("--readers", default=",".join(READERS), help="some of them (default: all)")
     parser.add_argument("--keep", type=Path, help="a folder for inputs that failed (default: a new one in /tmp)")
@@ -36,10 +37,12 @@ def main() -> int:
     prepare()
     for reader in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            found, failures = harness.run(reader, Path(folder), seed=args.seed,
-                                          seconds=60 * args.minutes / len(chosen))
-        print(f"{reader.name:10} {found.total():7,} inputs: {found['answer']:7,} answered, "
-              f"{found['refused']:7,} refused, {found['failed']:5,} failed", flush=True)
+            found, failures = harness.run(reader, Path(folder), seed=args.seed, seconds=60 * args.minutes / len(chosen))
+        print(
+            f"{reader.name:10} {found.total():7,} inputs: {found['answer']:7,} answered, "
+            f"{found['refused']:7,} refused, {found['failed']:5,} failed",
+            flush=True,
+        )
         alike = {re.sub(r"\W*[\W\d]\w*", " ", failure.error)[:60]: failure for failure in failures}
         for one in alike.values():
             keep = keep or Path(tempfile.mkdtemp(prefix="fuzz-failed-"))

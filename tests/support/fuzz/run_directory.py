@@ -58,8 +58,12 @@ def run_files() -> list[bytes]:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     (folder / "card.xplane.pb").write_bytes(trace())
     command("trace", str(folder / "card.xplane.pb"), f"--json={folder / 'profile.json'}")
-    files = {"metrics.jsonl": metrics_rows()[0], "config.json": run_config(), "memory.json": report(),
-             "profile.json": (folder / "profile.json").read_bytes()}
+    files = {
+        "metrics.jsonl": metrics_rows()[0],
+        "config.json": run_config(),
+        "memory.json": report(),
+        "profile.json": (folder / "profile.json").read_bytes(),
+    }
     return [name.encode() + b"\n" + content for name, content in files.items()]
 
 
@@ -88,8 +92,13 @@ def row() -> bytes:
 
     found = json.loads(report())
     kept = ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits", "work", "target", "versions")
-    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1, "tokens_per_update": 512,
-              **{key: found[key] for key in kept}}
+    answer = {
+        "status": "ok",
+        "settled": {"model.attention": "naive"},
+        "calls_per_update": 1,
+        "tokens_per_update": 512,
+        **{key: found[key] for key in kept},
+    }
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     cache.write(folder, "row", answer)
     return (folder / "row.json").read_bytes()

@@ -53,8 +53,16 @@ def read_bin(data: bytes, folder: Path) -> None:
 
 def index() -> bytes:
     shards = [{"file": f"{split}_00000.bin", "tokens": 300, "split": split} for split in ("train", "heldout")]
-    return json.dumps({"dtype": "uint16", "vocab_size": 256, "tokenizer": "bytes", "tokenizer_hash": "bytes",
-                       "separator": 0, "shards": shards}).encode()
+    return json.dumps(
+        {
+            "dtype": "uint16",
+            "vocab_size": 256,
+            "tokenizer": "bytes",
+            "tokenizer_hash": "bytes",
+            "separator": 0,
+            "shards": shards,
+        }
+    ).encode()
 
 
 def read_index(data: bytes, folder: Path) -> None:
@@ -130,8 +138,10 @@ def read_saved(data: bytes, folder: Path) -> None:
     import pyarrow
 
     rows = pyarrow.table({"text": [f"größe {i}" for i in range(30)]})
-    with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pyarrow.ipc.new_stream(
-            file, rows.schema) as writer:
+    with (
+        pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, rows.schema) as writer,
+    ):
         writer.write_table(rows)
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_bytes(data)

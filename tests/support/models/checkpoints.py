@@ -9,18 +9,45 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 97  # no multiple of anything: the padding of the vocabulary matters
 WORDS = ("def", "return", "the", "a", "model", "is", "train", "ed", "in", "out", "of", "and", "to", "x", "y", "z")
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
 ROUTER_BIAS = "e_score_correction_bias"  # DeepSeek-V3's, no parameter of torch but in its files
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 # Gemma 3, as transformers 5 spells it: the second layer sees everything.
-TWO_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 # As DeepSeek-V3 has it, but that mscale differs from mscale_all_dim: heads are multiplied, too.
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 # name -> (class of the config in transformers, what it says). Weights are spread as widely as those of trained models.
 FAMILIES = {
     "llama": ("LlamaConfig", SIZES),
@@ -30,25 +57,75 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 4, "sliding_window": None}),
     # The first layer is dense: of both kinds there is a stack.
-    "qwen3_moe": ("Qwen3MoeConfig", {**SIZES, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6,
-                                     "num_experts_per_tok": 3, "num_hidden_layers": 3, "mlp_only_layers": [0],
-                                     "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+        },
+    ),
     # The same of DeepSeek-V3, whose heads have parts of four widths.
-    "deepseek_v3": ("DeepseekV3Config", {
-        **{key: value for key, value in SIZES.items() if key != "head_dim"}, "num_key_value_heads": 4,
-        "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3,
-        "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24, "q_lora_rank": 20,
-        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "rope_parameters": YARN,
-        "num_nextn_predict_layers": 0}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{key: value for key, value in SIZES.items() if key != "head_dim"},
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "rope_parameters": YARN,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("Gemma2Config", {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0,
-                                "final_logit_softcapping": 3.0}),
-    "gemma3_text": ("Gemma3TextConfig", {**SIZES, "tie_word_embeddings": False, "query_pre_attn_scalar": 12,
-                                         "rope_parameters": TWO_ROPES, "sliding_window": 64,
-                                         "layer_types": ["sliding_attention", "full_attention"]}),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-                            "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-                            "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),
+    "gemma2": (
+        "Gemma2Config",
+        {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            **SIZES,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": TWO_ROPES,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "n_inner": 96,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "initializer_range": 0.2,
+        },
+    ),
 }
 
 
@@ -92,14 +169,21 @@ def save_tokenizer(folder):
         for end in range(2, len(word) + 1):
             if word[:end] not in ids and len(ids) < VOCAB:
                 ids[word[:end]] = len(ids)
-                merges.append((word[:end - 1], word[end - 1]))
+                merges.append((word[: end - 1], word[end - 1]))
     made = Tokenizer(models.BPE(ids, merges))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(["<bos>", "</s>"])
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "</s>",
-        "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<bos>",
+                "eos_token": "</s>",
+                "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+            }
+        )
+    )
 
 
 def save_smollm2(folder):
@@ -121,7 +205,8 @@ def save_smollm2(folder):
         made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
     made.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in packed.state_dict().items()}, assign=True)
     made.tie_weights()
-    made.generation_config = transformers.GenerationConfig(bos_token_id=config["bos_token_id"],
-                                                           eos_token_id=config["eos_token_id"])
+    made.generation_config = transformers.GenerationConfig(
+        bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"]
+    )
     made.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

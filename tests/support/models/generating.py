@@ -13,12 +13,28 @@ from bytescope.train.generation.steps import Sizes, Steps
 from support.toy import small_config
 
 NOTHING = MappingProxyType({})
-TINY = {"model.n_layers": 2, "model.d_model": 16, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_head": 8,
-        "model.d_ff": 32, "model.vocab_size": 64, "model.vocab_multiple": 1, "model.max_seq_len": 128,
-        "precision.preset": "fp32", "model.init_std": 0.3,
-        "model.attention": "naive"}
-LATENT = {"model.attention_kind": "mla", "model.n_kv_heads": 2, "model.mla_kv_rank": 12, "model.mla_q_rank": 0,
-          "model.mla_d_rope": 4, "model.mla_d_value": 6}
+TINY = {
+    "model.n_layers": 2,
+    "model.d_model": 16,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "model.d_head": 8,
+    "model.d_ff": 32,
+    "model.vocab_size": 64,
+    "model.vocab_multiple": 1,
+    "model.max_seq_len": 128,
+    "precision.preset": "fp32",
+    "model.init_std": 0.3,
+    "model.attention": "naive",
+}
+LATENT = {
+    "model.attention_kind": "mla",
+    "model.n_kv_heads": 2,
+    "model.mla_kv_rank": 12,
+    "model.mla_q_rank": 0,
+    "model.mla_d_rope": 4,
+    "model.mla_d_value": 6,
+}
 
 
 def random_model(keys=NOTHING):
@@ -39,8 +55,11 @@ def engine_of(folder, *, pages=40, sequences=4, chunk=16, length=None, fsdp=1, t
     """An engine of a folder's or run's weights."""
     source = open_source(folder)
     model = describe_model(source.config, jax.devices(), fsdp, tensor, base=source.base)
-    return Engine(Steps(model, "blocks", model.precision.compute), source.read(model, lambda done, total: None),
-                  Sizes(pages, sequences, chunk, length or source.length))
+    return Engine(
+        Steps(model, "blocks", model.precision.compute),
+        source.read(model, lambda done, total: None),
+        Sizes(pages, sequences, chunk, length or source.length),
+    )
 
 
 def alone(engine, asked):

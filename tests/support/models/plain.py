@@ -6,9 +6,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 LAYERS, BATCH, LENGTH, WIDTH, HEADS, HEAD, HIDDEN = 4, 2, 32, 32, 4, 8, 64
-SHAPES = {"n1": (WIDTH,), "n2": (WIDTH,), "q": (WIDTH, HEADS, HEAD), "k": (WIDTH, HEADS, HEAD),
-          "v": (WIDTH, HEADS, HEAD), "o": (HEADS, HEAD, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN),
-          "down": (HIDDEN, WIDTH)}
+SHAPES = {
+    "n1": (WIDTH,),
+    "n2": (WIDTH,),
+    "q": (WIDTH, HEADS, HEAD),
+    "k": (WIDTH, HEADS, HEAD),
+    "v": (WIDTH, HEADS, HEAD),
+    "o": (HEADS, HEAD, WIDTH),
+    "gate": (WIDTH, HIDDEN),
+    "up": (WIDTH, HIDDEN),
+    "down": (HIDDEN, WIDTH),
+}
 
 
 def norm(x_BLD, scale):
@@ -50,6 +58,7 @@ def repeated(layer):
         for number in range(LAYERS):
             x = layer(x, {name: leaf[number] for name, leaf in weights.items()})
         return x
+
     return run
 
 
@@ -72,8 +81,10 @@ def loss_of(way, policy=None):
 def arguments(batch=BATCH):
     """Specs of (weights, x)."""
     spec = jax.ShapeDtypeStruct
-    return ({name: spec((LAYERS, *shape), jnp.float32) for name, shape in SHAPES.items()},
-            spec((batch, LENGTH, WIDTH), jnp.float32))
+    return (
+        {name: spec((LAYERS, *shape), jnp.float32) for name, shape in SHAPES.items()},
+        spec((batch, LENGTH, WIDTH), jnp.float32),
+    )
 
 
 def values(batch=BATCH):

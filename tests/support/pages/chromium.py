@@ -31,10 +31,25 @@ class Browser:
         self.folder, self.number, self.events = folder, 0, []
         # The shell gives the browser both ends of the pipe as the file descriptors 3 and 4.
         self.process = subprocess.Popen(
-            ["sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
-             "--disable-background-networking", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
-             f"--user-data-dir={folder / 'profile'}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            [
+                "sh",
+                "-c",
+                'exec "$@" 3<&0 4>&1 1>&2',
+                "sh",
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--no-first-run",
+                "--hide-scrollbars",
+                "--remote-debugging-pipe",
+                f"--user-data-dir={folder / 'profile'}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         self.rest, self.session = b"", None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -120,8 +135,15 @@ class Browser:
 
     def move(self, x: float, y: float, kind: str = "mouseMoved", button: str = "none", clicks: int = 0) -> None:
         """Moves the pointer, or presses and releases a button with `kind`."""
-        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=clicks,
-                  buttons=int(button == "left" and kind != "mouseReleased"))
+        self.send(
+            "Input.dispatchMouseEvent",
+            type=kind,
+            x=x,
+            y=y,
+            button=button,
+            clickCount=clicks,
+            buttons=int(button == "left" and kind != "mouseReleased"),
+        )
 
     def click(self, x: float, y: float, clicks: int = 1) -> None:
         self.move(x, y)

@@ -244,8 +244,10 @@ def _searches(browser):
         browser.press(*{"checkbox": "  ", "search": "aq8"}.get(kind, "5"))
         if kind == "search" and browser.call(f"probe.inputs[{k}].value") != before + "aq8":
             found.append(f"field {k}: what is typed is not in it")
-        browser.call(f"(one => {{ one.value = {json.dumps(before)}; one.dispatchEvent(new Event('input', "
-                     f"{{ bubbles: true }})); }})(probe.inputs[{k}])")
+        browser.call(
+            f"(one => {{ one.value = {json.dumps(before)}; one.dispatchEvent(new Event('input', "
+            f"{{ bubbles: true }})); }})(probe.inputs[{k}])"
+        )
     browser.call("""for (const one of document.querySelectorAll("select")) {
         const before = one.selectedIndex;
         for (const k of [...Array(one.options.length).keys(), before]) {

@@ -47,10 +47,20 @@ def test_stdlib_absent_says_what_to_do(monkeypatch, tmp_path):
 
 
 def test_folder_is_read_in_order_without_hidden_empty_and_binary_files(tmp_path):
-    write(tmp_path, {
-        "b.md": "b", "a/z.txt": "z", "a.txt": "a", "a/nothing": "", ".hidden": "h", ".git/x": "x",
-        "__pycache__/y.py": "y", "picture.png": b"\x89PNG\0\xff", "sub/deep/c.py": "c",
-    })
+    write(
+        tmp_path,
+        {
+            "b.md": "b",
+            "a/z.txt": "z",
+            "a.txt": "a",
+            "a/nothing": "",
+            ".hidden": "h",
+            ".git/x": "x",
+            "__pycache__/y.py": "y",
+            "picture.png": b"\x89PNG\0\xff",
+            "sub/deep/c.py": "c",
+        },
+    )
     text = find(str(tmp_path))
     assert names(text) == ["a.txt", "a/z.txt", "b.md", "sub/deep/c.py"]
     assert text.skipped == 1
@@ -101,8 +111,8 @@ def test_single_file_holds_out_its_end_from_a_line_start(tmp_path):
     lines = [f"line {i}\n" for i in range(1000)]
     train, heldout = find(str(write(tmp_path, {"one.txt": "".join(lines)}) / "one.txt")).split()
     kept = content(heldout).decode().splitlines(keepends=True)
-    assert kept == lines[-len(kept):] and 40 <= len(kept) <= 55
-    assert content(train).decode() == "".join(lines[:-len(kept)])
+    assert kept == lines[-len(kept) :] and 40 <= len(kept) <= 55
+    assert content(train).decode() == "".join(lines[: -len(kept)])
 
 
 def test_what_is_not_utf8_is_named_with_its_place(tmp_path, monkeypatch):
@@ -124,8 +134,9 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         content(text)
 
 
-@pytest.mark.skipif(sys.platform == "win32" or (hasattr(os, "geteuid") and os.geteuid() == 0),
-                    reason="this user may read everything")
+@pytest.mark.skipif(
+    sys.platform == "win32" or (hasattr(os, "geteuid") and os.geteuid() == 0), reason="this user may read everything"
+)
 def test_a_file_that_may_not_be_read(tmp_path):
     path = write(tmp_path, {"a.txt": "text"}) / "a.txt"
     path.chmod(0)
@@ -134,8 +145,17 @@ def test_a_file_that_may_not_be_read(tmp_path):
 
 
 def test_shards_are_told_from_text(tmp_path):
-    write(tmp_path, {"s/b.bin": "bb", "s/a.npy": "aa", "s/README.txt": "r", "i/index.json": "{}",
-                     "mixed/a.bin": "aa", "mixed/b.txt": "b"})
+    write(
+        tmp_path,
+        {
+            "s/b.bin": "bb",
+            "s/a.npy": "aa",
+            "s/README.txt": "r",
+            "i/index.json": "{}",
+            "mixed/a.bin": "aa",
+            "mixed/b.txt": "b",
+        },
+    )
     found = find(str(tmp_path / "s"))
     assert isinstance(found, ShardFiles) and [p.name for p in found.files] == ["a.npy", "b.bin"]
     assert found.folder is None and find(str(tmp_path / "i")).folder == tmp_path / "i"
@@ -145,13 +165,16 @@ def test_shards_are_told_from_text(tmp_path):
         find(str(tmp_path / "mixed/*"))
 
 
-@pytest.mark.parametrize("name, remedy", [
-    ("none.txt", "is not a file or folder: give one that exists, a glob, or 'stdlib'"),
-    ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
-    ("empty.txt", "holds no text: give UTF-8 text files"),
-    ("*.rst", "holds no text: give UTF-8 text files"),
-    ("binary", "holds no text, only binary files (1): give UTF-8 text files"),
-])
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("none.txt", "is not a file or folder: give one that exists, a glob, or 'stdlib'"),
+        ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
+        ("empty.txt", "holds no text: give UTF-8 text files"),
+        ("*.rst", "holds no text: give UTF-8 text files"),
+        ("binary", "holds no text, only binary files (1): give UTF-8 text files"),
+    ],
+)
 def test_nothing_to_read(tmp_path, name, remedy):
     write(tmp_path, {"empty.txt": "", "binary/a.png": b"\0\1"})
     (tmp_path / "empty").mkdir()

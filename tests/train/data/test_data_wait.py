@@ -22,11 +22,26 @@ from bytescope.train.run.step_timer import Clock
 
 STEPS, ROWS, DELAY = 12, 8, 0.02  # seconds of one window
 STALL = 2.0  # of one window, far more than an update's eight take
-BASE = {"model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.d_head": 16,
-        "model.d_ff": 64, "data.seq_len": 32, "data.source": str(Path(loop.__file__).parent), "batch.micro": ROWS,
-        "mesh.fsdp": 1, "train.steps": STEPS, "train.log_every": 4, "train.eval_every": 0, "train.eval_sequences": 4,
-        "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.tensorboard": "False",
-        "train.cache_dir": "none"}
+BASE = {
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 2,
+    "model.d_head": 16,
+    "model.d_ff": 64,
+    "data.seq_len": 32,
+    "data.source": str(Path(loop.__file__).parent),
+    "batch.micro": ROWS,
+    "mesh.fsdp": 1,
+    "train.steps": STEPS,
+    "train.log_every": 4,
+    "train.eval_every": 0,
+    "train.eval_sequences": 4,
+    "train.checkpoint_every": 0,
+    "train.sample_tokens": 0,
+    "train.tensorboard": "False",
+    "train.cache_dir": "none",
+}
 
 
 def train(folder, **keys):

@@ -17,27 +17,58 @@ from support.text_data import config, write
 
 pytestmark = pytest.mark.quick
 
-WORDS = ["def", "return", "the", "longest", "agreement", "naïve", "größer", "語彙", "числа", "\U0001f600\U0001f601",
-         "12345678901234567890", "x", "=", "(", ")", "==", "don't", "  ", "    ", "\t"]
+WORDS = [
+    "def",
+    "return",
+    "the",
+    "longest",
+    "agreement",
+    "naïve",
+    "größer",
+    "語彙",
+    "числа",
+    "\U0001f600\U0001f601",
+    "12345678901234567890",
+    "x",
+    "=",
+    "(",
+    ")",
+    "==",
+    "don't",
+    "  ",
+    "    ",
+    "\t",
+]
 
 
 def prose(seed, count, separator=" ", line=9):
     rng = random.Random(seed)
     words = [rng.choice(WORDS) for _ in range(count)]
-    return "".join(word + ("\n" * rng.randint(1, 3) if line and i % line == line - 1 else separator)
-                   for i, word in enumerate(words))
+    return "".join(
+        word + ("\n" * rng.randint(1, 3) if line and i % line == line - 1 else separator)
+        for i, word in enumerate(words)
+    )
 
 
 TRAINING = [prose(seed, 300) for seed in range(3)]
-TEXTS = {"lines": prose(10, 1500), "one line": prose(11, 1500, line=0), "no space": prose(12, 1500, "", line=0),
-         "blanks": (" " * 700 + "\n" + "x " * 300 + "\t" * 400 + "7" * 900) * 2, "one word": "語" * 3000,
-         "emoji": "\U0001f600é" * 1500}
+TEXTS = {
+    "lines": prose(10, 1500),
+    "one line": prose(11, 1500, line=0),
+    "no space": prose(12, 1500, "", line=0),
+    "blanks": (" " * 700 + "\n" + "x " * 300 + "\t" * 400 + "7" * 900) * 2,
+    "one word": "語" * 3000,
+    "emoji": "\U0001f600é" * 1500,
+}
 
 
 def byte_level(made, special):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False,
-                               initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    return trainers.BpeTrainer(
+        vocab_size=450,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
 
 
 def without_words(made, special):  # as in Llama 2: all of the text is one word
@@ -56,9 +87,12 @@ def bert(made, special):
     return trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
 
 
-KINDS = {"byte-level BPE": (models.BPE(), byte_level),
-         "BPE without words": (models.BPE(unk_token="[UNK]"), without_words),
-         "Unigram": (models.Unigram(), metaspace), "WordPiece": (models.WordPiece(unk_token="[UNK]"), bert)}
+KINDS = {
+    "byte-level BPE": (models.BPE(), byte_level),
+    "BPE without words": (models.BPE(unk_token="[UNK]"), without_words),
+    "Unigram": (models.Unigram(), metaspace),
+    "WordPiece": (models.WordPiece(unk_token="[UNK]"), bert),
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +123,7 @@ def ids(tokenizer, *documents):
 @pytest.mark.parametrize("size", [97, 400])
 def test_pieces_have_the_ids_of_the_whole(made, small, kind, text, size):
     one, text = load_tokenizer(made[kind]), TEXTS[text]
-    pieces = [text[at:at + size] for at in range(0, len(text), size)]
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
     found = ids(one, *pieces)
     assert found[-1] == one.separator and np.array_equal(found[:-1], one.encode(text))
 
@@ -98,7 +132,7 @@ def test_apart_they_would_have_others(made):
     """What the windows are for: each of these tokenizers gives other ids to parts of the text."""
     for kind in ("byte-level BPE", "BPE without words", "Unigram"):
         one, text = load_tokenizer(made[kind]), TEXTS["one line"]
-        apart = one.encode_many([text[at:at + 97] for at in range(0, len(text), 97)])
+        apart = one.encode_many([text[at : at + 97] for at in range(0, len(text), 97)])
         assert not np.array_equal(np.concatenate(apart), one.encode(text))
 
 
@@ -115,7 +149,7 @@ def test_work_and_windows_stay_in_proportion_to_the_text(made, small, monkeypatc
     real = one.encode_spans
     monkeypatch.setattr(one, "encode_spans", lambda batch: encoded.extend(map(len, batch)) or real(batch))
     text = TEXTS["lines"] * 4
-    pieces = [text[at:at + 400] for at in range(0, len(text), 400)]
+    pieces = [text[at : at + 400] for at in range(0, len(text), 400)]
     ids(one, *pieces)
     assert max(encoded) <= 550 and sum(encoded) < 1.5 * len(text)
     encoded.clear()
@@ -123,7 +157,7 @@ def test_work_and_windows_stay_in_proportion_to_the_text(made, small, monkeypatc
     real_unknown = unknown.encode_spans
     monkeypatch.setattr(unknown, "encode_spans", lambda batch: encoded.extend(map(len, batch)) or real_unknown(batch))
     word = "x" * 40_000  # nowhere two windows agree
-    assert ids(unknown, *(word[at:at + 400] for at in range(0, len(word), 400))).tolist()[:-1] == [0]
+    assert ids(unknown, *(word[at : at + 400] for at in range(0, len(word), 400))).tolist()[:-1] == [0]
     assert max(encoded) == len(word) and sum(encoded) < 4 * len(word)
 
 

@@ -46,8 +46,7 @@ def test_shards_give_the_windows_of_the_text(text, tmp_path, shard_tokens, capsy
     index = json.loads((out / "index.json").read_text())
     assert sorted(os.listdir(out)) == sorted(["index.json", *(shard["file"] for shard in index["shards"])])
     assert all(shard["tokens"] <= shard_tokens for shard in index["shards"])
-    assert (index["dtype"], index["vocab_size"], index["separator"], index["tokenizer"]) == (
-        "uint16", 256, 0, "bytes")
+    assert (index["dtype"], index["vocab_size"], index["separator"], index["tokenizer"]) == ("uint16", 256, 0, "bytes")
 
 
 def test_a_single_file_is_cut_at_the_same_place(tmp_path):
@@ -85,17 +84,22 @@ def test_the_whole_text_is_never_held(text, tmp_path, monkeypatch):
     monkeypatch.setattr("bytescope.train.data.documents.PIECE_BYTES", 5000)
     monkeypatch.setattr("bytescope.train.data.tokenizer.GROUP_CHARS", 9000)
     many = prepare.load_tokenizer("bytes").encode_many
-    monkeypatch.setattr("bytescope.train.data.tokenizer.ByteTokenizer.encode_many",
-                        lambda self, texts: waiting.append(sum(map(len, texts))) or many(texts))
+    monkeypatch.setattr(
+        "bytescope.train.data.tokenizer.ByteTokenizer.encode_many",
+        lambda self, texts: waiting.append(sum(map(len, texts))) or many(texts),
+    )
     assert main([f"--source={text}", f"--out={tmp_path / 'out'}"]) == 0
     assert sum(waiting) > 300_000 and max(waiting) <= 15_000
 
 
-@pytest.mark.parametrize("names, held_out", [
-    (("train_0.bin", "my-val-0.bin"), ["my-val-0.bin"]),
-    (("a.bin", "b.bin", "eval_01.bin", "test.bin"), ["eval_01.bin", "test.bin"]),
-    (("a.bin", "latest.bin", "z.bin"), ["z.bin"]),
-])
+@pytest.mark.parametrize(
+    "names, held_out",
+    [
+        (("train_0.bin", "my-val-0.bin"), ["my-val-0.bin"]),
+        (("a.bin", "b.bin", "eval_01.bin", "test.bin"), ["eval_01.bin", "test.bin"]),
+        (("a.bin", "latest.bin", "z.bin"), ["z.bin"]),
+    ],
+)
 def test_shards_without_an_index_are_held_out_by_name(tmp_path, names, held_out):
     for mark, name in enumerate(names):
         np.full(20, mark, np.uint16).tofile(tmp_path / name)
@@ -107,8 +111,10 @@ def test_shards_without_an_index_are_held_out_by_name(tmp_path, names, held_out)
 
 
 def test_a_single_shard_holds_out_its_end(tmp_path):
-    for path, array in ((tmp_path / "a.bin", np.arange(200, dtype=np.uint32)),
-                        (tmp_path / "b.npy", np.arange(200, dtype=np.int64))):
+    for path, array in (
+        (tmp_path / "a.bin", np.arange(200, dtype=np.uint32)),
+        (tmp_path / "b.npy", np.arange(200, dtype=np.int64)),
+    ):
         array.tofile(path) if path.suffix == ".bin" else np.save(path, array)
         data = open_data(config(source=str(path), dtype="uint32"))
         assert (data.train.tokens, data.heldout.tokens) == (190, 10)
@@ -127,25 +133,29 @@ def damage_index(**changes):
         index = json.loads((out / "index.json").read_text()) | changes
         kept = {key: value for key, value in index.items() if value is not None}
         (out / "index.json").write_text(json.dumps(kept))
+
     return damage
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a multiple of uint16"),
-    (lambda out: os.truncate(out / "train_00000.bin", 100), "holds 50 tokens, index.json says"),
-    (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
-    (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
-    (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
-    (lambda out: (out / "index.json").write_text("[]"), "index.json cannot be used (list indices"),
-    (damage_index(dtype=None), "index.json cannot be used (no key 'dtype'): prepare the folder again"),
-    (damage_index(dtype="int8"), "index.json cannot be used (no shards, or an unknown dtype)"),
-    (damage_index(vocab_size="256"), "index.json cannot be used (wrong 'vocab_size')"),
-    (damage_index(shards=[]), "index.json cannot be used (no shards"),
-    (damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]), "(wrong 'a.txt')"),
-    (damage_index(shards=[{"file": "a.bin", "tokens": 1, "split": "x"}]), "cannot be used (wrong 'x')"),
-    (damage_index(tokenizer="gone.json"), "gone.json' is not a file: give 'bytes'"),
-    (damage_index(tokenizer_hash="0"), "prepared with bytes (0), but the tokenizer of this run is bytes (bytes)"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a multiple of uint16"),
+        (lambda out: os.truncate(out / "train_00000.bin", 100), "holds 50 tokens, index.json says"),
+        (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
+        (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
+        (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
+        (lambda out: (out / "index.json").write_text("[]"), "index.json cannot be used (list indices"),
+        (damage_index(dtype=None), "index.json cannot be used (no key 'dtype'): prepare the folder again"),
+        (damage_index(dtype="int8"), "index.json cannot be used (no shards, or an unknown dtype)"),
+        (damage_index(vocab_size="256"), "index.json cannot be used (wrong 'vocab_size')"),
+        (damage_index(shards=[]), "index.json cannot be used (no shards"),
+        (damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]), "(wrong 'a.txt')"),
+        (damage_index(shards=[{"file": "a.bin", "tokens": 1, "split": "x"}]), "cannot be used (wrong 'x')"),
+        (damage_index(tokenizer="gone.json"), "gone.json' is not a file: give 'bytes'"),
+        (damage_index(tokenizer_hash="0"), "prepared with bytes (0), but the tokenizer of this run is bytes (bytes)"),
+    ],
+)
 def test_a_damaged_folder_is_refused(text, tmp_path, damage, message):
     out = tmp_path / "out"
     assert main([f"--source={text}", f"--out={out}"]) == 0
@@ -160,17 +170,22 @@ def truncated_npy(path):
     os.truncate(path, 500)
 
 
-@pytest.mark.parametrize("make, message", [
-    (truncated_npy, "a.npy of 500 bytes is truncated or not a .npy file ("),
-    (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or not a .npy file ("),
-    (lambda path: path.write_bytes(b""), "a.npy is empty: leave it out"),
-    (lambda path: np.save(path, np.array([], np.uint16)), "a.npy is empty: leave it out"),
-    (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy holds float32 [9]: save a one-dimensional array"),
-    (lambda path: np.save(path, np.zeros((3, 3), np.uint16)),
-     "a.npy holds uint16 [3, 3]: save a one-dimensional array"),
-    (lambda path: np.save(path, np.array([None] * 9)), "not a .npy file (Array can't be memory-mapped"),
-    (lambda path: np.save(path, np.arange(-1, 99)), "a.npy holds the token -1: token ids start at 0"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (truncated_npy, "a.npy of 500 bytes is truncated or not a .npy file ("),
+        (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or not a .npy file ("),
+        (lambda path: path.write_bytes(b""), "a.npy is empty: leave it out"),
+        (lambda path: np.save(path, np.array([], np.uint16)), "a.npy is empty: leave it out"),
+        (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy holds float32 [9]: save a one-dimensional array"),
+        (
+            lambda path: np.save(path, np.zeros((3, 3), np.uint16)),
+            "a.npy holds uint16 [3, 3]: save a one-dimensional array",
+        ),
+        (lambda path: np.save(path, np.array([None] * 9)), "not a .npy file (Array can't be memory-mapped"),
+        (lambda path: np.save(path, np.arange(-1, 99)), "a.npy holds the token -1: token ids start at 0"),
+    ],
+)
 def test_a_damaged_npy_is_refused(tmp_path, make, message):
     make(tmp_path / "a.npy")
     with pytest.raises(UserError, match=re.escape(message)):
@@ -183,20 +198,23 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
         open_data(config(source=str(tmp_path), dtype="uint32"))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "arguments are required: --source, --out"),
-    (["--source={text}"], "the following arguments are required: --out"),
-    (["--source={text}", "--out={tmp}/o", "--shard=3"], "unrecognized arguments: --shard=3"),
-    (["--source={text}", "--out={tmp}/o", "--shard-tokens=x"], "--shard-tokens: invalid int value: 'x'"),
-    (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0: give 1 or more"),
-    (["--source={tmp}/none", "--out={tmp}/o"], "none' is not a file or folder: give one that exists"),
-    (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is not a file: give 'bytes'"),
-    (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
-    (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
-    (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): choose another --out"),
-    (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
-    (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "arguments are required: --source, --out"),
+        (["--source={text}"], "the following arguments are required: --out"),
+        (["--source={text}", "--out={tmp}/o", "--shard=3"], "unrecognized arguments: --shard=3"),
+        (["--source={text}", "--out={tmp}/o", "--shard-tokens=x"], "--shard-tokens: invalid int value: 'x'"),
+        (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0: give 1 or more"),
+        (["--source={tmp}/none", "--out={tmp}/o"], "none' is not a file or folder: give one that exists"),
+        (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is not a file: give 'bytes'"),
+        (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
+        (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
+        (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): choose another --out"),
+        (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
+        (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_2(text, tmp_path, arguments, message, capsys):
     write(tmp_path, {"file": "x", "shards/a.bin": "aa"})
     assert main([argument.format(text=text, tmp=tmp_path) for argument in arguments]) == 2
@@ -266,9 +284,16 @@ def test_killed_on_the_way_it_starts_over(text, tmp_path, moved):
 
 def test_help_is_short_and_needs_no_jax(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
-         "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)"],
-        capture_output=True, text=True, check=True)
+        [
+            sys.executable,
+            "-c",
+            "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
+            "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 26
     assert done.stderr == ""
 
@@ -280,8 +305,9 @@ def test_a_read_only_folder_is_no_full_disk(tmp_path, monkeypatch, capsys):
     write(tmp_path, {"text.txt": "some text\n" * 50})
     monkeypatch.setattr(prepare, "write_shards", refuse)
     assert main([f"--source={tmp_path / 'text.txt'}", f"--out={tmp_path / 'o'}"]) == 2
-    assert capsys.readouterr().err == (f"error: {tmp_path / 'o'} cannot be written (Permission denied): make that "
-                                       "writable, or choose another --out\n")
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / 'o'} cannot be written (Permission denied): make that writable, or choose another --out\n"
+    )
     message = "Permission denied.: make that writable, or choose another folder; nothing was"
     with pytest.raises(UserError, match=message), disk_told(tmp_path / "o"):
         refuse()

@@ -35,7 +35,7 @@ def save_arrow(folder, texts, splits=("",)):
         place.mkdir(parents=True, exist_ok=True)
         names = []
         for part in range(2):
-            table = pa.table({"text": texts[number::len(splits)][part::2]})
+            table = pa.table({"text": texts[number :: len(splits)][part::2]})
             names.append(f"data-0000{part}-of-00002.arrow")
             with pa.OSFile(str(place / names[-1]), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=7)
@@ -49,12 +49,25 @@ def save_arrow(folder, texts, splits=("",)):
 def sources(tmp_path_factory):
     """Kind of source -> a path that holds TEXTS."""
     folder = tmp_path_factory.mktemp("sources")
-    write(folder, {"lines.jsonl": lines(TEXTS), "folder/a.jsonl": lines(TEXTS[:50]), "folder/README.md": "about",
-                   "folder/b.jsonl.gz": gzip.compress(lines(TEXTS[50:]).encode()), "folder/sub/c.jsonl": "\n \n"})
+    write(
+        folder,
+        {
+            "lines.jsonl": lines(TEXTS),
+            "folder/a.jsonl": lines(TEXTS[:50]),
+            "folder/README.md": "about",
+            "folder/b.jsonl.gz": gzip.compress(lines(TEXTS[50:]).encode()),
+            "folder/sub/c.jsonl": "\n \n",
+        },
+    )
     pq.write_table(pa.table({"text": TEXTS, "other": list(range(80))}), folder / "rows.parquet", row_group_size=9)
     save_arrow(folder / "saved", TEXTS)
-    return {"jsonl": folder / "lines.jsonl", "folder": folder / "folder", "parquet": folder / "rows.parquet",
-            "saved": folder / "saved", "glob": folder / "folder/*.jsonl*"}
+    return {
+        "jsonl": folder / "lines.jsonl",
+        "folder": folder / "folder",
+        "parquet": folder / "rows.parquet",
+        "saved": folder / "saved",
+        "glob": folder / "folder/*.jsonl*",
+    }
 
 
 def documents(source):
@@ -140,9 +153,14 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
-@pytest.mark.parametrize(("form", "record", "why"), [
-    ("text", {"body": "x"}, "the field 'text'"), ("chat", {"text": "x"}, 'no list of "messages"'),
-    ("pairs", {"text": "x"}, '"prompt" is missing')])
+@pytest.mark.parametrize(
+    ("form", "record", "why"),
+    [
+        ("text", {"body": "x"}, "the field 'text'"),
+        ("chat", {"text": "x"}, 'no list of "messages"'),
+        ("pairs", {"text": "x"}, '"prompt" is missing'),
+    ],
+)
 def test_where_all_records_are_malformed_that_is_what_is_said(tmp_path, form, record, why):
     path = write(tmp_path, {"a.jsonl": (json.dumps(record) + "\n") * 60}) / "a.jsonl"
     message = rf"all 60 records are malformed, the first in .*line 1: {why}.*; fix them"
@@ -151,10 +169,17 @@ def test_where_all_records_are_malformed_that_is_what_is_said(tmp_path, form, re
     assert "seq_len" not in str(found.value)
 
 
-@pytest.mark.parametrize("line, why", [
-    ("[1, 2]", "the line is not an object"), ('{"txt": "x"}', "the field 'text' (data.field) is missing"),
-    ('{"text": 3}', "(data.field) is int, not text"), ('{"text": "\\ud800"}', "half a surrogate pair"),
-    ("[" * 100_000, "not a line of JSON"), ("1" * 5000, "not a line of JSON")])
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("[1, 2]", "the line is not an object"),
+        ('{"txt": "x"}', "the field 'text' (data.field) is missing"),
+        ('{"text": 3}', "(data.field) is int, not text"),
+        ('{"text": "\\ud800"}', "half a surrogate pair"),
+        ("[" * 100_000, "not a line of JSON"),
+        ("1" * 5000, "not a line of JSON"),
+    ],
+)
 def test_what_is_wrong_with_a_line(tmp_path, line, why):
     write(tmp_path, {"a.jsonl": line})
     with pytest.raises(UserError, match="a.jsonl line 1: .*" + re.escape(why)) as error:
@@ -179,21 +204,29 @@ def listed(folder, names):
 
 DAMAGED = {
     r"b.jsonl.gz cannot be read behind line \d+ \(Compressed file ended": lambda folder, sources: truncated(
-        write(folder, {"b.jsonl.gz": (sources["folder"] / "b.jsonl.gz").read_bytes()}) / "b.jsonl.gz", 200),
-    r"b.jsonl.gz cannot be read behind line 0 \(Not a gzipped file": lambda folder, sources:
-        write(folder, {"b.jsonl.gz": "text"}) / "b.jsonl.gz",
+        write(folder, {"b.jsonl.gz": (sources["folder"] / "b.jsonl.gz").read_bytes()}) / "b.jsonl.gz", 200
+    ),
+    r"b.jsonl.gz cannot be read behind line 0 \(Not a gzipped file": lambda folder, sources: (
+        write(folder, {"b.jsonl.gz": "text"}) / "b.jsonl.gz"
+    ),
     "a.parquet cannot be read": lambda folder, sources: truncated(
-        write(folder, {"a.parquet": sources["parquet"].read_bytes()}) / "a.parquet", 500),
+        write(folder, {"a.parquet": sources["parquet"].read_bytes()}) / "a.parquet", 500
+    ),
     "has the columns x, and none named text": lambda folder, sources: (
-        pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"), folder / "a.parquet")[1],
+        pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"),
+        folder / "a.parquet",
+    )[1],
     r"state.json cannot be used \(the name '../../passwd'\)": lambda folder, sources: listed(
-        folder, [{"filename": "../../passwd"}]),
+        folder, [{"filename": "../../passwd"}]
+    ),
     "state.json cannot be used": lambda folder, sources: listed(folder, ["x"]),
     "none.arrow cannot be read": lambda folder, sources: listed(folder, [{"filename": "none.arrow"}]),
-    "has the splits test, and none named train": lambda folder, sources: (
-        save_arrow(folder, TEXTS, ("test",)), folder)[1],
+    "has the splits test, and none named train": lambda folder, sources: (save_arrow(folder, TEXTS, ("test",)), folder)[
+        1
+    ],
     r"records \(a.jsonl\) and other files \(b.txt\): name one kind": lambda folder, sources: write(
-        folder, {"a.jsonl": "{}", "b.txt": "x"}),
+        folder, {"a.jsonl": "{}", "b.txt": "x"}
+    ),
     "is longer than 0 MiB": lambda folder, sources: write(folder, {"a.jsonl": '{"text": "' + "x" * 2000}) / "a.jsonl",
 }
 
@@ -215,8 +248,11 @@ def test_without_pyarrow_the_command_is_named(sources, monkeypatch):
 
 
 def test_fingerprints_follow_the_content(sources, tmp_path):
-    paths = [sources["jsonl"], write(tmp_path, {"x.jsonl": lines(TEXTS)}) / "x.jsonl",
-             write(tmp_path, {"y.jsonl": lines([*TEXTS[1:], "other"])}) / "y.jsonl"]
+    paths = [
+        sources["jsonl"],
+        write(tmp_path, {"x.jsonl": lines(TEXTS)}) / "x.jsonl",
+        write(tmp_path, {"y.jsonl": lines([*TEXTS[1:], "other"])}) / "y.jsonl",
+    ]
     prints = [open_data(config(source=str(path))).fingerprint for path in paths]
     assert prints[0] == prints[1] != prints[2]
     renamed = write(tmp_path, {"z.jsonl": lines(TEXTS, "body")}) / "z.jsonl"

@@ -26,8 +26,10 @@ pytestmark = pytest.mark.quick
 def numbered(train_tokens=4 * 23 + 1, heldout_tokens=11, seq_len=4, source=TokenSource):
     """Data whose tokens are their own positions, so that every window names itself."""
     vocab = max(train_tokens, heldout_tokens)
-    sources = [source([np.arange(n, dtype=np.uint32)], seq_len, vocab, keep_tail=tail)
-               for n, tail in ((train_tokens, False), (heldout_tokens, True))]
+    sources = [
+        source([np.arange(n, dtype=np.uint32)], seq_len, vocab, keep_tail=tail)
+        for n, tail in ((train_tokens, False), (heldout_tokens, True))
+    ]
     return Data(*sources, vocab_size=vocab, fingerprint="", description="", tokenizer=ByteTokenizer())
 
 
@@ -52,7 +54,7 @@ def test_an_epoch_visits_every_window_once_and_each_in_its_own_order():
     assert WINDOWS == 23
     orders = []
     for epoch in range(3):
-        windows = STREAM[epoch * WINDOWS:(epoch + 1) * WINDOWS]
+        windows = STREAM[epoch * WINDOWS : (epoch + 1) * WINDOWS]
         assert np.array_equal(windows, windows[:, :1] + np.arange(5))
         orders.append((windows[:, 0] // 4).tolist())
         assert sorted(orders[-1]) == list(range(WINDOWS)) != orders[-1]
@@ -64,14 +66,14 @@ def test_order_follows_the_seed_alone():
     seeds = [sequences(DATA, 3 * WINDOWS, seed=seed) for seed in (1, 2, -1, 2**40)]
     assert all(not np.array_equal(other, STREAM) for other in seeds)
     # Not the same orders one epoch later either, as adding the epoch to the seed would give.
-    assert not np.array_equal(STREAM[WINDOWS:2 * WINDOWS], seeds[0][:WINDOWS])
+    assert not np.array_equal(STREAM[WINDOWS : 2 * WINDOWS], seeds[0][:WINDOWS])
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 4), st.integers(0, 3))
 def test_a_restart_anywhere_continues_the_stream(position, rows, prefetch, workers):
     found = sequences(DATA, 9, rows=rows, position=position, prefetch=prefetch, workers=workers)
-    assert np.array_equal(found, STREAM[position:position + 9])
+    assert np.array_equal(found, STREAM[position : position + 9])
 
 
 def test_a_late_position_costs_nothing_and_is_exact():
@@ -86,8 +88,16 @@ def test_the_rows_of_all_processes_make_up_the_batch(owners, processes, position
     whole = next(train_batches(DATA, rows=rows, seed=0, position=position, config=config()))
     for process in set(owners):
         mine = [row for row in range(rows) if owners[row] == process]
-        part = next(train_batches(DATA, rows=rows, row_slices=[slice(row, row + 1) for row in mine], seed=0,
-                                  position=position, config=config()))
+        part = next(
+            train_batches(
+                DATA,
+                rows=rows,
+                row_slices=[slice(row, row + 1) for row in mine],
+                seed=0,
+                position=position,
+                config=config(),
+            )
+        )
         assert all(np.array_equal(part[name], whole[name][mine]) for name in whole)
 
 
@@ -100,8 +110,9 @@ def test_each_process_reads_only_its_rows():
             return super().__getitem__(i)
 
     data = numbered(source=Counting)
-    batches = train_batches(data, rows=8, row_slices=[slice(0, 2), slice(6, 7)], seed=0, position=8,
-                            config=config(prefetch=0))
+    batches = train_batches(
+        data, rows=8, row_slices=[slice(0, 2), slice(6, 7)], seed=0, position=8, config=config(prefetch=0)
+    )
     batch = next(batches)
     assert np.array_equal(batch["inputs"][:, 0], STREAM[[8, 9, 14], 0])
     assert read == (STREAM[[8, 9, 14], 0] // 4).tolist()
@@ -174,8 +185,11 @@ def test_default_corpus_is_packed_and_held_out_by_file():
     assert data.vocab_size == 256 and data.decode(data.encode("def f(): é")) == "def f(): é"
     assert isinstance(data.encode("a"), list)
     assert data.train.tokens > 15 * data.heldout.tokens > 15 * 100_000
-    assert re.fullmatch(r"standard library of Python [\d.]+\S*: [\d,]+ documents, [\d,]+ tokens; held out "
-                        r"\d+ documents, [\d,]+ tokens; bytes, vocabulary 256", data.description)
+    assert re.fullmatch(
+        r"standard library of Python [\d.]+\S*: [\d,]+ documents, [\d,]+ tokens; held out "
+        r"\d+ documents, [\d,]+ tokens; bytes, vocabulary 256",
+        data.description,
+    )
     again = open_data(config(seq_len=64))
     assert again.fingerprint == data.fingerprint and re.fullmatch("[0-9a-f]{16}", data.fingerprint)
 
@@ -199,13 +213,16 @@ def test_fingerprint_follows_the_content(tmp_path):
     first = write(tmp_path / "a", files)
     tokenizer = tmp_path / "tokenizer.json"
     save_tokenizer(tokenizer)
-    prints = [open_data(config(source=str(folder), tokenizer=name)).fingerprint for folder, name in (
-        (first, "bytes"),
-        (write(tmp_path / "moved", files), "bytes"),
-        (write(tmp_path / "edited", files | {"3.txt": "document number x"}), "bytes"),
-        (write(tmp_path / "renamed", {f"x{name}": text for name, text in files.items()}), "bytes"),
-        (first, str(tokenizer)),
-    )]
+    prints = [
+        open_data(config(source=str(folder), tokenizer=name)).fingerprint
+        for folder, name in (
+            (first, "bytes"),
+            (write(tmp_path / "moved", files), "bytes"),
+            (write(tmp_path / "edited", files | {"3.txt": "document number x"}), "bytes"),
+            (write(tmp_path / "renamed", {f"x{name}": text for name, text in files.items()}), "bytes"),
+            (first, str(tokenizer)),
+        )
+    ]
     assert prints[0] == prints[1] and len(set(prints)) == 4
 
 
@@ -213,8 +230,10 @@ def test_tokenizer_json_and_its_missing_separator(tmp_path):
     write(tmp_path / "text", {f"{i}.txt": f"def x return z{i} " * 5 for i in range(10)})
     save_tokenizer(tmp_path / "with.json")
     save_tokenizer(tmp_path / "without.json", special=())
-    told, untold = (open_data(config(source=str(tmp_path / "text"), tokenizer=str(tmp_path / name)))
-                    for name in ("with.json", "without.json"))
+    told, untold = (
+        open_data(config(source=str(tmp_path / "text"), tokenizer=str(tmp_path / name)))
+        for name in ("with.json", "without.json")
+    )
     assert told.vocab_size == 6 and told.train.tokens % 21 == 0 and "separator" not in told.description
     assert untold.train.tokens % 20 == 0 and "no separator between documents" in untold.description
     assert told.decode(told.encode("def x")) == "def x"
@@ -232,23 +251,29 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
         open_data(config(**both | {"eval_source": "none"}))
 
 
-@pytest.mark.parametrize("files, seq_len, message", [
-    ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
-    ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
-    ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "leaves 1 tokens to hold out, fewer than 2"),
-])
+@pytest.mark.parametrize(
+    "files, seq_len, message",
+    [
+        ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
+        ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
+        ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "leaves 1 tokens to hold out, fewer than 2"),
+    ],
+)
 def test_too_little_data(tmp_path, files, seq_len, message):
     write(tmp_path, files)
     with pytest.raises(UserError, match=re.escape(message)):
         open_data(config(source=str(tmp_path), seq_len=seq_len))
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"dtype": "int16"}, "data.dtype='int16' is not known: did you mean uint16? Else choose one of uint16, uint32"),
-    ({"seq_len": 0}, "data.seq_len=0 is too small: give 1 or more"),
-    ({"prefetch": -1}, "data.prefetch=-1 is too small: give 0 or more"),
-    ({"workers": -2}, "data.workers=-2 is too small: give 0 or more"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dtype": "int16"}, "data.dtype='int16' is not known: did you mean uint16? Else choose one of uint16, uint32"),
+        ({"seq_len": 0}, "data.seq_len=0 is too small: give 1 or more"),
+        ({"prefetch": -1}, "data.prefetch=-1 is too small: give 0 or more"),
+        ({"workers": -2}, "data.workers=-2 is too small: give 0 or more"),
+    ],
+)
 def test_settings_out_of_range(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         config(**changes)

@@ -68,7 +68,9 @@ def test_json_without_an_end_has_no_separator(tmp_path):
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.separator is None
     assert np.concatenate(list(tokenize(["x", None, "y", None], tokenizer))).tolist() == [
-        *tokenizer.encode("x"), *tokenizer.encode("y")]
+        *tokenizer.encode("x"),
+        *tokenizer.encode("y"),
+    ]
 
 
 @pytest.mark.parametrize("group_chars", [1, 5, 1 << 20])
@@ -126,8 +128,12 @@ def test_special_tokens_in_a_text_are_text_unless_parsed(tmp_path):
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(["x y"], trainers.BpeTrainer(
-        special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    made.train_from_iterator(
+        ["x y"],
+        trainers.BpeTrainer(
+            special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     made.save(str(path))
     text, end = "x<|endoftext|>y", made.token_to_id("<|endoftext|>")
     plain, parsed = load_tokenizer(str(path)), load_tokenizer(str(path), special_tokens="parse")
@@ -146,19 +152,29 @@ def test_a_model_that_knows_special_tokens_as_words_writes_none(tmp_path, kind):
     """These find `</s>` in their own vocabulary, whatever is said of special tokens."""
     path, special = tmp_path / "tokenizer.json", ["<unk>", "</s>"]
     known = {"unk_token": "<unk>"}
-    made = Tokenizer({"Unigram": models.Unigram(), "WordPiece": models.WordPiece({"<unk>": 0}, **known),
-                      "WordLevel": models.WordLevel({"<unk>": 0}, **known)}[kind])
+    made = Tokenizer(
+        {
+            "Unigram": models.Unigram(),
+            "WordPiece": models.WordPiece({"<unk>": 0}, **known),
+            "WordLevel": models.WordLevel({"<unk>": 0}, **known),
+        }[kind]
+    )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = {"Unigram": trainers.UnigramTrainer(vocab_size=40, special_tokens=special, show_progress=False, **known),
-               "WordPiece": trainers.WordPieceTrainer(vocab_size=60, special_tokens=special, show_progress=False),
-               "WordLevel": trainers.WordLevelTrainer(special_tokens=special, show_progress=False)}[kind]
+    trainer = {
+        "Unigram": trainers.UnigramTrainer(vocab_size=40, special_tokens=special, show_progress=False, **known),
+        "WordPiece": trainers.WordPieceTrainer(vocab_size=60, special_tokens=special, show_progress=False),
+        "WordLevel": trainers.WordLevelTrainer(special_tokens=special, show_progress=False),
+    }[kind]
     made.train_from_iterator(["hello there you are </s>"] * 5, trainer)
     made.save(str(path))
     plain, parsed = load_tokenizer(str(path)), load_tokenizer(str(path), special_tokens="parse")
     assert made.token_to_id("</s>") in parsed.encode("hello </s> there")
     assert made.token_to_id("</s>") not in plain.encode("hello </s> there")
-    assert plain.encode("hello there").tolist() == parsed.encode("hello there").tolist() == (
-        made.encode("hello there").ids)
+    assert (
+        plain.encode("hello there").tolist()
+        == parsed.encode("hello there").tolist()
+        == (made.encode("hello there").ids)
+    )
     assert plain.decode([made.token_to_id("</s>")]) == "</s>"
 
 
@@ -171,8 +187,17 @@ def test_special_tokens_are_part_of_the_data(tmp_path):
     assert "parsed" in parsed.description and "parsed" not in plain.description
     for value in ("text", "parse"):
         out = tmp_path / value
-        assert main([f"--source={both['source']}", f"--tokenizer={both['tokenizer']}", f"--out={out}",
-                     f"--special-tokens={value}"]) == 0
+        assert (
+            main(
+                [
+                    f"--source={both['source']}",
+                    f"--tokenizer={both['tokenizer']}",
+                    f"--out={out}",
+                    f"--special-tokens={value}",
+                ]
+            )
+            == 0
+        )
         assert json.loads((out / "index.json").read_text())["special_tokens"] == value
         assert open_data(config(source=str(out))).train.tokens == {"text": plain, "parse": parsed}[value].train.tokens
     assert main(["--source=a", "--out=b", "--special-tokens=pars"]) == 2

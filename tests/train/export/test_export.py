@@ -42,10 +42,18 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    params, frozen = parted(load_params(source, program.model, program.state.model_params, order=program.order),
-                            program.frozen)
-    state = dataclasses.replace(program.state, params=change(params), frozen=frozen,
-                                step=jnp.int32(steps[-1]), opt_state=(), tally=None, loss_scale=None)
+    params, frozen = parted(
+        load_params(source, program.model, program.state.model_params, order=program.order), program.frozen
+    )
+    state = dataclasses.replace(
+        program.state,
+        params=change(params),
+        frozen=frozen,
+        step=jnp.int32(steps[-1]),
+        opt_state=(),
+        tally=None,
+        loss_scale=None,
+    )
     checkpointer = Checkpoints(workdir, keep=len(steps))
     for step in steps:
         checkpointer.save(state, Position(step, 8 * step), order=program.order)
@@ -81,8 +89,11 @@ def loaded(folder):
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    config = {key: value for key, value in model.config.to_dict().items()
-              if key not in ("transformers_version", "_name_or_path")}
+    config = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if key not in ("transformers_version", "_name_or_path")
+    }
     with torch.no_grad():
         return model(torch.arange(20)[None] * 4 % config["vocab_size"]).logits.float().numpy(), config
 
@@ -91,8 +102,16 @@ def loaded(folder):
 PRESETS = {"float32": "fp32", "bfloat16": "bf16_params"}
 
 
-@pytest.fixture(scope="module", params=[*((name, "float32") for name in checkpoints.FAMILIES), ("llama3", "bfloat16"),
-                                        ("gpt2", "bfloat16"), ("mixtral", "bfloat16")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, "float32") for name in checkpoints.FAMILIES),
+        ("llama3", "bfloat16"),
+        ("gpt2", "bfloat16"),
+        ("mixtral", "bfloat16"),
+    ],
+    ids="-".join,
+)
 def run(request, tmp_path_factory):
     """(folder of a family and dtype, what `loaded` says of it, a run that began from it)."""
     name, dtype = request.param
@@ -130,8 +149,10 @@ def test_a_run_from_the_start_is_of_its_nearest_family(run, tmp_path):
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)  # </s> of its tokenizer ends a text
 
 
-@pytest.mark.parametrize(("name", "parameters"), [
-    ("tiny", 918_656), ("gpt2_small", 124_475_904), ("gpt2_xl", 1_557_686_400), ("llama_8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("tiny", 918_656), ("gpt2_small", 124_475_904), ("gpt2_xl", 1_557_686_400), ("llama_8b", 8_030_261_248)],
+)
 def test_shipped_configs(name, parameters):
     """The architecture that their config.json asks for, nothing allocated; the published sizes, GPT-2's with 50,304."""
     import torch
@@ -143,16 +164,25 @@ def test_shipped_configs(name, parameters):
         made = transformers.AutoModelForCausalLM.from_config(config)
     assert raw["architectures"] == [type(made).__name__] and made.num_parameters() == parameters
     if name == "llama_8b":
-        assert config.rope_parameters == {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
-                                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                          "original_max_position_embeddings": 8192}
+        assert config.rope_parameters == {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
 
 
-@pytest.mark.parametrize(("changes", "named"), [
-    ({"position": "none"}, "model.position=none: the nearest is llama"),
-    ({"bias": True}, "model.bias=True: the nearest is llama"),
-    ({"mlp": "gelu"}, "model.mlp=gelu: the nearest is llama"),
-    ({"norm": "layernorm", "qkv_bias": True}, "model.norm=layernorm: the nearest is qwen2")])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"position": "none"}, "model.position=none: the nearest is llama"),
+        ({"bias": True}, "model.bias=True: the nearest is llama"),
+        ({"mlp": "gelu"}, "model.mlp=gelu: the nearest is llama"),
+        ({"norm": "layernorm", "qkv_bias": True}, "model.norm=layernorm: the nearest is qwen2"),
+    ],
+)
 def test_what_no_family_computes_is_named(changes, named):
     with pytest.raises(UserError, match="no family of transformers computes " + named):
         config_json(load("tiny").model.to_dict() | changes)
@@ -180,8 +210,11 @@ def test_a_model_of_bytes(tmp_path):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.parametrize(("overrides", "devices"), [
-    ({"mesh.tensor": 2, "mesh.fsdp": 4, "batch.micro": 1}, 8), ({"model.scan": False}, 1)], ids=["mesh", "unrolled"])
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [({"mesh.tensor": 2, "mesh.fsdp": 4, "batch.micro": 1}, 8), ({"model.scan": False}, 1)],
+    ids=["mesh", "unrolled"],
+)
 def test_however_it_was_trained(overrides, devices, tmp_path):
     folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "folder")
     workdir = saved(folder, tmp_path / "run", overrides, devices)
@@ -192,8 +225,12 @@ def test_however_it_was_trained(overrides, devices, tmp_path):
 def test_stages_that_hold_the_layers_in_an_order_of_their_own(tmp_path, capsys):
     """Read and written in the order of the layers, rows of no layer too under the checksum."""
     folder = checkpoints.save(checkpoints.model("qwen3_moe", num_hidden_layers=5), tmp_path / "folder")
-    workdir = saved(folder, tmp_path / "run", {"mesh.stage": 2, "mesh.fsdp": 1, "pipeline.schedule": "v",
-                                               "batch.mode": "scan", "batch.accumulation": 4}, 2)
+    workdir = saved(
+        folder,
+        tmp_path / "run",
+        {"mesh.stage": 2, "mesh.fsdp": 1, "pipeline.schedule": "v", "batch.mode": "scan", "batch.accumulation": 4},
+        2,
+    )
     meta = json.loads((workdir / "checkpoints" / "3" / "meta" / "metadata").read_text())
     # Layers 0 and 4 lie on the first stage, where the V begins and ends, 1 to 3 on the other; a chunk has 2 rows.
     assert meta["order"] == {"dense_blocks": [0, -1, -1, -1], "blocks": [-1, -1, 4, -1, 1, 2, 3, -1]}
@@ -234,9 +271,14 @@ def record_another_sum(checkpoint, array="mlp"):
     path.write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize(("damage", "named"), [
-    (flip, ""), (record_another_sum, "blocks.mlp.w_down does not match its checksum"),
-    (rewrite, "w_token does not match its checksum")])
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip, ""),
+        (record_another_sum, "blocks.mlp.w_down does not match its checksum"),
+        (rewrite, "w_token does not match its checksum"),
+    ],
+)
 def test_a_damaged_checkpoint_is_noticed(gpt2, damage, named, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_tensors, "PIECE", 200)
     workdir = shutil.copytree(gpt2, tmp_path / "run")
@@ -293,14 +335,17 @@ def test_what_float16_does_not_hold(gpt2, tmp_path, capsys):
 
 def test_a_checkpoint_with_nan_is_not_generated_from(tmp_path):
     """generate and score read all parameters, quantize one at a time."""
+
     def spoil(params):
         scale = params["blocks"]["norm_mlp"]["scale"]
         return params | {"blocks": params["blocks"] | {"norm_mlp": {"scale": scale.at[1, 5:7].set(np.nan)}}}
 
     workdir = saved(weights.llama(tmp_path / "folder"), tmp_path / "run", steps=(3, 5), change=spoil)
     source = open_source(workdir)
-    message = (f"step 5 of {workdir}: 2 of the 32 values of blocks.1.norm_mlp.scale are NaN or infinite: choose "
-               "another with --step=3")
+    message = (
+        f"step 5 of {workdir}: 2 of the 32 values of blocks.1.norm_mlp.scale are NaN or infinite: choose "
+        "another with --step=3"
+    )
     with pytest.raises(UserError) as caught:
         source.read(describe_model(source.config, jax.devices()[:1]), lambda done, total: None)
     assert str(caught.value) == message

@@ -20,8 +20,10 @@ from bytescope.train.weights.load import load_params
 from bytescope.train.weights.start import fingerprint_of_adapter, initial_adapters
 from support.models import checkpoints
 
-pytestmark = [pytest.mark.oracle("peft"),
-              pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]
+pytestmark = [
+    pytest.mark.oracle("peft"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 50 + 2
 
 
@@ -56,8 +58,9 @@ def loss_of(model):
 
     tokens = torch.tensor(TOKENS.astype(np.int64))
     logits = model(tokens[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1),
-                                             reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1), reduction="sum"
+    )
 
 
 def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
@@ -66,8 +69,9 @@ def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
 
     folder, run, (loss, grads) = lora
     assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 0
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters",
-                                      is_trainable=True)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters", is_trainable=True
+    )
     theirs = loss_of(model)
     np.testing.assert_allclose(theirs.item(), loss, rtol=1e-5)
     assert abs(loss_of(AutoModelForCausalLM.from_pretrained(folder)).item() - float(loss)) > 1e-3
@@ -77,8 +81,11 @@ def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
     for path, ours in jax.tree_util.tree_leaves_with_path(grads):
         target, half = path[-1].key.split("_")[1:]
         for layer in range(2):
-            name, = [name for name in found if f".layers.{layer}." in name and f".{target}_proj." in name
-                     and f".lora_{half.upper()}." in name]
+            (name,) = [
+                name
+                for name in found
+                if f".layers.{layer}." in name and f".{target}_proj." in name and f".lora_{half.upper()}." in name
+            ]
             one = np.asarray(ours[layer])
             one = one.reshape(-1, one.shape[-1]) if half == "a" else one.reshape(one.shape[0], -1)
             np.testing.assert_allclose(found[name].numpy().T, one, atol=1e-4 * np.abs(one).max(), err_msg=name)
@@ -94,8 +101,11 @@ def test_gpt2_adapters_are_of_the_modules_that_have_one_and_of_no_namesake(tmp_p
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["attn.c_proj", "c_fc"]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters")
-    assert not [str(found.message) for found in recwarn if "adapter keys" in str(found.message)
-                or "fan_in_fan_out" in str(found.message)]
+    assert not [
+        str(found.message)
+        for found in recwarn
+        if "adapter keys" in str(found.message) or "fan_in_fan_out" in str(found.message)
+    ]
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4
     np.testing.assert_allclose(loss_of(model).item(), loss, rtol=1e-5)
     both = ["h.0.attn.c_proj", "h.0.mlp.c_proj"]
@@ -137,7 +147,8 @@ def test_what_peft_saves_is_what_a_run_begins_from(lora, tmp_path):
     folder, run, _ = lora
     assert cli.main(["export", str(run), str(tmp_path / "ours")]) == 0
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "ours").save_pretrained(
-        tmp_path / "theirs")
+        tmp_path / "theirs"
+    )
     config = load(f"hf:{folder}", [("init.adapter", str(tmp_path / "theirs"))])
     assert (config.lora.rank, config.lora.alpha) == (3, 5.0) and len(config.lora.targets) == 7
     program = build(config, jax.devices()[:1])
@@ -152,5 +163,6 @@ def test_merged_weights_compute_the_same(lora, tmp_path):
 
     _, run, (loss, _) = lora
     assert cli.main(["export", str(run), str(tmp_path / "whole"), "--merge"]) == 0
-    np.testing.assert_allclose(loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")).item(), loss,
-                               rtol=1e-5)
+    np.testing.assert_allclose(
+        loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")).item(), loss, rtol=1e-5
+    )

@@ -19,16 +19,21 @@ def sums():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("storage", [{}, {"use_ocdbt": False}, {"use_zarr3": True},
-                                     {"use_ocdbt": False, "use_zarr3": True}], ids=str)
+@pytest.mark.parametrize(
+    "storage", [{}, {"use_ocdbt": False}, {"use_zarr3": True}, {"use_ocdbt": False, "use_zarr3": True}], ids=str
+)
 def test_pieces_are_the_array_and_its_checksum(storage, dtype, sums, tmp_path):
     values = VALUES.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**storage)) as checkpointer:
         checkpointer.save(tmp_path / "state", {"params": {"w": values}})
     for right in (True, False):
         array = StoredArray(tmp_path / "state", "params.w", dtype, VALUES.shape, sums[dtype] ^ (not right))
-        spans = [[(layer, layer + 1), rows, columns] for columns in ((1, 4), (0, 1)) for layer in (2, 0, 1)
-                 for rows in ((0, 3), (3, 10))]
+        spans = [
+            [(layer, layer + 1), rows, columns]
+            for columns in ((1, 4), (0, 1))
+            for layer in (2, 0, 1)
+            for rows in ((0, 3), (3, 10))
+        ]
         for piece in spans[:-1]:
             assert np.array_equal(array.read(piece), values[tuple(slice(*span) for span in piece)])
         assert not array.is_read

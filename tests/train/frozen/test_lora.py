@@ -38,8 +38,10 @@ def random():
     """(adapters, base) of random numbers."""
     program = small_program(LORA)
     rng = np.random.default_rng(1)
-    return tuple(jax.tree.map(lambda leaf: jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype), tree)
-                 for tree in (program.state.params, program.state.frozen))
+    return tuple(
+        jax.tree.map(lambda leaf: jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype), tree)
+        for tree in (program.state.params, program.state.frozen)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +49,14 @@ def truth(random, batch):
     """Loss of the merged model, and autodiff's gradient of the adapters through the merged weights."""
     full = small_program({"batch.micro": "8"})
     return jax.jit(jax.value_and_grad(lambda params: full.parts.objective(merged(params, random[1]), batch, None)))(
-        random[0])
+        random[0]
+    )
 
 
 # What makes the products with frozen weights, and what is kept of adapters, differs.
-@pytest.mark.parametrize("overrides", [
-    {}, {"remat.policy": "minimal"}, {"remat.policy": "full", "model.mlp_chunk": "16"}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"remat.policy": "minimal"}, {"remat.policy": "full", "model.mlp_chunk": "16"}], ids=str
+)
 def test_loss_and_gradients_are_those_of_the_merged_weights(overrides, random, batch, truth):
     program = small_program({**LORA, **overrides})
     loss, grads = jax.jit(jax.value_and_grad(program.parts.objective))(random[0], batch, None, random[1])
@@ -99,10 +103,14 @@ def one_device():
 
 
 LAYOUTS = {
-    "tensor and zero3": ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2,
-                          "mesh.sequence_parallel": "true"}, 8),
+    "tensor and zero3": (
+        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2, "mesh.sequence_parallel": "true"},
+        8,
+    ),
     "zero1, summed in the step": (
-        {"mesh.strategy": "zero1", "batch.mode": "scan", "batch.accumulation": 2, "batch.micro": 2}, 2),
+        {"mesh.strategy": "zero1", "batch.mode": "scan", "batch.accumulation": 2, "batch.micro": 2},
+        2,
+    ),
     "updated in the backward pass": ({"optimizer.fused_backward": "true", "optimizer.clip": "layer"}, 1),
 }
 
@@ -126,16 +134,24 @@ def test_zero_shards_both_halves_where_the_rank_divides():
 
 
 def test_the_step_holds_the_base_once_and_state_of_the_adapters_alone():
-    shape = {"model.d_model": 128, "model.d_ff": 512, "model.d_head": 32, "model.n_layers": 2,
-             "remat.policy": "full", "batch.micro": "1"}
+    shape = {
+        "model.d_model": 128,
+        "model.d_ff": 512,
+        "model.d_head": 32,
+        "model.n_layers": 2,
+        "remat.policy": "full",
+        "batch.micro": "1",
+    }
     full, lora = (small_program({**shape, **more}) for more in ({}, {**LORA, "batch.micro": "1"}))
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (lora.state.params, lora.state.frozen)]
     stats, before = (program.compile().memory_analysis() for program in (lora, full))
     state = 12 * sizes[0] + 4 * sizes[1]
     assert stats.argument_size_in_bytes == pytest.approx(state + 2 * 4 * 32, abs=64)
     assert stats.alias_size_in_bytes == pytest.approx(state, abs=64)
-    peaks = [one.argument_size_in_bytes + one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
-             for one in (stats, before)]
+    peaks = [
+        one.argument_size_in_bytes + one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
+        for one in (stats, before)
+    ]
     # In float32 12 bytes of state and 4 of gradients a parameter, against 4.
     assert peaks[0] < peaks[1] - 11 * sizes[1]
 
@@ -152,11 +168,18 @@ def test_dropout_is_of_the_adapters_and_does_not_depend_on_how_the_batch_is_cut(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("overrides", "message"), [
-    ({"lora.rank": "-1"}, "lora.rank=-1"), ({"lora.targets": "q_proj"}, "lora.targets=q_proj: choose some of q, k, v"),
-    ({"lora.dropout": "1"}, "lora.dropout=1.0"), ({"lora.dropout": "0.1", "model.mlp_chunk": "8"}, "model.mlp_chunk"),
-    ({"optimizer.freeze": "w_head"}, "leave it empty"), ({"precision.preset": "fp8"}, "precision.preset=bf16"),
-    ({"lora.targets": "gate", "model.mlp": "gelu"}, "has no gate")])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"lora.rank": "-1"}, "lora.rank=-1"),
+        ({"lora.targets": "q_proj"}, "lora.targets=q_proj: choose some of q, k, v"),
+        ({"lora.dropout": "1"}, "lora.dropout=1.0"),
+        ({"lora.dropout": "0.1", "model.mlp_chunk": "8"}, "model.mlp_chunk"),
+        ({"optimizer.freeze": "w_head"}, "leave it empty"),
+        ({"precision.preset": "fp8"}, "precision.preset=bf16"),
+        ({"lora.targets": "gate", "model.mlp": "gelu"}, "has no gate"),
+    ],
+)
 def test_what_adapters_cannot_have_is_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         build(small_config({**LORA, **overrides}), jax.devices()[:1])

@@ -9,13 +9,23 @@ import pytest
 from bytescope.train.data.feed import calls
 from support.toy import fixed_batches, made_state, small_program
 
-ONE = {"model.n_layers": 1, "lora.rank": 4, "lora.alpha": 6, "batch.micro": 4, "remat.policy": "none",
-       "optimizer.warmup_steps": 0}
+ONE = {
+    "model.n_layers": 1,
+    "lora.rank": 4,
+    "lora.alpha": 6,
+    "batch.micro": 4,
+    "remat.policy": "none",
+    "optimizer.warmup_steps": 0,
+}
 SETTINGS = {
-    "muon": ({"optimizer.name": "muon"}, 1), "adafactor": ({"optimizer.name": "adafactor"}, 1),
-    "adamw_8bit": ({"optimizer.name": "adamw_8bit"}, 1), "fp16": ({"precision.preset": "fp16"}, 1),
+    "muon": ({"optimizer.name": "muon"}, 1),
+    "adafactor": ({"optimizer.name": "adafactor"}, 1),
+    "adamw_8bit": ({"optimizer.name": "adamw_8bit"}, 1),
+    "fp16": ({"precision.preset": "fp16"}, 1),
     "bf16_params": ({"precision.preset": "bf16_params"}, 1),
-    "context": ({"mesh.context": 2}, 2), "unrolled": ({"model.scan": "false", "model.n_layers": 2}, 1)}
+    "context": ({"mesh.context": 2}, 2),
+    "unrolled": ({"model.scan": "false", "model.n_layers": 2}, 1),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

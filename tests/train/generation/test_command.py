@@ -15,8 +15,13 @@ from support.models import checkpoints
 
 pytestmark = pytest.mark.oracle("transformers")  # which makes the folders
 
-ROWS = [{"text": "the model is"}, {"tokens": [5, 6, 7, 8]}, {"messages": [{"role": "user", "content": "train"}]},
-        {"text": "def x", "seed": 7}, {"text": "return the model of the train"}]
+ROWS = [
+    {"text": "the model is"},
+    {"tokens": [5, 6, 7, 8]},
+    {"messages": [{"role": "user", "content": "train"}]},
+    {"text": "def x", "seed": 7},
+    {"text": "return the model of the train"},
+]
 SHORT = ["--max-tokens=12", "--ignore-end"]
 
 
@@ -45,7 +50,7 @@ def test_a_prompt_is_answered_as_transformers_answers_it(folder, capsys):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer("the model is", return_tensors="pt", add_special_tokens=False).input_ids
     theirs = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
-    assert code == 0 and out == tokenizer.decode(theirs[ids.shape[1]:]) + "\n"
+    assert code == 0 and out == tokenizer.decode(theirs[ids.shape[1] :]) + "\n"
 
 
 def test_a_file_is_answered_row_by_row_and_goes_on_where_it_was(folder, prompts, tmp_path, capsys, monkeypatch):
@@ -79,8 +84,10 @@ def test_a_full_disk_is_one_line(tmp_path):
         out._file = full
         with pytest.raises(UserError) as caught:
             out.add(row, SimpleNamespace(answer=[3], ended="length"), "b")
-    assert str(caught.value) == (f"--out={tmp_path / 'out.jsonl'} cannot be written (No space left on device): make "
-                                 "room, or copy it to another place; the same command answers the rest")
+    assert str(caught.value) == (
+        f"--out={tmp_path / 'out.jsonl'} cannot be written (No space left on device): make "
+        "room, or copy it to another place; the same command answers the rest"
+    )
 
 
 def test_ctrl_c_keeps_what_is_done(folder, prompts, tmp_path, capsys, monkeypatch):
@@ -104,7 +111,7 @@ def test_a_text_ends_an_answer(folder, capsys):
     whole = generate(capsys, folder, "--prompt=the model is", *SHORT)[1].rstrip("\n")
     stop = whole[3:5]
     code, out, _ = generate(capsys, folder, "--prompt=the model is", f"--stop={stop}", *SHORT)
-    assert code == 0 and out == whole[:whole.index(stop)] + "\n"
+    assert code == 0 and out == whole[: whole.index(stop)] + "\n"
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
@@ -161,12 +168,20 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
     assert generate(capsys, folder)[0] == 130
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    (["--prompt="], 2, "an empty prompt"), (["--prompt=x", "--max-tokens=200"], 2, "128 positions"),
-    (["--prompt=x", "--limit=100KiB"], 3, "no page of"), (["--prompt=x", "--step=3"], 2, "is no run"),
-    (["--prompt=x", "--length=500"], 2, "--length=500"), (["--prompt=x", "--tensor=16"], 2, "16 devices are needed"),
-    (["--prompt=x", "--tensor=3"], 2, "--tensor=3"), (["--prompts=bad.jsonl"], 2, "no text, tokens or messages"),
-    (["--prompts=ids.jsonl"], 2, "a list of ids from 0 to 96")])
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt="], 2, "an empty prompt"),
+        (["--prompt=x", "--max-tokens=200"], 2, "128 positions"),
+        (["--prompt=x", "--limit=100KiB"], 3, "no page of"),
+        (["--prompt=x", "--step=3"], 2, "is no run"),
+        (["--prompt=x", "--length=500"], 2, "--length=500"),
+        (["--prompt=x", "--tensor=16"], 2, "16 devices are needed"),
+        (["--prompt=x", "--tensor=3"], 2, "--tensor=3"),
+        (["--prompts=bad.jsonl"], 2, "no text, tokens or messages"),
+        (["--prompts=ids.jsonl"], 2, "a list of ids from 0 to 96"),
+    ],
+)
 def test_what_is_refused(folder, prompts, tmp_path, capsys, words, code, message):
     (tmp_path / "bad.jsonl").write_text('{"txt": "x"}\n')
     (tmp_path / "ids.jsonl").write_text('{"tokens": [97]}\n')
@@ -176,11 +191,24 @@ def test_what_is_refused(folder, prompts, tmp_path, capsys, words, code, message
 
 def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
-                "model.d_head": 8, "optimizer.learning_rate": 0.02, "data.seq_len": 32, "model.max_seq_len": 64,
-                "batch.micro": 8, "train.steps": 2,
-                "train.eval_every": 0, "train.checkpoint_every": 2, "train.sample_tokens": 0,
-                "train.tensorboard": False, "train.cache_dir": "none"}
+    settings = {
+        "model.n_layers": 2,
+        "model.d_model": 32,
+        "model.d_ff": 64,
+        "model.n_heads": 4,
+        "model.n_kv_heads": 2,
+        "model.d_head": 8,
+        "optimizer.learning_rate": 0.02,
+        "data.seq_len": 32,
+        "model.max_seq_len": 64,
+        "batch.micro": 8,
+        "train.steps": 2,
+        "train.eval_every": 0,
+        "train.checkpoint_every": 2,
+        "train.sample_tokens": 0,
+        "train.tensorboard": False,
+        "train.cache_dir": "none",
+    }
     assert cli.main(["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]) == 0
     assert cli.main(["export", "run", "folder"]) == 0
     capsys.readouterr()
@@ -225,10 +253,14 @@ def test_a_text_is_scored_token_by_token(folder, capsys):
     assert shown.err == "error: cannot write /dev/full: No space left on device; make room, or give another file\n"
     lines = shown.out.splitlines()
     assert [line.split()[1] for line in lines[2:5]] == ["'mo'", "'de'", "'l'"] and lines[-1].split()[:2] == ["all", "6"]
-    for words, message in ((["--text="], "an empty prompt"), (["--text=x"], "two tokens or more"),
-                           (["--texts=missing.txt"], "cannot be read"), (["--texts=/dev/zero"], "It is a device"),
-                           (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),
-                           (["--text=xy", "--length=999"], "--length=999"),
-                           (["--text=x y", "--limit=100KiB"], "a shorter --length")):
+    for words, message in (
+        (["--text="], "an empty prompt"),
+        (["--text=x"], "two tokens or more"),
+        (["--texts=missing.txt"], "cannot be read"),
+        (["--texts=/dev/zero"], "It is a device"),
+        (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),
+        (["--text=xy", "--length=999"], "--length=999"),
+        (["--text=x y", "--limit=100KiB"], "a shorter --length"),
+    ):
         assert cli.main(["score", str(folder), *words]) in (2, 3)
         assert message in capsys.readouterr().err

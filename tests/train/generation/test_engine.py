@@ -38,9 +38,10 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     answers = together(engine, [Asked(tuple(prompt), 64) for prompt in prompts])
     for prompt, answer in zip(prompts, answers):
         with torch.no_grad():
-            theirs = made.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None,
-                                   pad_token_id=0)[0].tolist()
-        assert answer == theirs[len(prompt):]
+            theirs = made.generate(
+                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0].tolist()
+        assert answer == theirs[len(prompt) :]
 
 
 @pytest.mark.parametrize("kernel", ["blocks", "gather"])
@@ -76,8 +77,9 @@ def test_the_kernel_for_gpus_computes_the_same(cap):
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_the_kernel_for_gpus_compiles_for_one():
-    model = describe_model(small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}),
-                           described("h100"))
+    model = describe_model(
+        small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}), described("h100")
+    )
     steps, sizes = Steps(model, "triton", jnp.bfloat16), Sizes(100, 8, 64, 256)
     compilation = steps.compilation(sizes, 8, 1, False)
     assert b"paged_attention" in (compilation.proto or compilation.module)
@@ -92,8 +94,16 @@ def requests(count, rng, longest=40, most=12, vocab=64):
     for number in range(count):
         own = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, longest)))
         prompt = common + own[:20] if number % 3 == 0 else own
-        found.append(Asked(prompt, rng.randint(1, most), temperature=0.9 * (number % 2), top_k=(0, 5)[number % 4 == 1],
-                           top_p=(1.0, 0.9)[number % 8 == 3], seed=number))
+        found.append(
+            Asked(
+                prompt,
+                rng.randint(1, most),
+                temperature=0.9 * (number % 2),
+                top_k=(0, 5)[number % 4 == 1],
+                top_p=(1.0, 0.9)[number % 8 == 3],
+                seed=number,
+            )
+        )
     return found
 
 
@@ -179,8 +189,11 @@ def test_devices_share_a_model(tmp_path):
 
 def test_what_never_fits_is_refused_when_it_comes():
     engine = random_engine(pages=4)
-    for asked, message in ((Asked((), 3), "empty prompt"), (Asked((1,), 128), "128 positions"),
-                           (Asked((1,) * 40, 20), "need 4 pages of 16, and the pool has 3")):
+    for asked, message in (
+        (Asked((), 3), "empty prompt"),
+        (Asked((1,), 128), "128 positions"),
+        (Asked((1,) * 40, 20), "need 4 pages of 16, and the pool has 3"),
+    ):
         with pytest.raises(UserError, match=message):
             engine.submit(asked)
     assert together(engine, [Asked((1,) * 40, 8)]) and not engine.busy
@@ -193,7 +206,7 @@ def test_stops_and_ends():
     one = engine.submit(Asked((1, 2, 3), 8, stops=frozenset([stop])))
     while engine.busy:
         engine.step()
-    assert one.ended == "stop" and one.answer == whole[:whole.index(stop)]
+    assert one.ended == "stop" and one.answer == whole[: whole.index(stop)]
     two = engine.submit(Asked((1, 2, 3), 8))
     engine.step()
     engine.finish(two)

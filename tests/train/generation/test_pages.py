@@ -19,7 +19,7 @@ def test_pages_of_many_lives():
             pages.take(own)
             assert not own
         else:
-            tokens = [bit for bit in rng.choices((0, 1), k=5) for _ in range(PAGE)][:rng.randint(1, 5 * PAGE)]
+            tokens = [bit for bit in rng.choices((0, 1), k=5) for _ in range(PAGE)][: rng.randint(1, 5 * PAGE)]
             own = pages.begin(tokens)
             try:
                 pages.give(own, len(tokens))
@@ -32,7 +32,7 @@ def test_pages_of_many_lives():
         for tokens, own in lives:
             assert NOBODY not in own and len(own) == -(-len(tokens) // PAGE)
             for place, page in enumerate(own):
-                users.setdefault(page, set()).add(tuple(tokens[:(place + 1) * PAGE]))
+                users.setdefault(page, set()).add(tuple(tokens[: (place + 1) * PAGE]))
         assert all(len(held) == 1 for held in users.values())  # shared only by those that begin alike
         assert pages.used == len(users) and pages.used + pages.free == 29
     assert pages.reused > 0

@@ -16,9 +16,13 @@ SETTINGS = [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0,
 
 def draws(rows, seed=0, setting=SETTINGS[0]):
     temperature, top_k, top_p, min_p = setting
-    return Draws(jnp.full(rows, temperature, jnp.float32), jnp.full(rows, top_k, jnp.int32),
-                 jnp.full(rows, top_p, jnp.float32), jnp.full(rows, min_p, jnp.float32),
-                 jnp.arange(seed, seed + rows, dtype=jnp.uint32))
+    return Draws(
+        jnp.full(rows, temperature, jnp.float32),
+        jnp.full(rows, top_k, jnp.int32),
+        jnp.full(rows, top_p, jnp.float32),
+        jnp.full(rows, min_p, jnp.float32),
+        jnp.arange(seed, seed + rows, dtype=jnp.uint32),
+    )
 
 
 @pytest.mark.oracle("transformers")
@@ -62,7 +66,7 @@ def test_draws_follow_the_distribution(setting):
     probs = np.exp(kept - kept[0]) / np.exp(kept - kept[0]).sum()
     probs = probs[probs >= min_p * probs[0]]
     expected = count * probs / probs.sum()
-    seen = np.array([np.sum(drawn == token) for token in order[:len(probs)]])
+    seen = np.array([np.sum(drawn == token) for token in order[: len(probs)]])
     assert seen.sum() == count  # nothing that a filter leaves out
     rare = expected < 5
     expected = np.append(expected[~rare], expected[rare].sum() or [])

@@ -1,6 +1,5 @@
 """The 8-bit code of the moments: its map, its errors, its blocks."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +7,10 @@ import pytest
 
 from bytescope.train.optimizer import adam_8bit
 
-MAPS = {"signed": (adam_8bit.encode_signed, adam_8bit.decode_signed, np.arange(-127, 128).astype(np.int8)),
-        "unsigned": (adam_8bit.encode_unsigned, adam_8bit.decode_unsigned, np.arange(256).astype(np.uint8))}
+MAPS = {
+    "signed": (adam_8bit.encode_signed, adam_8bit.decode_signed, np.arange(-127, 128).astype(np.int8)),
+    "unsigned": (adam_8bit.encode_unsigned, adam_8bit.decode_unsigned, np.arange(256).astype(np.uint8)),
+}
 
 
 @pytest.mark.parametrize("name, top", [("signed", 64), ("unsigned", 128)])
@@ -20,7 +21,7 @@ def test_the_map_is_dynamic(name, top):
     assert (np.diff(values) > 0).all() and values[-1] == 1.0 and values[codes == 0] == 0.0
     np.testing.assert_array_equal(encode(decode(codes)), codes)
     for decade in range(6):
-        inside = (values > 10.0 ** -(decade + 1) * (1 + 1e-5)) & (values < 10.0 ** -decade * (1 + 1e-5))
+        inside = (values > 10.0 ** -(decade + 1) * (1 + 1e-5)) & (values < 10.0**-decade * (1 + 1e-5))
         assert inside.sum() == top // 2**decade
 
 
@@ -59,11 +60,21 @@ def test_a_second_moment_above_zero_never_becomes_zero():
     assert not np.any(codes) and not np.any(scale)
 
 
-@pytest.mark.parametrize("name, shape, block", [
-    ("w_q", (32, 4096, 32, 128), (1, 1, 1, 128)), ("w_k", (48, 1600, 25, 64), (1, 1, 1, 64)),
-    ("w_o", (32, 128, 4096), (1, 128, 1)), ("w_o", (4, 4, 32, 128), (1, 2, 32, 1)),
-    ("w_up", (4096, 14336), (1, 128)), ("w_down", (2, 14336, 4096), (1, 128, 1)),
-    ("w_token", (128256, 4096), (1, 128)), ("w_head", (768, 50304), (128, 1)),
-    ("w_up", (9, 40, 100), None), ("scale", (8192,), None), ("b_up", (32, 14336), None)])
+@pytest.mark.parametrize(
+    "name, shape, block",
+    [
+        ("w_q", (32, 4096, 32, 128), (1, 1, 1, 128)),
+        ("w_k", (48, 1600, 25, 64), (1, 1, 1, 64)),
+        ("w_o", (32, 128, 4096), (1, 128, 1)),
+        ("w_o", (4, 4, 32, 128), (1, 2, 32, 1)),
+        ("w_up", (4096, 14336), (1, 128)),
+        ("w_down", (2, 14336, 4096), (1, 128, 1)),
+        ("w_token", (128256, 4096), (1, 128)),
+        ("w_head", (768, 50304), (128, 1)),
+        ("w_up", (9, 40, 100), None),
+        ("scale", (8192,), None),
+        ("b_up", (32, 14336), None),
+    ],
+)
 def test_blocks_divide_the_parameter(name, shape, block):
     assert adam_8bit.block_shape((jax.tree_util.DictKey(name),), shape) == block

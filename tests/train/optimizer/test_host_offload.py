@@ -26,9 +26,16 @@ def losses(overrides, devices=1):
     return run_losses(program, 3, state=made_state(program))
 
 
-@pytest.mark.parametrize("overrides", [
-    {"batch.accumulation": 2, "batch.micro": 1}, {"batch.accumulation": 2, "batch.mode": "scan"},
-    {"model.scan": False}, {"optimizer.name": "muon"}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"batch.accumulation": 2, "batch.micro": 1},
+        {"batch.accumulation": 2, "batch.mode": "scan"},
+        {"model.scan": False},
+        {"optimizer.name": "muon"},
+    ],
+    ids=str,
+)
 def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
     # The same operations on every number; where a compiler fuses a layer's otherwise the last bit of a loss may differ.
     np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
@@ -42,8 +49,11 @@ def test_rules_over_whole_matrices_take_layers_in_turn(name):
 
 def test_parameters_in_host_memory_leave_losses_as_they_are():
     # XLA of 0.12 fuses the two programs differently: one of three losses is off by its last bit.
-    np.testing.assert_allclose(losses({**BOTH, "remat.policy": "none"}), losses({"remat.policy": "none"}),
-                               rtol=0 if jax.__version_info__ < (0, 12) else np.finfo(np.float32).eps)
+    np.testing.assert_allclose(
+        losses({**BOTH, "remat.policy": "none"}),
+        losses({"remat.policy": "none"}),
+        rtol=0 if jax.__version_info__ < (0, 12) else np.finfo(np.float32).eps,
+    )
     sharded = {"mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**sharded, **BOTH}, 4), losses(sharded, 4))
 
@@ -51,6 +61,7 @@ def test_parameters_in_host_memory_leave_losses_as_they_are():
 def test_state_is_made_in_host_memory_and_stays_there(tmp_path):
     program = small_program({**TINY, **BOTH})
     state = program.init()
+
     def hosted(tree):
         return [leaf.sharding.memory_kind == KIND for leaf in jax.tree.leaves(tree) if leaf.ndim]
 
@@ -77,10 +88,14 @@ def test_sums_of_multisteps_stay_on_the_device():
     assert all(is_hosted(leaf) for leaf in jax.tree.leaves(state.inner_opt_state) if leaf.ndim)
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    ({"batch.accumulation": 2}, "nothing can sum them there"),
-    ({"mesh.strategy": "zero1"}, "choose zero3 or ddp"),
-    ({"mesh.strategy": "zero2"}, "choose zero3 or ddp")])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"batch.accumulation": 2}, "nothing can sum them there"),
+        ({"mesh.strategy": "zero1"}, "choose zero3 or ddp"),
+        ({"mesh.strategy": "zero2"}, "choose zero3 or ddp"),
+    ],
+)
 def test_what_parameters_in_host_memory_cannot_be_combined_with(overrides, words):
     with pytest.raises(ValueError, match=words):
         small_program({**TINY, "offload.params": True, **overrides})
@@ -89,12 +104,21 @@ def test_what_parameters_in_host_memory_cannot_be_combined_with(overrides, words
 def test_the_cpu_says_that_it_has_one_memory():
     report = memory.analyze(small_program({**TINY, **OPTIMIZER}).lower(), config={"offload.optimizer": True})
     assert [finding.message for finding in report.findings if finding.kind == "idle_offload"] == [
-        "offload.optimizer asks for offload, but nothing is in host memory"]
+        "offload.optimizer asks for offload, but nothing is in host memory"
+    ]
     assert report.transfers == ()
 
 
-GPU = {"precision.preset": "bf16", "model.d_model": 256, "model.d_head": 64, "model.d_ff": 1024, "model.n_layers": 8,
-       "data.seq_len": 64, "batch.micro": 1, "remat.policy": "full"}
+GPU = {
+    "precision.preset": "bf16",
+    "model.d_model": 256,
+    "model.d_head": 64,
+    "model.d_ff": 1024,
+    "model.n_layers": 8,
+    "data.seq_len": 64,
+    "batch.micro": 1,
+    "remat.policy": "full",
+}
 
 
 def report_on(overrides, target="h200"):
@@ -103,8 +127,11 @@ def report_on(overrides, target="h200"):
 
 
 def device_bytes(tree):
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-               for leaf in jax.tree.leaves(tree) if leaf.ndim)
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.ndim
+    )
 
 
 @described
@@ -149,6 +176,7 @@ def test_llama_8b_trains_on_a_gaming_card():
 
 def test_rows_of_a_table_divide_it_evenly():
     sharding = small_program(TINY).state.step.sharding
+
     def pieces(rows, width):
         return rows_of_table(jax.ShapeDtypeStruct((rows, width), np.float32, sharding=sharding))
 

@@ -48,7 +48,7 @@ def test_an_overflow_skips_the_update_and_is_recovered_from(mode):
     """Parameters, moments and schedule stay; afterwards losses are those of a run that began at that scale."""
     keys = {"precision.preset": "fp16", **MODES[mode]}
     program = small_program({**keys, "precision.loss_scale_init": 2.0**22})
-    host, = fixed_batches(8, 32, 64, 1)
+    (host,) = fixed_batches(8, 32, 64, 1)
     before = jax.device_get(first_state(program))
     state, (first,) = steps_of(program, first_state(program), [host])
     assert first["skipped_steps"] == 1 and first["loss_scale"] == 2.0**21 and not np.isfinite(first["grad_norm"])
@@ -57,7 +57,7 @@ def test_an_overflow_skips_the_update_and_is_recovered_from(mode):
     jax.tree.map(np.testing.assert_array_equal, *kept)
     _, rows = steps_of(program, state, [host] * 10)
     skipped = [np.isfinite(row["grad_norm"]) for row in rows].index(True)
-    done = rows[skipped:skipped + 2]  # later ones may overflow again, at gradients that grow
+    done = rows[skipped : skipped + 2]  # later ones may overflow again, at gradients that grow
     assert {row["skipped_steps"] for row in done} == {skipped + 1}
     assert {row["loss_scale"] for row in done} == {2.0 ** (21 - skipped)}
     fresh = small_program({**keys, "precision.loss_scale_init": done[0]["loss_scale"] / 4})
@@ -75,7 +75,7 @@ def inner(state):
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_overflow_in_any_micro_batch_skips_all(mode, bad):
     program = small_program({"precision.preset": "fp16", "precision.loss_scale_init": 2.0**26, **MODES[mode]})
-    host, = fixed_batches(8, 32, 64, 1)
+    (host,) = fixed_batches(8, 32, 64, 1)
     quiet = slice(4, 8) if bad == 0 else slice(0, 4)
     host["targets"][quiet] = IGNORE  # no gradient at all from the other micro-batch
     before = jax.device_get(first_state(program).params)
@@ -92,9 +92,21 @@ def test_other_programs_carry_no_scale():
 
 
 def train(folder, **keys):
-    config = small_config({"precision.preset": "fp16", "model.vocab_size": 256, "batch.micro": 1, "train.log_every": 1,
-                           "train.eval_sequences": 8, "train.sample_tokens": 0, "train.tensorboard": False,
-                           "train.eval_every": 0, "train.checkpoint_every": 4, "train.cache_dir": "none", **keys})
+    config = small_config(
+        {
+            "precision.preset": "fp16",
+            "model.vocab_size": 256,
+            "batch.micro": 1,
+            "train.log_every": 1,
+            "train.eval_sequences": 8,
+            "train.sample_tokens": 0,
+            "train.tensorboard": False,
+            "train.eval_every": 0,
+            "train.checkpoint_every": 4,
+            "train.cache_dir": "none",
+            **keys,
+        }
+    )
     screen = io.StringIO()
     run(config, workdir=folder, extend=True, console=Console(file=screen, width=200))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -23,8 +23,10 @@ def steps_of(transform, params, grads):
 
 def test_adafactor_is_optax_on_each_layer():
     rng = np.random.default_rng(2)
-    grads = [{"w_up": rng.standard_normal((3, 8, 12)).astype(np.float32), "scale": np.float32(rng.standard_normal(8))}
-             for _ in range(3)]
+    grads = [
+        {"w_up": rng.standard_normal((3, 8, 12)).astype(np.float32), "scale": np.float32(rng.standard_normal(8))}
+        for _ in range(3)
+    ]
     ours = steps_of(param_matrices.adafactor(), grads[0], grads)
     plain = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
     for layer in range(3):
@@ -39,8 +41,9 @@ def test_adafactor_clips_a_bias_of_several_heads_as_one_vector():
     """And the bias of each layer apart: a stack of two, of which the heads' sizes differ by a hundred."""
     rng = np.random.default_rng(4)
     sizes = np.array([1e-2, 1.0, 1e-1], np.float32)[None, :, None]
-    grads = [{"b_q": (rng.standard_normal((2, 3, 4)) * sizes * (10 if step else 1)).astype(np.float32)}
-             for step in range(2)]
+    grads = [
+        {"b_q": (rng.standard_normal((2, 3, 4)) * sizes * (10 if step else 1)).astype(np.float32)} for step in range(2)
+    ]
     ours = steps_of(param_matrices.adafactor(), grads[0], grads)[-1]["b_q"]
     plain = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
     for layer in range(2):
@@ -69,10 +72,12 @@ def test_muon_is_optax_on_each_matrix():
     rng = np.random.default_rng(3)
     w_q, w_o = rng.standard_normal((2, 16, 4, 8)), rng.standard_normal((2, 4, 8, 16))
     grads = {"w_q": jnp.float32(w_q), "w_o": jnp.float32(w_o)}
-    ours, = steps_of(param_matrices.scale_by_muon(0.95), grads, [grads])
-    numbers = {"w_q": optax.contrib.MuonDimensionNumbers((1,), (2, 3)),
-               "w_o": optax.contrib.MuonDimensionNumbers((1, 2), (3,))}
-    theirs, = steps_of(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), grads, [grads])
+    (ours,) = steps_of(param_matrices.scale_by_muon(0.95), grads, [grads])
+    numbers = {
+        "w_q": optax.contrib.MuonDimensionNumbers((1,), (2, 3)),
+        "w_o": optax.contrib.MuonDimensionNumbers((1, 2), (3,)),
+    }
+    (theirs,) = steps_of(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), grads, [grads])
     for name in grads:
         np.testing.assert_allclose(ours[name], 0.2 * 32**0.5 * theirs[name], rtol=1e-4, atol=1e-5)
     values = np.linalg.svd(np.asarray(ours["w_q"]).reshape(2, 16, 32), compute_uv=False) / (0.2 * 32**0.5)
@@ -116,6 +121,7 @@ def test_an_update_gathers_no_experts(name, devices):
 
 # ---- eps -----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-8])
 @pytest.mark.parametrize("name", ["rmsprop", "adagrad", "adamw"])
@@ -128,7 +134,7 @@ def test_eps_stands_beside_the_root(name, size):
         direction, state = rule.update(gradient, state, gradient)
         moved += float(direction["w"][0])
     steps = np.arange(1, 51)
-    means = {"rmsprop": 1 - config.b2 ** steps, "adagrad": steps, "adamw": np.ones(50)}[name]
+    means = {"rmsprop": 1 - config.b2**steps, "adagrad": steps, "adamw": np.ones(50)}[name]
     assert moved == pytest.approx(np.sum(size / (size * np.sqrt(means) + config.eps)), rel=1e-4)
 
 

@@ -23,14 +23,31 @@ SHAPE = {"model.d_model": 64, "model.d_head": 16, "model.n_kv_heads": 4, "model.
 LAYOUTS = {
     "one device": ({"batch.micro": 16}, 1),
     "multisteps, fsdp": ({"batch.micro": 2, "batch.accumulation": 2}, 4),
-    "scan, data fsdp tensor": ({"batch.micro": 2, "batch.accumulation": 2, "batch.mode": "scan", "mesh.data": 2,
-                                "mesh.fsdp": 2, "mesh.tensor": 2}, 8),
+    "scan, data fsdp tensor": (
+        {
+            "batch.micro": 2,
+            "batch.accumulation": 2,
+            "batch.mode": "scan",
+            "mesh.data": 2,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+        },
+        8,
+    ),
 }
 STEPS = 10
 # name -> (learning rate, by how many nats the loss falls in ten steps at least)
-TRAINS = {"adamw": (3e-3, 1.0), "adamw_bf16": (3e-3, 1.0), "adamw_8bit": (3e-3, 1.0), "adafactor": (3e-3, 0.5),
-          "adagrad": (1e-2, 0.5), "rmsprop": (3e-3, 0.5), "momentum": (0.3, 1.0), "lion": (1e-3, 0.5),
-          "muon": (3e-3, 0.5)}
+TRAINS = {
+    "adamw": (3e-3, 1.0),
+    "adamw_bf16": (3e-3, 1.0),
+    "adamw_8bit": (3e-3, 1.0),
+    "adafactor": (3e-3, 0.5),
+    "adagrad": (1e-2, 0.5),
+    "rmsprop": (3e-3, 0.5),
+    "momentum": (0.3, 1.0),
+    "lion": (1e-3, 0.5),
+    "muon": (3e-3, 0.5),
+}
 
 
 def program_of(name, layout="one device", **more):
@@ -59,20 +76,40 @@ def trained(name, layout):
 
 def parameters(program):
     """(name, shape, elements on one device) of every parameter."""
-    return [(path[-1].key, leaf.shape, math.prod(leaf.sharding.shard_shape(leaf.shape)))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.params)]
+    return [
+        (path[-1].key, leaf.shape, math.prod(leaf.sharding.shard_shape(leaf.shape)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.params)
+    ]
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------
 
 HIDDEN = {"w_q", "w_k", "w_v", "w_o", "w_up", "w_gate", "w_down"}
 # Elements that share a scale, by formula: 128 along an axis; heads of 16 make up 64 together, tables are 64 wide.
-BLOCK = {"w_q": 64, "w_k": 64, "w_v": 64, "w_o": 64, "w_up": 128, "w_gate": 128, "w_down": 128, "w_token": 64,
-         "w_head": 64}
+BLOCK = {
+    "w_q": 64,
+    "w_k": 64,
+    "w_v": 64,
+    "w_o": 64,
+    "w_up": 128,
+    "w_gate": 128,
+    "w_down": 128,
+    "w_token": 64,
+    "w_head": 64,
+}
 BYTES = {"adamw": 8, "adamw_bf16": 6, "adagrad": 4, "rmsprop": 4, "momentum": 4, "lion": 4}
 # int32 counters of updates: the optimizer's own, and the schedule's.
-COUNTERS = {"adamw": 2, "adamw_bf16": 2, "adamw_8bit": 2, "adafactor": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1,
-            "lion": 2, "muon": 2}
+COUNTERS = {
+    "adamw": 2,
+    "adamw_bf16": 2,
+    "adamw_8bit": 2,
+    "adafactor": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "momentum": 1,
+    "lion": 2,
+    "muon": 2,
+}
 
 
 def factored_bytes(name, shape, unused):
@@ -83,7 +120,8 @@ def factored_bytes(name, shape, unused):
         return 4 * (math.prod(shape) + vectors * (1 + 2 * unused))
     layers = shape[0] if name in HIDDEN else 1
     rows, columns = {"w_o": (64, 64), "w_q": (64, 64), "w_k": (64, 64), "w_v": (64, 64), "w_down": (128, 64)}.get(
-        name, (64, 128 if name in HIDDEN else 64))
+        name, (64, 128 if name in HIDDEN else 64)
+    )
     return layers * 4 * (rows + columns + 1 + unused)
 
 
@@ -104,10 +142,15 @@ def expected_state(name, program):
 
 def scales(program):
     """(bytes on all devices as if there were one, bytes on one device) of the scales of 8-bit moments."""
-    found = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.opt_state)
-             if any(getattr(key, "name", "").endswith("_scale") for key in path)]
-    return (sum(4 * leaf.size for leaf in found),
-            sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in found))
+    found = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.opt_state)
+        if any(getattr(key, "name", "").endswith("_scale") for key in path)
+    ]
+    return (
+        sum(4 * leaf.size for leaf in found),
+        sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in found),
+    )
 
 
 # Rows with state of their own shapes, and layouts; the state of all others lies like the parameters.
@@ -122,8 +165,9 @@ def test_state_bytes_are_the_formulas(name, layout):
     state = expected_state(name, program)
     if name == "adamw_8bit":
         whole, own = scales(program)
-        assert whole == sum(2 * 4 * math.prod(shape) // BLOCK[leaf] for leaf, shape, _ in parameters(program)
-                            if leaf in BLOCK)
+        assert whole == sum(
+            2 * 4 * math.prod(shape) // BLOCK[leaf] for leaf, shape, _ in parameters(program) if leaf in BLOCK
+        )
         state += own
     if layout.startswith("multisteps"):
         state += 4 * local + 2 * 4  # summed gradients; two counters
@@ -153,10 +197,12 @@ def test_scales_are_divided_along_the_width(layout, width):
             assert leaf.shape == shape and leaf.sharding.shard_shape(shape) == local
 
 
-@pytest.mark.parametrize("config, ratio", [("tiny", 0.2610), ("gpt2_small", 0.2603), ("llama_1b", 0.2589),
-                                           ("llama_8b", 0.2578)])
+@pytest.mark.parametrize(
+    "config, ratio", [("tiny", 0.2610), ("gpt2_small", 0.2603), ("llama_1b", 0.2589), ("llama_8b", 0.2578)]
+)
 def test_8bit_moments_take_a_quarter(config, ratio):
     """At most 0.27 of AdamW's bytes, embeddings, norms, biases and scales included."""
+
     def size(name):
         asked = load(config)
         asked.optimizer.name, asked.mesh.fsdp = name, 1
@@ -183,8 +229,11 @@ def test_bytes_per_parameter_are_the_formulas(name):
     sizes = {}
     for tree in ("params", "opt_state"):
         leaves = jax.tree_util.tree_leaves_with_path(getattr(program.state, tree))
-        sizes[tree] = [leaf.size * leaf.dtype.itemsize for path, leaf in leaves
-                       if any(str(getattr(key, "key", "")) in HIDDEN for key in path)]
+        sizes[tree] = [
+            leaf.size * leaf.dtype.itemsize
+            for path, leaf in leaves
+            if any(str(getattr(key, "key", "")) in HIDDEN for key in path)
+        ]
     parameters = sum(sizes["params"]) / 4
     formula = state_bytes_per_parameter("fp32", name)["optimizer"]
     left_out = 0.05 if name == "adafactor" else 0
@@ -192,6 +241,7 @@ def test_bytes_per_parameter_are_the_formulas(name):
 
 
 # ---- losses --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains(name):
@@ -211,14 +261,17 @@ def test_losses_are_equal_on_every_layout(name, layout):
 @pytest.mark.parametrize("name", OWN)
 def test_stacked_layers_are_updated_each_on_its_own(name):
     program = program_of(name, **{"model.scan": False})
-    np.testing.assert_allclose(losses(program, program.step, STEPS), trained(name, "one device")[2],
-                               rtol=LOOSE.get(name, 1e-5))
+    np.testing.assert_allclose(
+        losses(program, program.step, STEPS), trained(name, "one device")[2], rtol=LOOSE.get(name, 1e-5)
+    )
 
 
 def test_8bit_moments_leave_the_loss_where_it_is():
     """Within 0.5 % of AdamW over 60 steps."""
-    ends = [losses(program, compiled, 60)[-10:].mean() for program, compiled, _ in
-            (trained(name, "one device") for name in ("adamw", "adamw_8bit"))]
+    ends = [
+        losses(program, compiled, 60)[-10:].mean()
+        for program, compiled, _ in (trained(name, "one device") for name in ("adamw", "adamw_8bit"))
+    ]
     assert abs(ends[1] / ends[0] - 1) < 0.005, ends
 
 
@@ -230,17 +283,24 @@ def test_an_unknown_name_lists_the_rows():
 def test_muon_leaves_tables_norms_and_head_to_adamw():
     program, _, _ = trained("muon", "one device")
     states = program.state.opt_state[1][0].inner_states
-    paths = {kind: {jax.tree_util.keystr(path[-1:]).strip("[]'") for path, leaf in
-                    jax.tree_util.tree_leaves_with_path(states[kind]) if leaf.ndim} for kind in states}
+    paths = {
+        kind: {
+            jax.tree_util.keystr(path[-1:]).strip("[]'")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(states[kind])
+            if leaf.ndim
+        }
+        for kind in states
+    }
     assert paths == {"muon": HIDDEN, "rest": {"w_token", "w_head", "scale"}}
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bf16"])
 def test_state_survives_a_checkpoint_and_another_mesh(name, tmp_path):
     one = program_of(name)
-    batch, = calls(one, next(fixed_batches(16, 32, 64, 1)))
+    (batch,) = calls(one, next(fixed_batches(16, 32, 64, 1)))
     state, _ = one.step(one.init(), batch)
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(state, Position(1, 16))

@@ -45,8 +45,10 @@ def test_those_who_came_hear_who_is_missing():
         assert isinstance(error, Lost) and "processes 1, 3 of 4 did not connect within 1 s" in str(error)
 
 
-@pytest.mark.parametrize(("told", "message"), [({2: (1, 3)}, "process 1 of 3 connected twice"),
-                                               ({2: (2, 4)}, "has --processes=4, process 0 has 3")])
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [({2: (1, 3)}, "process 1 of 3 connected twice"), ({2: (2, 4)}, "has --processes=4, process 0 has 3")],
+)
 def test_processes_that_disagree_are_refused(told, message):
     found = meet_all(3, told=told, timeout=2.0)
     assert isinstance(found[0], UserError) and message in str(found[0]) and not isinstance(found[0], Lost)
@@ -65,9 +67,19 @@ def knock(port, content=b""):
         return stranger
 
 
-STRANGERS = (b"GET / HTTP/1.1\r\n\r\n", b"\n", b'["hello", "x"]\n', b"[" * 3000 + b"\n", b"\0" * 100_000,
-             b'["hello", 1, 2, "guess"]\n', b'["hello", 1, 3, ""]\n', b'["hello", 1, 2]\n', b'["end", 2, "over"]\n',
-             b'["hello", 1, 2, 3]\n', b'["hello", -1, 2, "guess"]\n')
+STRANGERS = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\n",
+    b'["hello", "x"]\n',
+    b"[" * 3000 + b"\n",
+    b"\0" * 100_000,
+    b'["hello", 1, 2, "guess"]\n',
+    b'["hello", 1, 3, ""]\n',
+    b'["hello", 1, 2]\n',
+    b'["end", 2, "over"]\n',
+    b'["hello", 1, 2, 3]\n',
+    b'["hello", -1, 2, "guess"]\n',
+)
 
 
 def test_strangers_at_the_port_change_nothing(tmp_path):
@@ -106,8 +118,9 @@ def test_one_with_another_token_is_told_why(tmp_path, monkeypatch):
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, "127.0.0.1", port, 0, 2, 1.5, Token(tmp_path / "a" / "run", port))
-        with pytest.raises(Lost, match="it does not know this one: give all a --workdir that they share, or the same "
-                                       "BYTESCOPE_TOKEN"):
+        with pytest.raises(
+            Lost, match="it does not know this one: give all a --workdir that they share, or the same BYTESCOPE_TOKEN"
+        ):
             meet("127.0.0.1", port, 1, 2, 1.0, Token(tmp_path / "b" / "run", port))
         with pytest.raises(Lost, match=r"process 1 of 2 did not connect within 1.5 s \(\d+ connections of others were"):
             first.result()
@@ -123,8 +136,9 @@ def test_a_place_that_cannot_be_written_asks_for_no_token(tmp_path):
     assert Token(tmp_path / "file" / "run", 1).read() == ""
 
 
-@pytest.mark.parametrize(("host", "address"), [
-    ("127.0.0.1", "127.0.0.1"), ("localhost", None), ("node.invalid", ""), ("192.0.2.7", "")])
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", None), ("node.invalid", ""), ("192.0.2.7", "")]
+)
 def test_process_0_listens_where_the_others_look(host, address):
     """A name that is not this machine's is reached through another machine: then it listens on all addresses."""
     found = own_address(host)

@@ -33,8 +33,16 @@ def get_config():
     return config
 """
 # The model of CONFIG: with ddp each process reads all of it, with zero3 the half that its device holds.
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-         "intermediate_size": 64, "max_position_embeddings": 32, "vocab_size": 256}
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "vocab_size": 256,
+}
 VALUES = ("step", "loss", "grad_norm", "lr", "eval_loss", "eval_tokens")
 FOUR = ("--config.batch.micro=4",)  # four devices, the same global batch
 LONG = 240  # seconds; for machines with more to do
@@ -61,9 +69,14 @@ def by_flags(port, index, count):
 
 def by_slurm(port, index, count):
     """What `srun` leaves; jax makes the port out of the number of the job."""
-    return [], {"SLURM_JOB_ID": str(port - 61440 + 4096 * 7), "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_NTASKS": str(count), "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index),
-                "SLURM_STEP_NUM_NODES": "1"}
+    return [], {
+        "SLURM_JOB_ID": str(port - 61440 + 4096 * 7),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
 
 
 class Started:
@@ -75,14 +88,25 @@ class Started:
         for index in range(count) if indices is None else indices:
             where, environment = told(port, index, count) if count > 1 else ([], {})
             self.logs.append(place / f"{workdir.name}-{time.monotonic_ns()}-{index}.txt")
-            command = [sys.executable, "-m", "bytescope.train", f"--config={place / 'small.py'}",
-                       f"--workdir={workdir}", *flags, *where,
-                       *(own or {}).get(index, ())]
+            command = [
+                sys.executable,
+                "-m",
+                "bytescope.train",
+                f"--config={place / 'small.py'}",
+                f"--workdir={workdir}",
+                *flags,
+                *where,
+                *(own or {}).get(index, ()),
+            ]
             with open(self.logs[-1], "w") as log:
-                self.processes.append(subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env={
-                        **ALIKE, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1",
-                        **environment}))
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**ALIKE, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1", **environment},
+                    )
+                )
 
     def codes(self, seconds=LONG):
         """Exit codes, once all have ended by themselves."""
@@ -95,8 +119,10 @@ class Started:
 
     def texts(self):
         """What each said, without the greeting of the CPU's collectives."""
-        return ["\n".join(line for line in log.read_text().splitlines() if not line.startswith("[Gloo]"))
-                for log in self.logs]
+        return [
+            "\n".join(line for line in log.read_text().splitlines() if not line.startswith("[Gloo]"))
+            for log in self.logs
+        ]
 
     def strike(self, index, number, workdir, rows_seen):
         """A signal to one of them when the run has written some rows."""
@@ -196,16 +222,19 @@ def test_the_error_of_one_ends_all_with_its_code(place, alone):
         assert text.startswith(label) and "holds another run: optimizer.weight_decay 0.1 -> 0.2" in text
         assert text.count("\n") == 0
     other = weights.llama(place / "other", seed=1, **LLAMA)  # of the same shapes
-    started = Started(place, place / "differs", 2, own={1: ["--config.train.log_every=2",
-                                                            f"--config.init.folder={other}"]})
+    started = Started(
+        place, place / "differs", 2, own={1: ["--config.train.log_every=2", f"--config.init.folder={other}"]}
+    )
     assert started.codes() == [2, 2]
     for text in started.texts():
         assert "differs from process 0: train.log_every 1 -> 2; weights of init.folder '" in text
         assert text.count("\n") == 0
 
 
-@pytest.mark.parametrize(("index", "message"), [(0, "process 1 of 2 did not connect within 3 s"),
-                                                (1, "process 0 did not answer at 127.0.0.1:")])
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [(0, "process 1 of 2 did not connect within 3 s"), (1, "process 0 did not answer at 127.0.0.1:")],
+)
 def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
     began = time.monotonic()
     started = Started(place, place / "never", 2, "--timeout=3", indices=[index])
@@ -240,9 +269,18 @@ joined.close()
 def test_a_stopped_process_is_named_and_nothing_is_ended(tmp_path):
     """Each in turn stands still for longer than jax's heartbeat allows, while the other waits for it."""
     port = free_port()
-    started = [subprocess.Popen([sys.executable, "-c", STOPPED, str(index), *by_flags(port, index, 2)[0]],
-                                cwd=tmp_path, env={**ALIKE, "BYTESCOPE_TOKEN": "x"}, stdin=subprocess.PIPE, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for index in range(2)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(index), *by_flags(port, index, 2)[0]],
+            cwd=tmp_path,
+            env={**ALIKE, "BYTESCOPE_TOKEN": "x"},
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
 
     def step():
         started[0].stdin.write("\n")
@@ -291,15 +329,18 @@ def test_the_place_of_a_process(no_launcher, monkeypatch):
     assert find(arguments()) is None
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--processes=2"], "--coordinator and --process missing"),
-    (["--coordinator=a:1", "--process=0"], "--processes missing"),
-    (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
-    (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
-    (["--coordinator=a:1", "--process=2", "--processes=2"], "numbered from 0"),
-    (["--coordinator=a:1", "--process=-1", "--processes=2"], "numbered from 0"),
-    (["--timeout=0"], "--timeout=0: give a positive number"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--processes=2"], "--coordinator and --process missing"),
+        (["--coordinator=a:1", "--process=0"], "--processes missing"),
+        (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
+        (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
+        (["--coordinator=a:1", "--process=2", "--processes=2"], "numbered from 0"),
+        (["--coordinator=a:1", "--process=-1", "--processes=2"], "numbered from 0"),
+        (["--timeout=0"], "--timeout=0: give a positive number"),
+    ],
+)
 def test_flags_that_make_no_sense_are_one_line(no_launcher, flags, message):
     with pytest.raises(UserError, match=message) as caught:
         find(arguments(*flags))
@@ -324,9 +365,17 @@ def test_the_sample_is_the_same_on_every_mesh(mesh):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("tokens", "count", "kept"), [
-    (0, 4, []), (3, 9, [0, 1, 2]), (7, 4, list(range(7))),  # room for one token at least: the whole prompt
-    (20, 2, list(range(14, 20))), (20, 100, list(range(16, 20))), (20, 0, list(range(13, 20)))])
+@pytest.mark.parametrize(
+    ("tokens", "count", "kept"),
+    [
+        (0, 4, []),
+        (3, 9, [0, 1, 2]),
+        (7, 4, list(range(7))),  # room for one token at least: the whole prompt
+        (20, 2, list(range(14, 20))),
+        (20, 100, list(range(16, 20))),
+        (20, 0, list(range(13, 20))),
+    ],
+)
 def test_of_a_prompt_longer_than_the_window_its_end_is_read(tokens, count, kept):
     assert read_part(list(range(tokens)), count, 8) == kept
 

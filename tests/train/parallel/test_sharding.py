@@ -29,27 +29,55 @@ LAYOUTS = {
     "zero1": ({"mesh.strategy": "zero1", "batch.micro": 2}, 8),
     "zero2": ({"mesh.strategy": "zero2", "batch.micro": 2}, 8),
     "zero3": ({"mesh.strategy": "zero3", "batch.micro": 2}, 8),
-    "ddp, scan": ({"mesh.strategy": "ddp", "mesh.data": 2, "batch.micro": 1, "batch.accumulation": 4,
-                   "batch.mode": "scan"}, 4),
-    "hybrid zero1 x tensor, scan": ({"mesh.strategy": "zero1", "mesh.data": 2, "mesh.tensor": 2, "batch.micro": 2,
-                                     "batch.accumulation": 2, "batch.mode": "scan"}, 8),
-    "hybrid zero2 x tensor, scan": ({"mesh.strategy": "zero2", "mesh.data": 2, "mesh.tensor": 2, "batch.micro": 2,
-                                     "batch.accumulation": 2, "batch.mode": "scan"}, 8),
+    "ddp, scan": (
+        {"mesh.strategy": "ddp", "mesh.data": 2, "batch.micro": 1, "batch.accumulation": 4, "batch.mode": "scan"},
+        4,
+    ),
+    "hybrid zero1 x tensor, scan": (
+        {
+            "mesh.strategy": "zero1",
+            "mesh.data": 2,
+            "mesh.tensor": 2,
+            "batch.micro": 2,
+            "batch.accumulation": 2,
+            "batch.mode": "scan",
+        },
+        8,
+    ),
+    "hybrid zero2 x tensor, scan": (
+        {
+            "mesh.strategy": "zero2",
+            "mesh.data": 2,
+            "mesh.tensor": 2,
+            "batch.micro": 2,
+            "batch.accumulation": 2,
+            "batch.mode": "scan",
+        },
+        8,
+    ),
     "hybrid zero3, multisteps": ({"mesh.data": 2, "batch.micro": 2, "batch.accumulation": 2}, 4),
     "fsdp 4 x tensor 2": ({"mesh.tensor": 2, "batch.micro": 4}, 8),
     "data 2 x context 4": ({"mesh.data": 2, "mesh.context": 4, "batch.micro": 8}, 8),
-    "tensor 4, sequence parallel": ({"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4,
-                                     "batch.micro": 8}, 8),
+    "tensor 4, sequence parallel": (
+        {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4, "batch.micro": 8},
+        8,
+    ),
     "fsdp 2 x context 2 x tensor 2, sequence parallel": (
-        {"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 8}, 8),
-    "zero1 x context 2, scan": ({"mesh.strategy": "zero1", "mesh.context": 2, "batch.micro": 4,
-                                 "batch.accumulation": 2, "batch.mode": "scan"}, 4),
+        {"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 8},
+        8,
+    ),
+    "zero1 x context 2, scan": (
+        {"mesh.strategy": "zero1", "mesh.context": 2, "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"},
+        4,
+    ),
     "context 2, learned positions": ({"mesh.context": 2, "model.position": "learned", "batch.micro": 16}, 2),
     "unrolled dots, zero3": ({"model.scan": False, "remat.policy": "dots", "batch.micro": 8}, 2),
     "layers gathered ahead": ({"mesh.prefetch": 2, "batch.micro": 4}, 4),
     "unrolled, nothing recomputed": ({"model.scan": False, "remat.policy": "none", "batch.micro": 4}, 4),
-    "padded vocabulary, full loss": ({"model.vocab_size": 63, "model.vocab_multiple": 4, "mesh.tensor": 2,
-                                      "loss.kind": "full", "batch.micro": 8}, 4),
+    "padded vocabulary, full loss": (
+        {"model.vocab_size": 63, "model.vocab_multiple": 4, "mesh.tensor": 2, "loss.kind": "full", "batch.micro": 8},
+        4,
+    ),
 }
 
 
@@ -89,17 +117,29 @@ def test_losses_of_a_padded_vocabulary_in_parts():
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mesh=st.sampled_from([(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (2, 2, 2, 1)]),
-       strategy=st.sampled_from(sorted(STRATEGIES)), accumulation=st.sampled_from([1, 2, 4]),
-       mode=st.sampled_from(["multisteps", "scan"]),
-       remat=st.sampled_from(["none", "full", "selective", "dots", "sqrt", "minimal"]), scan=st.booleans(),
-       loss=st.sampled_from(["full", "chunked"]), sequence=st.booleans())
+@given(
+    mesh=st.sampled_from([(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (2, 2, 2, 1)]),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    accumulation=st.sampled_from([1, 2, 4]),
+    mode=st.sampled_from(["multisteps", "scan"]),
+    remat=st.sampled_from(["none", "full", "selective", "dots", "sqrt", "minimal"]),
+    scan=st.booleans(),
+    loss=st.sampled_from(["full", "chunked"]),
+    sequence=st.booleans(),
+)
 def test_any_product_equals_one_device(one, mesh, strategy, accumulation, mode, remat, scan, loss, sequence):
     ranks = mesh[0] * mesh[1]
-    overrides = {"batch.micro": 16 // (ranks * accumulation), "batch.accumulation": accumulation,
-                 "batch.mode": mode, "mesh.strategy": strategy, "remat.policy": remat, "model.scan": scan,
-                 "loss.kind": loss, "mesh.sequence_parallel": sequence,
-                 **{f"mesh.{axis}": size for axis, size in zip(("data", "fsdp", "context", "tensor"), mesh)}}
+    overrides = {
+        "batch.micro": 16 // (ranks * accumulation),
+        "batch.accumulation": accumulation,
+        "batch.mode": mode,
+        "mesh.strategy": strategy,
+        "remat.policy": remat,
+        "model.scan": scan,
+        "loss.kind": loss,
+        "mesh.sequence_parallel": sequence,
+        **{f"mesh.{axis}": size for axis, size in zip(("data", "fsdp", "context", "tensor"), mesh)},
+    }
     losses = run_losses(small_program(overrides, math.prod(mesh)), steps=6)
     np.testing.assert_allclose(losses, one({})[:6], rtol=EQUAL)
 
@@ -108,7 +148,8 @@ def state_bytes(program):
     """Bytes of the state on one device, as compiled."""
     arguments = program.compile().memory_analysis().argument_size_in_bytes
     return arguments - sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes))
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -156,14 +197,23 @@ def test_tensor_parallel_blocks_reduce_twice_in_each_direction():
 def test_sequence_parallel_blocks_gather_in_and_scatter_out():
     """Korthikanti et al. 2022, section 4.2.2; in the backward pass the inputs are gathered once more for the
     gradients of the parameters."""
-    config = small_config({"mesh.tensor": 2, "mesh.sequence_parallel": True, "remat.policy": "none",
-                           "precision.preset": "bf16", "model.n_layers": 8})
+    config = small_config(
+        {
+            "mesh.tensor": 2,
+            "mesh.sequence_parallel": True,
+            "remat.policy": "none",
+            "precision.preset": "bf16",
+            "model.n_layers": 8,
+        }
+    )
     text = build(config, described("h100:2")).compile().as_text()
     # Small collectives are combined into one, and one that runs alone prints no operands: what counts is how many
     # arrays come out, whole [B, L, D] or this rank's [B, L/2, D].
     made = {"all-gather": "[8,32,32]", "reduce-scatter": "[8,16,32]", "all-reduce": "[8,32,32]"}
-    whole = [{kind: sum(result.count(shape) for other, result, _ in ones if other == kind)
-              for kind, shape in made.items()} for ones in collectives(text).values()]
+    whole = [
+        {kind: sum(result.count(shape) for other, result, _ in ones if other == kind) for kind, shape in made.items()}
+        for ones in collectives(text).values()
+    ]
     assert {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 0} in whole
     assert {"all-gather": 4, "reduce-scatter": 2, "all-reduce": 0} in whole
 
@@ -194,8 +244,16 @@ def test_gradients_are_reduced_once_an_update(strategy):
 
 def test_gradients_under_cudnn_and_a_tensor_split_are_reduced_once_an_update():
     """Over the ranks nothing is sent in the loop over micro-batches; after it the gradients that a device holds are."""
-    overrides = {**SMALL_GPU, "model.n_kv_heads": 2, "model.n_layers": 2, "data.seq_len": 256,
-                 "mesh.strategy": "zero1", "mesh.tensor": 2, "batch.mode": "scan", "batch.accumulation": 4}
+    overrides = {
+        **SMALL_GPU,
+        "model.n_kv_heads": 2,
+        "model.n_layers": 2,
+        "data.seq_len": 256,
+        "mesh.strategy": "zero1",
+        "mesh.tensor": 2,
+        "batch.mode": "scan",
+        "batch.accumulation": 4,
+    }
     program = build(small_config(overrides), described("h100:4"))
     assert program.kernel[0] == "cudnn"
     found = report_of(program.compile_for_report(), target=targets.parse("h100:4")).collectives
@@ -217,17 +275,27 @@ def test_a_kernel_with_its_own_partitioner_runs_on_the_heads_of_a_device(one, mo
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     monkeypatch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], refuses=lambda *_: None))
-    program = small_program({"model.attention": "cudnn", "mesh.strategy": "zero1", "mesh.tensor": 2,
-                             "mesh.sequence_parallel": True, "batch.micro": 4, "batch.accumulation": 2,
-                             "batch.mode": "scan"}, 4)
+    program = small_program(
+        {
+            "model.attention": "cudnn",
+            "mesh.strategy": "zero1",
+            "mesh.tensor": 2,
+            "mesh.sequence_parallel": True,
+            "batch.micro": 4,
+            "batch.accumulation": 2,
+            "batch.mode": "scan",
+        },
+        4,
+    )
     np.testing.assert_allclose(run_losses(program, steps=6), one({})[:6], rtol=EQUAL)
     assert rows[4] == {(4, 32, 2, 8), (4, 32, 1, 8)}  # of 4 heads and 2 of keys and values
 
 
 def test_no_device_sees_the_whole_batch_or_all_logits():
     # 88: no other dimension, nor a product of two, is that wide or half as wide.
-    program = small_program({"mesh.tensor": 2, "loss.kind": "full", "batch.micro": 2, "model.vocab_size": 88,
-                             "model.vocab_multiple": 8}, 8)
+    program = small_program(
+        {"mesh.tensor": 2, "loss.kind": "full", "batch.micro": 2, "model.vocab_size": 88, "model.vocab_multiple": 8}, 8
+    )
     text = program.compile().as_text()
     rows, vocabulary = program.batch.rows, program.model.vocab_size
     # Tokens of the fsdp group alone are gathered whole, as integers, for the divided table.
@@ -242,8 +310,12 @@ def test_described_gpus_scatter_gradients(strategy):
     text = build(config, described("h100:4")).compile().as_text()
     kinds = {kind for kind, _, operation in (one for ones in collectives(text).values() for one in ones)}
     assert "reduce-scatter" in kinds
-    large = [result for ones in collectives(text).values() for kind, result, _ in ones
-             if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)]
+    large = [
+        result
+        for ones in collectives(text).values()
+        for kind, result, _ in ones
+        if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)
+    ]
     assert not large, "a gradient is reduced whole"
 
 
@@ -264,20 +336,32 @@ def test_colliding_axes_are_refused_with_both_dimensions():
         layout.spec(("d_model", "d_model"), state=True)
 
 
-@pytest.mark.parametrize(("overrides", "devices", "message"), [
-    ({"mesh.tensor": 3}, 8, r"mesh.tensor=3 does not divide 8 devices: use 1, 2, 4 or 8"),
-    ({"mesh.data": 4, "mesh.tensor": 4}, 8, "does not divide the 2 of 8 devices that mesh.data=4 leaves: use 1 or 2"),
-    ({"mesh.fsdp": 2, "mesh.tensor": 2}, 8, "takes 4 of 8 devices: set one of these sizes, such as mesh.fsdp, to -1"),
-    ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
-    ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 is not divisible by fsdp 5"),
-    ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
-    ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
-    ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 is not divisible by 2 x mesh.context 4"),
-    ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "is not divisible by tensor 2"),
-    ({"mesh.context": 2, "model.dropout": 0.1}, 2, "ring attention has no dropout"),
-    ({"mesh.context": 2, "model.attention": "naive"}, 2, "set model.attention=auto"),
-    ({"model.vocab_multiple": 0}, 1, "model.vocab_multiple=0"),
-    ({"model.vocab_size": 63, "mesh.tensor": 2}, 2, "vocab=63 is not divisible by tensor 2")])
+@pytest.mark.parametrize(
+    ("overrides", "devices", "message"),
+    [
+        ({"mesh.tensor": 3}, 8, r"mesh.tensor=3 does not divide 8 devices: use 1, 2, 4 or 8"),
+        (
+            {"mesh.data": 4, "mesh.tensor": 4},
+            8,
+            "does not divide the 2 of 8 devices that mesh.data=4 leaves: use 1 or 2",
+        ),
+        (
+            {"mesh.fsdp": 2, "mesh.tensor": 2},
+            8,
+            "takes 4 of 8 devices: set one of these sizes, such as mesh.fsdp, to -1",
+        ),
+        ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
+        ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 is not divisible by fsdp 5"),
+        ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
+        ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
+        ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 is not divisible by 2 x mesh.context 4"),
+        ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "is not divisible by tensor 2"),
+        ({"mesh.context": 2, "model.dropout": 0.1}, 2, "ring attention has no dropout"),
+        ({"mesh.context": 2, "model.attention": "naive"}, 2, "set model.attention=auto"),
+        ({"model.vocab_multiple": 0}, 1, "model.vocab_multiple=0"),
+        ({"model.vocab_size": 63, "mesh.tensor": 2}, 2, "vocab=63 is not divisible by tensor 2"),
+    ],
+)
 def test_what_does_not_divide_is_refused(overrides, devices, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:devices])

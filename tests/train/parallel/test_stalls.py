@@ -43,8 +43,9 @@ def test_a_silent_process_is_named_once_with_its_host_and_what_it_did(clock, tol
     stalls.at("in step 7")
     stalls.hear(1, "waiting for the data of step 7 on node1")
     seconds(clock, stalls, 90, {2: "in step 7 on node2"})
-    assert told == ["no step for 31 s: process 1 has been silent for 31 s, last seen waiting for the data of step 7 on "
-                    "node1"]
+    assert told == [
+        "no step for 31 s: process 1 has been silent for 31 s, last seen waiting for the data of step 7 on node1"
+    ]
     stalls.at("in step 8")
     seconds(clock, stalls, 1)
     assert told[1:] == ["it goes on, after 90 s without a step"]

@@ -21,9 +21,17 @@ from support.toy import first_state, fixed_batches, run_losses, small_program
 
 # Adam divides rounding by rounding where a gradient is 0 but for that: an epsilon above it keeps losses together.
 DEEP = {"model.n_layers": 8, "batch.mode": "scan", "batch.accumulation": 8, "optimizer.eps": 1e-5}
-MIXTURE = {"model.experts": 4, "model.experts_per_token": 2, "model.d_expert": 16, "model.dense_layers": 1,
-           "loss.balance": 0.1, "loss.router_z": 1e-3, "model.router": "sigmoid", "model.router_bias": True,
-           "optimizer.router_bias_rate": 0.01}
+MIXTURE = {
+    "model.experts": 4,
+    "model.experts_per_token": 2,
+    "model.d_expert": 16,
+    "model.dense_layers": 1,
+    "loss.balance": 0.1,
+    "loss.router_z": 1e-3,
+    "model.router": "sigmoid",
+    "model.router_bias": True,
+    "optimizer.router_bias_rate": 0.01,
+}
 INTERLEAVED = {"pipeline.schedule": "interleaved", "pipeline.virtual": 2}
 
 
@@ -52,22 +60,47 @@ def plain():
     return of
 
 
-@pytest.mark.parametrize(("stages", "ranks", "overrides"), [
-    (4, 1, {"pipeline.schedule": "gpipe"}), (4, 2, {}), (4, 1, INTERLEAVED), (8, 1, {}),
-    (2, 1, {"pipeline.schedule": "v"}), (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "ranks", "overrides"),
+    [
+        (4, 1, {"pipeline.schedule": "gpipe"}),
+        (4, 2, {}),
+        (4, 1, INTERLEAVED),
+        (8, 1, {}),
+        (2, 1, {"pipeline.schedule": "v"}),
+        (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
+    ],
+    ids=str,
+)
 def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, plain):
     """Eight micro-batches: one a stage, two, and four."""
     np.testing.assert_allclose(checked_losses(pipelined(stages, ranks, **overrides)), plain(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("arithmetic", "overrides"), [
-    ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
-    ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
-    ({"model.tie_embeddings": True, "model.position": "learned"}, {"remat.policy": "dots", "mesh.strategy": "zero1"}),
-    (MIXTURE, {"mesh.tensor": 2}),
-    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True,
-               "pipeline.schedule": "v"}),
-    ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("arithmetic", "overrides"),
+    [
+        ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
+        ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
+        (
+            {"model.tie_embeddings": True, "model.position": "learned"},
+            {"remat.policy": "dots", "mesh.strategy": "zero1"},
+        ),
+        (MIXTURE, {"mesh.tensor": 2}),
+        (
+            MIXTURE,
+            {
+                "mesh.fsdp": 1,
+                "mesh.expert": 2,
+                "mesh.tensor": 2,
+                "mesh.sequence_parallel": True,
+                "pipeline.schedule": "v",
+            },
+        ),
+        ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
+    ],
+    ids=str,
+)
 def test_dropout_uneven_layers_experts_and_adapters_have_the_losses_of_one_device(arithmetic, overrides, plain):
     """Two stages of two data-parallel ranks, some of them of two tensor-parallel ranks each: the gradients of routers
     and adapters, which the latter replicate, must not move between them where the other stage does not take part."""
@@ -140,9 +173,11 @@ def go_on(program, state, steps):
 def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
     """From one device to a V of uneven stages, on to interleaved ones, and back: the curve of one device."""
     layers = {"model.n_layers": 7}
-    programs = [small_program({**DEEP, **layers, "batch.micro": 4}),
-                pipelined(2, **layers, **{"pipeline.schedule": "v"}),
-                pipelined(2, **layers, **{**INTERLEAVED, "pipeline.virtual": 3})]
+    programs = [
+        small_program({**DEEP, **layers, "batch.micro": 4}),
+        pipelined(2, **layers, **{"pipeline.schedule": "v"}),
+        pipelined(2, **layers, **{**INTERLEAVED, "pipeline.virtual": 3}),
+    ]
     programs.append(programs[0])
     state, alone, found, wanted = first_state(programs[0]), first_state(programs[0]), [], []
     for number, program in enumerate(programs):
@@ -164,8 +199,9 @@ def test_evaluation_and_samples_pass_through_the_stages():
     programs = [small_program({**DEEP, "batch.micro": 4}), pipelined(2, **{"pipeline.schedule": "v"})]
     host = next(fixed_batches(4, 32, 64, 1))
     states = [first_state(program) for program in programs]
-    tallies = [program.evaluate(state.params, put(host, program.eval_shapes), None)
-               for program, state in zip(programs, states)]
+    tallies = [
+        program.evaluate(state.params, put(host, program.eval_shapes), None) for program, state in zip(programs, states)
+    ]
     np.testing.assert_allclose(tallies[1].loss, tallies[0].loss, rtol=1e-6)
     texts = [generate(program, state.params, [1, 2, 3], 5, 0.0) for program, state in zip(programs, states)]
     assert texts[0] == texts[1] and len(texts[0]) == 5
@@ -174,8 +210,10 @@ def test_evaluation_and_samples_pass_through_the_stages():
 def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
     overrides = {**MIXTURE, "model.n_layers": 5, "batch.accumulation": 2}
     found = []
-    for program in (small_program({**DEEP, **overrides, "batch.micro": 4}),
-                    pipelined(2, **overrides, **{"pipeline.schedule": "v"})):
+    for program in (
+        small_program({**DEEP, **overrides, "batch.micro": 4}),
+        pipelined(2, **overrides, **{"pipeline.schedule": "v"}),
+    ):
         host = next(fixed_batches(8, 32, 64, 1))
         batch = {name: x.reshape(2, 4, 32) for name, x in host.items()}
         state, metrics = program.step(first_state(program), put(batch, program.batch_shapes))
@@ -187,15 +225,26 @@ def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("overrides", "words"), [
-    ({"batch.mode": "multisteps"}, "set batch.mode=scan"), ({"model.scan": False}, "set model.scan=true"),
-    ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
-    ({"remat.policy": "sqrt"}, "remat.policy=sqrt"), ({"remat.policy": "offload"}, "stash is in device memory"),
-    ({"mesh.stage": 1, "pipeline.virtual": 2}, "there are no stages"), ({"model.n_layers": 1}, "need a layer each"),
-    ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
-    ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
-    ({"pipeline.schedule": "interleaved", "pipeline.virtual": 2, "batch.accumulation": 3}, "set batch.accumulation=4"),
-    ({"model.vocab_size": 63}, "set model.vocab_multiple=2")], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"batch.mode": "multisteps"}, "set batch.mode=scan"),
+        ({"model.scan": False}, "set model.scan=true"),
+        ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
+        ({"remat.policy": "sqrt"}, "remat.policy=sqrt"),
+        ({"remat.policy": "offload"}, "stash is in device memory"),
+        ({"mesh.stage": 1, "pipeline.virtual": 2}, "there are no stages"),
+        ({"model.n_layers": 1}, "need a layer each"),
+        ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
+        ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
+        (
+            {"pipeline.schedule": "interleaved", "pipeline.virtual": 2, "batch.accumulation": 3},
+            "set batch.accumulation=4",
+        ),
+        ({"model.vocab_size": 63}, "set model.vocab_multiple=2"),
+    ],
+    ids=str,
+)
 def test_what_stages_cannot_be_combined_with_is_refused_in_a_line(overrides, words):
     count = overrides.get("mesh.stage", 2)
     with pytest.raises(ValueError) as caught:
@@ -206,8 +255,10 @@ def test_what_stages_cannot_be_combined_with_is_refused_in_a_line(overrides, wor
 def test_packed_rows_stay_within_their_examples():
     """Segments of a micro-batch travel with it: every stage reads those of the micro-batch that it has."""
     found = []
-    for program in (small_program({**DEEP, "model.n_layers": 4, "batch.micro": 4, "batch.accumulation": 4}),
-                    pipelined(2, **{"model.n_layers": 4, "batch.accumulation": 4, "pipeline.schedule": "v"})):
+    for program in (
+        small_program({**DEEP, "model.n_layers": 4, "batch.micro": 4, "batch.accumulation": 4}),
+        pipelined(2, **{"model.n_layers": 4, "batch.accumulation": 4, "pipeline.schedule": "v"}),
+    ):
         batch = {name: jnp.asarray(x).reshape(4, 4, 32) for name, x in next(fixed_batches(16, 32, 64, 1)).items()}
         lengths = jnp.arange(4, 20).reshape(4, 4, 1)  # of the first example of each row
         batch["segments"] = jnp.where(jnp.arange(32)[None, None] < lengths, 1, 2).astype(jnp.int32)
@@ -221,15 +272,26 @@ def test_packed_rows_stay_within_their_examples():
 
 def test_padding_and_a_pooled_balance_loss_pass_through_the_stages():
     """The pool of a micro-batch has the shares of layers on all stages; padding is in none of them."""
-    overrides = {**MIXTURE, "model.n_layers": 4, "batch.accumulation": 2, "loss.balance_layers": "pooled",
-                 "data.format": "pairs", "data.packing": False}
+    overrides = {
+        **MIXTURE,
+        "model.n_layers": 4,
+        "batch.accumulation": 2,
+        "loss.balance_layers": "pooled",
+        "data.format": "pairs",
+        "data.packing": False,
+    }
     found = []
-    for program in (small_program({**DEEP, **overrides, "batch.micro": 4}),
-                    pipelined(2, **overrides, **{"pipeline.schedule": "v"})):
+    for program in (
+        small_program({**DEEP, **overrides, "batch.micro": 4}),
+        pipelined(2, **overrides, **{"pipeline.schedule": "v"}),
+    ):
         batch = {name: jnp.asarray(x).reshape(2, 4, 32) for name, x in next(fixed_batches(8, 32, 64, 1)).items()}
         real = jnp.arange(32)[None, None] < jnp.arange(8, 24, 2).reshape(2, 4, 1)
-        batch = {"inputs": batch["inputs"], "targets": jnp.where(real, batch["targets"], IGNORE),
-                 "mask": real.astype(jnp.int32)}
+        batch = {
+            "inputs": batch["inputs"],
+            "targets": jnp.where(real, batch["targets"], IGNORE),
+            "mask": real.astype(jnp.int32),
+        }
         keys = jax.random.split(jax.random.key(0), 8).reshape(2, 4)
         tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
         assert tally.routing.counts.sum() == 3 * 2 * real.sum()  # layers with experts, experts of a token

@@ -14,14 +14,23 @@ from support.described import SMALL_GPU, compile_described
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
-WIDE = {"model.n_layers": 8, "batch.mode": "scan", "mesh.stage": 4, "mesh.fsdp": 1, "batch.micro": 32,
-        "data.seq_len": 64, "remat.policy": "full", "optimizer.name": "momentum"}
+WIDE = {
+    "model.n_layers": 8,
+    "batch.mode": "scan",
+    "mesh.stage": 4,
+    "mesh.fsdp": 1,
+    "batch.micro": 32,
+    "data.seq_len": 64,
+    "remat.policy": "full",
+    "optimizer.name": "momentum",
+}
 SLOT = 32 * 64 * 32 * 4 * 2  # bytes of a slot: two layers' inputs
 
 
 def report(name, micro_batches, virtual=1):
-    program = small_program({**WIDE, "batch.accumulation": micro_batches, "pipeline.schedule": name,
-                             "pipeline.virtual": virtual}, 4)
+    program = small_program(
+        {**WIDE, "batch.accumulation": micro_batches, "pipeline.schedule": name, "pipeline.virtual": virtual}, 4
+    )
     return report_of(program.compile_for_report(), config=flatten(program.config))
 
 
@@ -39,7 +48,7 @@ def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
     assert one.allocated_bytes - v.allocated_bytes > 2 * SLOT
     assert gpipe.allocated_bytes - one.allocated_bytes > 0.9 * SLOT
     assert one.residuals_by_name["(blocks input)"] == 7 * SLOT > 0.99 * one.breakdown["residuals"]
-    found, = [each for each in one.findings if each.kind == "uneven_stash"]
+    (found,) = [each for each in one.findings if each.kind == "uneven_stash"]
     assert found.bytes == pytest.approx(3 * SLOT, rel=0.01)  # eight slots of one layer for seven of two
     assert found.flags == "--config.pipeline.schedule=v --config.pipeline.virtual=2"
     assert not [each for each in v.findings if each.kind == "uneven_stash"]
@@ -48,15 +57,16 @@ def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
 def test_flops_are_those_of_one_device(one):
     """Of what stages do, not of their ticks; their time is that of the schedule's table."""
     plain = small_program({**WIDE, "mesh.stage": 1, "batch.accumulation": 8}).compile_for_report()
-    assert flops.count(plain.jaxpr) == flops.count(small_program({
-        **WIDE, "batch.accumulation": 8}, 4).compile_for_report().jaxpr)
+    assert flops.count(plain.jaxpr) == flops.count(
+        small_program({**WIDE, "batch.accumulation": 8}, 4).compile_for_report().jaxpr
+    )
     schedules = [make_schedule("1f1b", 4, 8), make_schedule("interleaved", 4, 8, 2), make_schedule("v", 4, 8, 2)]
     assert [full_ticks(schedule) for schedule in schedules] == [11, 19, 22]
     assert any("the 14 ticks as 11 full ones" in note for note in one.notes)
 
 
 def test_what_stages_send_is_the_formula(one):
-    sends, = [entry for entry in one.communication if entry.kind == "collective-permute"]
+    (sends,) = [entry for entry in one.communication if entry.kind == "collective-permute"]
     assert sends.wire_bytes == sends.formula_bytes == 2 * 14 * SLOT // 2
     assert any("7, 5, 3, 1 of the 7 slots" in note for note in one.notes)
 
@@ -65,9 +75,20 @@ def test_what_stages_send_is_the_formula(one):
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_cudnns_kernel_compiles_inside_stages(tensor):
     """Its partitioner refuses a mesh of which some axes are manual, be the others of one device."""
-    found = compile_described(f"h100:2x{tensor}", {
-        **SMALL_GPU, "model.n_layers": 2, "model.n_kv_heads": 2, "model.attention": "cudnn", "mesh.stage": 2,
-        "mesh.fsdp": 1, "mesh.tensor": tensor, "batch.mode": "scan", "batch.accumulation": 2})
+    found = compile_described(
+        f"h100:2x{tensor}",
+        {
+            **SMALL_GPU,
+            "model.n_layers": 2,
+            "model.n_kv_heads": 2,
+            "model.attention": "cudnn",
+            "mesh.stage": 2,
+            "mesh.fsdp": 1,
+            "mesh.tensor": tensor,
+            "batch.mode": "scan",
+            "batch.accumulation": 2,
+        },
+    )
     assert "dot_product_attention_fwd" in str(found.jaxpr)
     # A stage on each host: they alone talk over the network.
     rows = report_of(found, target=targets.parse(f"h100:2x{tensor}")).communication

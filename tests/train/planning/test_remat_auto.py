@@ -83,8 +83,16 @@ def test_a_mixture_is_planned_within_its_budget():
 
 def test_stages_are_planned_alike_within_their_budget():
     """One pattern for all layers, of which each stage holds what its schedule says; the model knows how much."""
-    keys = {"model.n_layers": 5, "model.attention": "naive", "batch.micro": 8, "mesh.stage": 2, "mesh.fsdp": 1,
-            "batch.mode": "scan", "batch.accumulation": 2, "remat.cost": "flops"}
+    keys = {
+        "model.n_layers": 5,
+        "model.attention": "naive",
+        "batch.micro": 8,
+        "mesh.stage": 2,
+        "mesh.fsdp": 1,
+        "batch.mode": "scan",
+        "batch.accumulation": 2,
+        "remat.cost": "flops",
+    }
     config = small_config({**keys, "remat.policy": "auto", "remat.budget": between(keys, 0.4, 2)})
     program = settled_program(config, jax.devices()[:2])
     report = report_of(program.compile_for_report())
@@ -104,13 +112,18 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
     np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"remat.budget": "0"}, "remat.budget=0: a device has"),
-    ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is not a valid size"),
-    ({"remat.budget": "x"}, "'x' is not a valid size"),
-    ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
-    ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block"),
-    ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto")])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"remat.budget": "0"}, "remat.budget=0: a device has"),
+        ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is not a valid size"),
+        ({"remat.budget": "x"}, "'x' is not a valid size"),
+        ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
+        ({"remat.cost": "dollars"}, "remat.cost"),
+        ({"remat.granularity": "parts"}, "set remat.granularity=block"),
+        ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto"),
+    ],
+)
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
     words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]
     assert main(["--config=tiny", "--config.remat.policy=auto", *words]) == 2
@@ -119,8 +132,14 @@ def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
 
 
 def test_a_budget_below_full_is_three(capsys, tmp_path):
-    words = ["--config=tiny", "--config.model.n_layers=2", "--config.remat.policy=auto", "--config.remat.budget=2MiB",
-             "--config.train.cache_dir=none", f"--workdir={tmp_path / 'run'}"]
+    words = [
+        "--config=tiny",
+        "--config.model.n_layers=2",
+        "--config.remat.policy=auto",
+        "--config.remat.budget=2MiB",
+        "--config.train.cache_dir=none",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     assert main(words) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: remat.policy=auto: the smallest plan (2 x full) takes ")
@@ -132,12 +151,25 @@ def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(20):
         (tmp_path / "text" / f"{number}.txt").write_text(f"to be or not to be, that is question {number}. " * 400)
-    words = ["--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.data.source={tmp_path / 'text'}",
-             "--config.model.d_model=32", "--config.model.n_layers=2", "--config.model.d_ff=64",
-             "--config.model.n_heads=2", "--config.model.n_kv_heads=1", "--config.model.d_head=16",
-             "--config.mesh.fsdp=-1", "--config.data.seq_len=32", "--config.train.sample_tokens=0",
-             "--config.train.cache_dir=none", "--config.train.eval_sequences=8", "--config.train.tensorboard=False",
-             "--config.remat.policy=auto", "--verbose"]
+    words = [
+        "--config=tiny",
+        f"--workdir={tmp_path / 'run'}",
+        f"--config.data.source={tmp_path / 'text'}",
+        "--config.model.d_model=32",
+        "--config.model.n_layers=2",
+        "--config.model.d_ff=64",
+        "--config.model.n_heads=2",
+        "--config.model.n_kv_heads=1",
+        "--config.model.d_head=16",
+        "--config.mesh.fsdp=-1",
+        "--config.data.seq_len=32",
+        "--config.train.sample_tokens=0",
+        "--config.train.cache_dir=none",
+        "--config.train.eval_sequences=8",
+        "--config.train.tensorboard=False",
+        "--config.remat.policy=auto",
+        "--verbose",
+    ]
     assert main([*words, "--config.train.steps=2"]) == 0
     out = capsys.readouterr().out
     assert "auto: 2 x full: " in out and "programs" in out.split("devices", 1)[1]

@@ -43,8 +43,14 @@ def compiled(monkeypatch):
 def report(program, **rows):
     rows = {"residuals": 3 * GIB, "params": GIB, **rows}
     size = sum(rows.values())
-    return dataclasses.replace(remedies.before_the_report(program), peak_bytes=size, allocated_bytes=size,
-                               breakdown=rows, limit_bytes=2 * GIB, fits=False)
+    return dataclasses.replace(
+        remedies.before_the_report(program),
+        peak_bytes=size,
+        allocated_bytes=size,
+        breakdown=rows,
+        limit_bytes=2 * GIB,
+        fits=False,
+    )
 
 
 def test_the_cheapest_change_that_fits_is_found_by_compiling(compiled):
@@ -88,13 +94,24 @@ def test_advice_stands_below_the_line(monkeypatch, capsys):
     assert small_config().remat.policy  # the toy's own
 
 
-@pytest.mark.parametrize("keys", [
-    {"remat.policy": "none", "loss.kind": "full", "model.attention": "naive", "mesh.strategy": "zero1", "mesh.data": 2},
-    {"mesh.strategy": "ddp", "batch.accumulation": 4, "batch.mode": "scan", "precision.preset": "fp16"},
-    {"batch.accumulation_schedule": "0:1,4:2", "remat.policy": "custom", "remat.save": "q,k"},
-    {"optimizer.fused_backward": "true", "optimizer.clip": "layer", "remat.layers": "0-1:none", "mesh.tensor": 2},
-    {"batch.tokens": 8192, "model.scan": "false", "remat.policy": "full", "mesh.context": 2},
-    {"remat.policy": "sqrt", "optimizer.name": "muon", "precision.preset": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {
+            "remat.policy": "none",
+            "loss.kind": "full",
+            "model.attention": "naive",
+            "mesh.strategy": "zero1",
+            "mesh.data": 2,
+        },
+        {"mesh.strategy": "ddp", "batch.accumulation": 4, "batch.mode": "scan", "precision.preset": "fp16"},
+        {"batch.accumulation_schedule": "0:1,4:2", "remat.policy": "custom", "remat.save": "q,k"},
+        {"optimizer.fused_backward": "true", "optimizer.clip": "layer", "remat.layers": "0-1:none", "mesh.tensor": 2},
+        {"batch.tokens": 8192, "model.scan": "false", "remat.policy": "full", "mesh.context": 2},
+        {"remat.policy": "sqrt", "optimizer.name": "muon", "precision.preset": "bf16"},
+    ],
+    ids=str,
+)
 def test_every_lever_that_is_advised_can_be_pulled(keys):
     """On GPUs, which have host memory; all that keep the curve also together."""
     devices = described("h200:4")

@@ -56,10 +56,26 @@ def made(home):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        for name, words in {"awq": [], "compressed-tensors": ["--format=compressed-tensors"],
-                            "rounding": ["--method=rounding"]}.items():
-            assert cli.main(["quantize", "wide", name, *SHORT, *words, "--held-out=held.jsonl", f"--json={name}.json",
-                             f"--html={name}.html"]) == 0
+        for name, words in {
+            "awq": [],
+            "compressed-tensors": ["--format=compressed-tensors"],
+            "rounding": ["--method=rounding"],
+        }.items():
+            assert (
+                cli.main(
+                    [
+                        "quantize",
+                        "wide",
+                        name,
+                        *SHORT,
+                        *words,
+                        "--held-out=held.jsonl",
+                        f"--json={name}.json",
+                        f"--html={name}.html",
+                    ]
+                )
+                == 0
+            )
             found[name] = json.loads((home / f"{name}.json").read_text())
     return found
 
@@ -113,8 +129,10 @@ def test_weights_on_the_device_are_the_codes(made):
 def test_the_folder_says_all_that_others_read(made, home):
     for name, method in (("awq", "awq"), ("compressed-tensors", "compressed-tensors")):
         config = json.loads((home / name / "config.json").read_text())
-        assert config["quantization_config"]["quant_method"] == method and config["dtype" if "dtype" in config
-                                                                                   else "torch_dtype"] == "float16"
+        assert (
+            config["quantization_config"]["quant_method"] == method
+            and config["dtype" if "dtype" in config else "torch_dtype"] == "float16"
+        )
         assert {key: config[key] for key in SIZES} == SIZES
         folder = Folder.open(home / name)
         kinds = {one.dtype for one in folder.tensors.values()}
@@ -162,8 +180,11 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
 def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys, monkeypatch):
     whole = work.Work._round
     calls = []
-    monkeypatch.setattr(work.Work, "_round", lambda self, *args: calls.append(args) or (
-        whole(self, *args) if len(calls) <= 10 else 1 / 0))
+    monkeypatch.setattr(
+        work.Work,
+        "_round",
+        lambda self, *args: calls.append(args) or (whole(self, *args) if len(calls) <= 10 else 1 / 0),
+    )
     with pytest.raises(ZeroDivisionError):
         quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
     file = home / ".torn.partial" / "model.safetensors"
@@ -181,8 +202,11 @@ def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkey
     whole, held = work.Work._round, []
 
     def square():
-        return [array.shape[0] for array in jax.live_arrays()
-                if array.shape in ((64, 64), (96, 96)) and array.dtype == np.float32]
+        return [
+            array.shape[0]
+            for array in jax.live_arrays()
+            if array.shape in ((64, 64), (96, 96)) and array.dtype == np.float32
+        ]
 
     def look(self, *args):
         held.append(len(square()))
@@ -203,15 +227,20 @@ def test_the_plan_is_what_the_work_says(made, capsys):
     assert code == 3 and "does not fit" in out
 
 
-@pytest.mark.parametrize("words, message", [
-    (["wide", "out", "--group=64", *SHORT[1:]], "the 96 inputs of mlp.w_down are no whole groups: give --g"),
-    (["awq", "out", *SHORT], "is quantized already"),
-    (["wide", "awq", *SHORT], "awq is not empty"),
-    (["wide", "wide", *SHORT, "--force"], "the folder that is quantized"),
-    (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
-    (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
-    (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"), (["wide", "h999"], "h999"),
-    (["nothing", "cpu:1"], "nothing")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["wide", "out", "--group=64", *SHORT[1:]], "the 96 inputs of mlp.w_down are no whole groups: give --g"),
+        (["awq", "out", *SHORT], "is quantized already"),
+        (["wide", "awq", *SHORT], "awq is not empty"),
+        (["wide", "wide", *SHORT, "--force"], "the folder that is quantized"),
+        (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
+        (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
+        (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"),
+        (["wide", "h999"], "h999"),
+        (["nothing", "cpu:1"], "nothing"),
+    ],
+)
 def test_mistakes_are_told_in_a_line(made, home, capsys, words, message):
     row = (home / "text.jsonl").read_text().splitlines()[0]
     (home / "one.jsonl").write_text(row + "\n")

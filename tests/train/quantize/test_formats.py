@@ -17,9 +17,11 @@ AWQ_NIBBLE = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}  # column within a
 
 def made_codes(inputs=64, outputs=24, group=32, seed=0):
     rng = np.random.default_rng(seed)
-    return Codes(rng.integers(0, 16, (inputs, outputs)).astype(np.uint8),
-                 rng.integers(0, 16, (inputs // group, outputs)).astype(np.uint8),
-                 rng.uniform(1e-3, 1, (inputs // group, outputs)).astype(np.float16))
+    return Codes(
+        rng.integers(0, 16, (inputs, outputs)).astype(np.uint8),
+        rng.integers(0, 16, (inputs // group, outputs)).astype(np.uint8),
+        rng.uniform(1e-3, 1, (inputs // group, outputs)).astype(np.float16),
+    )
 
 
 def nibble(word, place):
@@ -34,11 +36,11 @@ def test_codes_are_the_nearest_levels_of_their_group():
     codes, zeros, scales = map(np.asarray, groups.encode(jnp.asarray(w_IO), 32))
     for group in range(4):
         for output in range(3):
-            own = w_IO[32 * group:32 * group + 32, output]
+            own = w_IO[32 * group : 32 * group + 32, output]
             step = np.float32(np.float16(max((max(own.max(), 0) - min(own.min(), 0)) / 15, 1e-5)))
             levels = (np.arange(16) - int(zeros[group, output])) * step
             assert scales[group, output] == np.float16(step) and 0 in levels
-            found = levels[codes[32 * group:32 * group + 32, output]]
+            found = levels[codes[32 * group : 32 * group + 32, output]]
             assert np.abs(found - own).max() <= np.abs(levels[:, None] - own).min(0).max() + 1e-6
     back = groups.decode(jnp.asarray(codes), jnp.asarray(zeros), jnp.asarray(scales))
     assert np.array_equal(groups.unpack(groups.pack(jnp.asarray(codes))), codes)
@@ -77,7 +79,8 @@ def test_what_is_packed_is_read_back_and_has_the_shapes_it_says(layout):
     tensors = row.pack(one)
     sizes = {"F16": np.float16, "I32": np.int32, "I64": np.int64}
     assert {name: (sizes[dtype], shape) for name, (dtype, shape) in row.shapes(64, 24, 32).items()} == {
-        name: (array.dtype.type, array.shape) for name, array in tensors.items()}
+        name: (array.dtype.type, array.shape) for name, array in tensors.items()
+    }
     back = row.unpack(tensors)
     for name in ("codes_IO", "zeros_GO", "scales_GO"):
         assert np.array_equal(getattr(back, name), getattr(one, name))
@@ -91,10 +94,17 @@ def test_symmetric_codes_have_their_zero_in_the_middle():
     assert (LAYOUTS["compressed-tensors"].unpack(tensors).zeros_GO == 8).all()
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"bits": 8}, "bits=8"), ({"version": "gemv"}, "version='gemv'"), ({"zero_point": False}, "zero_point=False"),
-    ({"group_size": -1}, "group_size=-1"), ({"quant_method": "gptq"}, "quant_method='gptq'"),
-    ({"quant_method": "compressed-tensors"}, "num_bits=None")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"bits": 8}, "bits=8"),
+        ({"version": "gemv"}, "version='gemv'"),
+        ({"zero_point": False}, "zero_point=False"),
+        ({"group_size": -1}, "group_size=-1"),
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        ({"quant_method": "compressed-tensors"}, "num_bits=None"),
+    ],
+)
 def test_other_quantizations_are_refused_by_name(change, message):
     raw = {"quantization_config": LAYOUTS["awq"].config(32) | change}
     with pytest.raises(UserError, match=message):
@@ -102,8 +112,11 @@ def test_other_quantizations_are_refused_by_name(change, message):
 
 
 def test_a_folder_whose_packed_tensors_are_wrong_is_refused(tmp_path):
-    config = weights.LLAMA | {"hidden_size": 64, "intermediate_size": 96,
-                              "quantization_config": LAYOUTS["awq"].config(32)}
+    config = weights.LLAMA | {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "quantization_config": LAYOUTS["awq"].config(32),
+    }
     tensors = weights.numbers(weights.llama_shapes(config))
     folder = weights.write(tmp_path / "wide", config, tensors)
     with pytest.raises(UserError, match="has no tensor model.layers.0.self_attn.[qkvo]_proj.qweight, which its quant"):
@@ -111,8 +124,13 @@ def test_a_folder_whose_packed_tensors_are_wrong_is_refused(tmp_path):
 
 
 def test_experts_in_4_bits_are_refused(tmp_path):
-    config = weights.LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
-                              "architectures": ["MixtralForCausalLM"], "quantization_config": LAYOUTS["awq"].config(32)}
+    config = weights.LLAMA | {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "architectures": ["MixtralForCausalLM"],
+        "quantization_config": LAYOUTS["awq"].config(32),
+    }
     folder = weights.write(tmp_path / "mixture", config, weights.numbers({"model.norm.weight": (32,)}))
     with pytest.raises(UserError, match="has experts in 4 bits, which are not read"):
         open_source(folder)

@@ -67,7 +67,8 @@ def test_a_row_stores_what_it_says_and_reads_it_back(base):
     arrays = quantize_on_device(base, matrix, w)
     parts = parts_of(base, matrix)
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
-        name: (part.shape, np.dtype(part.dtype)) for name, part in parts.items()}
+        name: (part.shape, np.dtype(part.dtype)) for name, part in parts.items()
+    }
     back = np.asarray(dequantize(base, matrix, arrays, np.float32, HERE))
     codes = groups.encode(w.reshape(128, 24), FORMATS[base].block)
     np.testing.assert_array_equal(back, np.asarray(groups.decode(*codes)).reshape(matrix.shape))

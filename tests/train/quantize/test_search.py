@@ -13,10 +13,20 @@ from bytescope.train.weights.leaves import parameters_of
 from support.models.generating import random_model
 
 GROUP = 32
-FAMILIES = {"llama": {}, "qwen2": {"model.qkv_bias": True}, "many heads": {"model.n_heads": 4, "model.n_kv_heads": 2},
-            "gemma2": {"model.norm": "rmsnorm_offset", "model.mlp": "geglu", "model.post_norms": True,
-                       "model.attention_softcap": 5.0, "model.logits_softcap": 3.0},
-            "qwen3": {"model.qk_norm": True}, "no gate": {"model.mlp": "gelu"}}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"model.qkv_bias": True},
+    "many heads": {"model.n_heads": 4, "model.n_kv_heads": 2},
+    "gemma2": {
+        "model.norm": "rmsnorm_offset",
+        "model.mlp": "geglu",
+        "model.post_norms": True,
+        "model.attention_softcap": 5.0,
+        "model.logits_softcap": 3.0,
+    },
+    "qwen3": {"model.qk_norm": True},
+    "no gate": {"model.mlp": "gelu"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +70,10 @@ def test_clipping_helps_each_group_and_the_error_is_told(problem):
     assert float(told_plain) == pytest.approx(float(search.rounding_error(gram_II, w_IO, GROUP)), rel=1e-5)
     for group in range(2):  # by itself no group is worse off
         own = slice(GROUP * group, GROUP * group + GROUP)
-        mine, theirs = (np.square(x_TI[:, own] @ (np.asarray(groups.decode(*found)) - w_IO)[own]).sum(0)
-                        for found in (clipped, plain))
+        mine, theirs = (
+            np.square(x_TI[:, own] @ (np.asarray(groups.decode(*found)) - w_IO)[own]).sum(0)
+            for found in (clipped, plain)
+        )
         assert (mine <= theirs * 1.001).all() and (mine < 0.99 * theirs).any()
 
 
@@ -83,8 +95,11 @@ def test_scaled_but_not_rounded_the_model_is_the_same(name):
     tokens = rng.integers(0, 64, (2, 24)).astype(np.int32)
     found = dict(params, blocks={})
     for layer in range(2):
-        own = {path.split(".", 2)[2]: np.asarray(leaf(params, path)) for path in parameters_of(model.config)
-               if path.startswith(f"blocks.{layer}.")}
+        own = {
+            path.split(".", 2)[2]: np.asarray(leaf(params, path))
+            for path in parameters_of(model.config)
+            if path.startswith(f"blocks.{layer}.")
+        }
         scaled = dict(own)
         for fold in folds_of(model.config):
             if fold.before:
@@ -106,6 +121,9 @@ def _outputs(own, fold):
 
 def leaf(params, path):
     for key in path.split("."):
-        params = params[int(key)] if isinstance(params, (list, tuple)) or (key.isdigit() and int(key) in params) \
+        params = (
+            params[int(key)]
+            if isinstance(params, (list, tuple)) or (key.isdigit() and int(key) in params)
             else params[key]
+        )
     return params

@@ -10,8 +10,13 @@ import pytest
 from bytescope.train.errors import UserError
 from bytescope.train.quantize.windows import HELD_OUT, ROWS, windows_of
 
-SOURCE = SimpleNamespace(length=64, tokenizer=None, title="a folder", begin=(),
-                         config=SimpleNamespace(model=SimpleNamespace(vocab_size=100_000)))
+SOURCE = SimpleNamespace(
+    length=64,
+    tokenizer=None,
+    title="a folder",
+    begin=(),
+    config=SimpleNamespace(model=SimpleNamespace(vocab_size=100_000)),
+)
 
 
 def asked(path, count, **changes):

@@ -29,9 +29,20 @@ REPORT = Report(peak_bytes=3 * GIB, allocated_bytes=4 * GIB, breakdown={}, limit
 
 
 def row(step, **more):
-    return {"step": step, "loss": 8.0 / step, "grad_norm": None, "lr": 0.25, "batch_tokens": 64, "tokens_per_s": 2.0,
-            "step_time_s": 32.0, "data_wait_s": 0.0, "mfu": None, "hfu": None,
-            "memory": {"in_use_bytes": 5.0 * GIB, "peak_bytes": 6.0 * GIB, "predicted_bytes": 8 * GIB}, **more}
+    return {
+        "step": step,
+        "loss": 8.0 / step,
+        "grad_norm": None,
+        "lr": 0.25,
+        "batch_tokens": 64,
+        "tokens_per_s": 2.0,
+        "step_time_s": 32.0,
+        "data_wait_s": 0.0,
+        "mfu": None,
+        "hfu": None,
+        "memory": {"in_use_bytes": 5.0 * GIB, "peak_bytes": 6.0 * GIB, "predicted_bytes": 8 * GIB},
+        **more,
+    }
 
 
 def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys):
@@ -49,12 +60,20 @@ def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys)
 def test_train_held_out_memory_and_speed_are_groups():
     found = scalars(row(2, loss_scale=4.0, skipped_steps=1, novel=7))
     assert found == {
-        "train/loss": 4.0, "train/learning_rate": 0.25, "train/batch_tokens": 64, "train/loss_scale": 4.0,
-        "train/skipped_steps": 1, "train/novel": 7, "speed/tokens_per_s": 2.0, "speed/step_time_s": 32.0,
-        "speed/data_wait_s": 0.0, "memory/in_use_bytes": 5.0 * GIB, "memory/peak_bytes": 6.0 * GIB,
-        "memory/predicted_bytes": 8 * GIB}
-    assert scalars({"step": 2, "eval_loss": 2.0, "eval_tokens": 100}) == {"held-out/loss": 2.0,
-                                                                            "held-out/tokens": 100}
+        "train/loss": 4.0,
+        "train/learning_rate": 0.25,
+        "train/batch_tokens": 64,
+        "train/loss_scale": 4.0,
+        "train/skipped_steps": 1,
+        "train/novel": 7,
+        "speed/tokens_per_s": 2.0,
+        "speed/step_time_s": 32.0,
+        "speed/data_wait_s": 0.0,
+        "memory/in_use_bytes": 5.0 * GIB,
+        "memory/peak_bytes": 6.0 * GIB,
+        "memory/predicted_bytes": 8 * GIB,
+    }
+    assert scalars({"step": 2, "eval_loss": 2.0, "eval_tokens": 100}) == {"held-out/loss": 2.0, "held-out/tokens": 100}
 
 
 def test_predicted_memory_config_and_sample_stand_beside_the_curves(tmp_path):
@@ -86,8 +105,14 @@ def test_a_killed_start_leaves_no_second_point(tmp_path, resumed):
     last = max((tmp_path / "killed" / "events").iterdir())
     last.write_bytes(last.read_bytes()[:-5])  # in the middle of a record
     start(tmp_path / "killed", step=resumed)
-    curves = [{tag: points for tag, points in shown(tmp_path / name / "events").items()
-               if tag.startswith(("train/", "held-out/", "memory/", "speed/"))} for name in ("whole", "killed")]
+    curves = [
+        {
+            tag: points
+            for tag, points in shown(tmp_path / name / "events").items()
+            if tag.startswith(("train/", "held-out/", "memory/", "speed/"))
+        }
+        for name in ("whole", "killed")
+    ]
     assert curves[0] == curves[1] and len(curves[0]["train/loss"]) == 4
 
 
@@ -116,10 +141,14 @@ def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
 # ---- wandb --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("missing", "project", "said"), [
-    (True, "p", "the package wandb is not installed: pip install"),
-    (False, "a/b", "train.wandb=a/b: Invalid project name"),
-    (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off")])
+@pytest.mark.parametrize(
+    ("missing", "project", "said"),
+    [
+        (True, "p", "the package wandb is not installed: pip install"),
+        (False, "a/b", "train.wandb=a/b: Invalid project name"),
+        (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off"),
+    ],
+)
 def test_what_wandb_lacks_is_told_before_anything_is_compiled(tmp_path, monkeypatch, missing, project, said):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(loop, "settled_program", lambda *_, **__: pytest.fail("compiles"))
@@ -211,8 +240,11 @@ def test_an_offline_run_goes_on_as_the_same_and_leaves_no_process(tmp_path, monk
             for item in record.summary.update:
                 sample = item.value_json if (item.key or item.nested_key[0]) == "sample" else sample
     assert len(ids) == 1 and ids == {json.loads((tmp_path / "run" / wandb_run.ID).read_text())["id"]}
-    assert losses == {"train/loss": [8.0, 4.0, 8 / 3, 2.0], "held-out/loss": [2.0, 1.0],
-                      "memory/predicted_bytes": [8 * GIB] * 4}
+    assert losses == {
+        "train/loss": [8.0, 4.0, 8 / 3, 2.0],
+        "held-out/loss": [2.0, 1.0],
+        "memory/predicted_bytes": [8 * GIB] * 4,
+    }
     assert sample == '"a sample"' and not (tmp_path / "run" / METRICS).exists()
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     if children.exists():

@@ -36,8 +36,11 @@ def fail(text):
     raise AssertionError(text)
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [({}, 1), ({"mesh.data": 1, "mesh.fsdp": 4}, 4),
-                                               ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [({}, 1), ({"mesh.data": 1, "mesh.fsdp": 4}, 4), ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)],
+    ids=str,
+)
 def test_round_trip_on_another_mesh(tmp_path, program, mesh, devices):
     checkpoints = open_checkpoints(tmp_path)
     state = bumped(program, 3)
@@ -56,20 +59,25 @@ LAYOUTS = {
     "ddp on 8": ({"mesh.strategy": "ddp", "batch.micro": 2}, 8),
     "ddp on 4": ({"mesh.strategy": "ddp", "batch.micro": 2, "batch.accumulation": 2}, 4),
     "ddp on 2, accumulated in the step": (
-        {"mesh.strategy": "ddp", "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"}, 2),
+        {"mesh.strategy": "ddp", "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"},
+        2,
+    ),
     "1 device": ({"batch.micro": 4, "batch.accumulation": 4}, 1),
     "zero3 on 8": ({"mesh.strategy": "zero3", "batch.micro": 2}, 8),
     "zero1 on 4": ({"mesh.strategy": "zero1", "batch.micro": 4}, 4),
     "replicas x zero3 x tensor": (
-        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2, "batch.accumulation": 2}, 8),
+        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2, "batch.accumulation": 2},
+        8,
+    ),
 }
 STEPS = 3  # before the save, and after
 
 
 def updates(program, state, first, count):
     """The state after `count` updates on the fixed batches from number `first` on, and their losses."""
-    hosts = list(fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size,
-                               first + count))[first:]
+    hosts = list(
+        fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, first + count)
+    )[first:]
     losses = []
     for host in hosts:
         for batch in calls(program, host):
@@ -97,8 +105,11 @@ def halfway(tmp_path_factory):
     return of, updates(whole, whole.init(), 0, 2 * STEPS)[1]
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp on 8", after) for after in list(LAYOUTS)[1:]] + [
-    ("1 device", "ddp on 8"), ("1 device", "zero1 on 4"), ("replicas x zero3 x tensor", "1 device")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ddp on 8", after) for after in list(LAYOUTS)[1:]]
+    + [("1 device", "ddp on 8"), ("1 device", "zero1 on 4"), ("replicas x zero3 x tensor", "1 device")],
+)
 def test_a_run_goes_on_under_another_layout(halfway, before, after):
     """Other devices, strategy, tensor parallelism and accumulation: the losses are those of an unbroken run."""
     folder, whole = halfway
@@ -162,8 +173,10 @@ def damage_data(root, step):
     How many data files there are, and what is rewritten at their ends, depends on the moment of each write; what lies
     near the beginning of the largest is always an array's values.
     """
-    victim = max((path for path in (root / "checkpoints" / str(step)).rglob("d/*") if path.is_file()),
-                 key=lambda path: path.stat().st_size)
+    victim = max(
+        (path for path in (root / "checkpoints" / str(step)).rglob("d/*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(victim.read_bytes())
     content[len(content) // 8] ^= 0xFF
     victim.write_bytes(content)

@@ -18,9 +18,11 @@ from bytescope.train.run.workdir import write_atomically
 pytestmark = pytest.mark.quick
 
 # As tensorstore says it, through Orbax.
-FULL = ('RESOURCE_EXHAUSTED: Error writing "params.w/0.0" in OCDBT database at local file "/r/checkpoints/6.orbax-'
-        'checkpoint-tmp/state/": Failed writing: "/r/checkpoints/6.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/d/'
-        "b6\": Failed to write 141233 bytes to file 18: No space left on device [os_error_code='28']")
+FULL = (
+    'RESOURCE_EXHAUSTED: Error writing "params.w/0.0" in OCDBT database at local file "/r/checkpoints/6.orbax-'
+    'checkpoint-tmp/state/": Failed writing: "/r/checkpoints/6.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/d/'
+    "b6\": Failed to write 141233 bytes to file 18: No space left on device [os_error_code='28']"
+)
 
 
 def test_a_full_disk_under_a_checkpoint_is_no_lack_of_device_memory():
@@ -49,9 +51,15 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize(("number", "message"), [
-    (errno.EDQUOT, "Disk quota exceeded. Make room"), (errno.EFBIG, "File too large. Make room"),
-    (errno.EROFS, "Read-only file system. Mend that"), (errno.EIO, "Input/output error. Mend that")])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EDQUOT, "Disk quota exceeded. Make room"),
+        (errno.EFBIG, "File too large. Make room"),
+        (errno.EROFS, "Read-only file system. Mend that"),
+        (errno.EIO, "Input/output error. Mend that"),
+    ],
+)
 def test_other_failures_of_a_disk(number, message):
     with pytest.raises(UserError, match=f"cannot write /r/x: {message} and run the same"), disk_explained():
         raise OSError(number, "strerror", "/r/x")
@@ -112,8 +120,9 @@ def test_late_writes_of_a_failed_save_are_not_printed():
 ROW = json.dumps({"item_handlers": {}, "metrics": {}, "init_timestamp_nsecs": 1, "custom_metadata": {}})
 
 
-@pytest.mark.parametrize("damaged", ["", "{", "[1]", "null", "3", '{"item_handlers": 3}', '{"metrics": []}',
-                                     '{"init_timestamp_nsecs": "x"}'])
+@pytest.mark.parametrize(
+    "damaged", ["", "{", "[1]", "null", "3", '{"item_handlers": 3}', '{"metrics": []}', '{"init_timestamp_nsecs": "x"}']
+)
 def test_damaged_metadata_of_a_checkpoint_is_one_line(tmp_path, damaged):
     for step, content in ((1, ROW), (2, damaged)):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)

@@ -22,13 +22,30 @@ TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 
 def train(folder, source, asked="", steps=6, extend=False):
     """What one start of a small run on 8 devices prints; `asked`: the value of --profile."""
-    config = small_config({
-        "data.source": str(source), "model.vocab_size": 256, "train.steps": steps, "train.log_every": 1,
-        "train.eval_every": 3, "train.eval_sequences": 8, "train.checkpoint_every": 0, "train.sample_tokens": 0,
-        "train.tensorboard": False, "model.n_layers": 2, "batch.micro": 1, "batch.accumulation": 2})
+    config = small_config(
+        {
+            "data.source": str(source),
+            "model.vocab_size": 256,
+            "train.steps": steps,
+            "train.log_every": 1,
+            "train.eval_every": 3,
+            "train.eval_sequences": 8,
+            "train.checkpoint_every": 0,
+            "train.sample_tokens": 0,
+            "train.tensorboard": False,
+            "model.n_layers": 2,
+            "batch.micro": 1,
+            "batch.accumulation": 2,
+        }
+    )
     out = io.StringIO()
-    loop.run(config, workdir=folder, extend=extend, console=Console(file=out, width=100),
-             asked=Asked.parse(asked) if asked else Asked(""))
+    loop.run(
+        config,
+        workdir=folder,
+        extend=extend,
+        console=Console(file=out, width=100),
+        asked=Asked.parse(asked) if asked else Asked(""),
+    )
     return out.getvalue()
 
 
@@ -68,7 +85,8 @@ def test_files_are_where_the_viewers_look_and_hold_scope_names(runs):
     planes = list(jax.profiler.ProfileData.from_file(str(xplane.find(folder))).planes)
     events = [event for plane in planes for line in plane.lines for event in line.events]
     assert {"update", "host/wait_for_data", "host/put_on_devices", "host/wait_for_metrics", "host/evaluation"} <= {
-        event.name for event in events}
+        event.name for event in events
+    }
     assert b"attention/core" in xplane.find(folder).read_bytes()
     with gzip.open(folder / "perfetto_trace.json.gz", "rt") as file:
         found = [event["args"] for event in json.load(file)["traceEvents"] if "tf_op" in event.get("args", {})]
@@ -101,27 +119,50 @@ def test_sums_are_the_wall_time(breakdown):
 def test_instructions_are_counted_and_placed(breakdown):
     rows = breakdown["instructions"]
     assert {"attention", "mlp", "loss", "optimizer", "embed", "collectives", "other programs"} <= {
-        row["component"] for row in rows}
+        row["component"] for row in rows
+    }
     assert {row["phase"] for row in rows} == {"forward", "backward", "recompute", "optimizer", "other"}
     # Gradients are reduced on 8 devices; a layer's products run in 2 updates of 2 calls with 2 layers on each.
     assert any(row["opcode"] == "all-reduce" for row in rows)
     # The broadcast that begins a stack of gradients has the name of the products that fill it.
-    products = [row for row in rows if row["component"] == "mlp" and row["path"].endswith("dot_general")
-                and row["opcode"] != "broadcast"]
+    products = [
+        row
+        for row in rows
+        if row["component"] == "mlp" and row["path"].endswith("dot_general") and row["opcode"] != "broadcast"
+    ]
     assert products and {row["count"] for row in products} == {8 * 2 * 2 * 2}
 
 
 def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, capsys, tmp_path):
     _, _, traced, out = runs
-    landmarks = ["updates 3-4", "attention", "busy", "idle", "total", "wait for data", "longest instructions",
-                 "predicted ", "trace ", "step      6/6"]
+    landmarks = [
+        "updates 3-4",
+        "attention",
+        "busy",
+        "idle",
+        "total",
+        "wait for data",
+        "longest instructions",
+        "predicted ",
+        "trace ",
+        "step      6/6",
+    ]
     start = out.index("where an update's time goes")
     places = [out.index(landmark, start) for landmark in landmarks]
     assert places[-1] == max(places)
-    assert memory_main(["trace", str(traced / "profile"), f"--report={traced / 'memory.json'}",
-                        f"--json={tmp_path / 'again.json'}"]) == 0
+    assert (
+        memory_main(
+            [
+                "trace",
+                str(traced / "profile"),
+                f"--report={traced / 'memory.json'}",
+                f"--json={tmp_path / 'again.json'}",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
-    table = out[start:out.index("predicted ", start)]
+    table = out[start : out.index("predicted ", start)]
     assert shown.startswith(table) and max(map(len, table.splitlines())) == 100
     again = json.loads((tmp_path / "again.json").read_text())
     taken = dict.fromkeys(key for key in breakdown if key.startswith(("predicted", "at_least")))
@@ -138,16 +179,23 @@ def test_a_resumed_run_traces_its_own_updates(runs, tmp_path):
     assert len(list((traced / "profile").rglob("*.xplane.pb"))) == 2
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("3", range(13, 16)), ("1", range(13, 14)), ("11-20", range(11, 21)), ("12-12", range(12, 13))])
+@pytest.mark.parametrize(
+    ("text", "found"), [("3", range(13, 16)), ("1", range(13, 14)), ("11-20", range(11, 21)), ("12-12", range(12, 13))]
+)
 def test_updates_of_a_start(text, found):
     assert Asked.parse(text).updates(10, 20) == found
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    *[(text, "not a number or a range of updates") for text in ("", "0", "-3", "3-", "three", "1.5")],
-    ("9-7", "ends before it begins"),
-    ("399", "asks for update 401"), ("400-401", "asks for update 401"), ("1-9999", "asks for update 9999")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *[(text, "not a number or a range of updates") for text in ("", "0", "-3", "3-", "three", "1.5")],
+        ("9-7", "ends before it begins"),
+        ("399", "asks for update 401"),
+        ("400-401", "asks for update 401"),
+        ("1-9999", "asks for update 9999"),
+    ],
+)
 def test_mistakes_are_one_line_and_leave_nothing(text, message, tmp_path, capsys):
     assert main([f"--profile={text}", f"--workdir={tmp_path / 'run'}", "--config.train.cache_dir=none"]) == 2
     error = capsys.readouterr().err

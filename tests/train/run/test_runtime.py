@@ -16,11 +16,19 @@ from bytescope.train.run import runtime
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("platform", "devices", "processes", "cached"), [
-    ("cpu", "1", 1, True), ("cpu", "8", 1, False), ("cpu", "1", 2, False), ("cuda", "8", 1, True),
-    ("cuda", "1", 2, True)])
+@pytest.mark.parametrize(
+    ("platform", "devices", "processes", "cached"),
+    [
+        ("cpu", "1", 1, True),
+        ("cpu", "8", 1, False),
+        ("cpu", "1", 2, False),
+        ("cuda", "8", 1, True),
+        ("cuda", "1", 2, True),
+    ],
+)
 def test_programs_over_several_cpu_devices_do_not_come_from_a_cache(
-        tmp_path, monkeypatch, capsys, platform, devices, processes, cached):
+    tmp_path, monkeypatch, capsys, platform, devices, processes, cached
+):
     """XLA reads them without the order of their collectives: the devices would wait for each other for ever."""
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
@@ -75,7 +83,9 @@ def test_a_cgroup_without_memory_for_a_start_is_refused(monkeypatch):
 
 
 def test_too_little_address_space_is_refused():
-    script = ("import resource; from bytescope.train.run import runtime; "
-              "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); runtime.check_limits()")
+    script = (
+        "import resource; from bytescope.train.run import runtime; "
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); runtime.check_limits()"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "DoesNotFit: ulimit -v 1048576 (1.00 GiB) is too little address space to start jax" in done.stderr

@@ -77,8 +77,12 @@ with surviving_output(), Stop(leave_at_once) as stop:
 
 @pytest.mark.parametrize("signals", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
 def test_two_signals_are_one_line_and_130(signals, tmp_path):
-    with subprocess.Popen([sys.executable, "-c", CHILD, "9", str(tmp_path / "end")], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, "9", str(tmp_path / "end")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.Signals[signals[0]])
         assert child.stdout.readline() == f"['{signals[0]}']\n"  # two that wait together are one
@@ -108,8 +112,9 @@ def test_an_interrupt_before_the_first_update_promises_nothing(tmp_path, monkeyp
 def test_a_closed_terminal_is_survived(tmp_path):
     """What is printed to it goes nowhere, and the run goes on to its save."""
     screen, end = os.openpty()
-    with subprocess.Popen([sys.executable, "-c", CHILD, "1", str(tmp_path / "end")], stdout=end, stderr=end,
-                          start_new_session=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, "1", str(tmp_path / "end")], stdout=end, stderr=end, start_new_session=True
+    ) as child:
         os.close(end)
         assert os.read(screen, 100).startswith(b"ready")
         os.close(screen)

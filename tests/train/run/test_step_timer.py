@@ -41,7 +41,7 @@ def updates(turned, seconds, count=1, tokens=100):
 def test_ten_times_the_median_is_slow(turned):
     assert updates(turned, 0.2, LEAST) == [None] * LEAST
     assert updates(turned, 1.9) == [None]
-    slow, = updates(turned, 2.1)
+    (slow,) = updates(turned, 2.1)
     assert (slow.seconds, slow.median, slow.doing) == (pytest.approx(2.1), pytest.approx(0.2), ())
     assert "2.1 s, the last ones took 0.2 s: the host waited for the devices" in str(slow)
 
@@ -65,13 +65,13 @@ def test_what_the_host_was_doing(turned):
     updates(turned, 0.1, LEAST)
     with clock.reading():
         time.now += 3.0
-    slow, = updates(turned, 0.1)
+    (slow,) = updates(turned, 0.1)
     assert slow.doing == (("waiting for data", pytest.approx(3.0)),) and "waiting for data 3.0 s" in str(slow)
     jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 2.0)
-    slow, = updates(turned, 2.5)
+    (slow,) = updates(turned, 2.5)
     assert slow.doing == (("compiling", pytest.approx(2.0)),)
     saving[0] = True
-    slow, = updates(turned, 2.5)
+    (slow,) = updates(turned, 2.5)
     assert slow.doing == (("writing a checkpoint", 0.0),) and str(slow).endswith(": writing a checkpoint")
 
 

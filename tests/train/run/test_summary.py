@@ -22,15 +22,40 @@ from support.toy import small_program
 pytestmark = pytest.mark.quick
 
 WIDTHS = (80, 100, 120)
-REPORT = Report(20 * GIB, 20 * GIB, {}, limit_bytes=80 * GIB, fits=True, verdict="fits", host_bytes=3 * GIB,
-                roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"},
-                subject=Subject(tokens=1_000_000, calls=2),
-                prediction={"seconds": 1.4326, "seconds_low": 1.3114, "seconds_high": 1.6382, "by_phase": {},
-                            "by_term": {"products": 1.4326}, "bound_by": "products", "rates": "measured on an H100",
-                            "tokens_per_s": 698_031.2, "mfu": 0.5234})
-ROW = {"step": 1200, "loss": 2.92631, "lr": 3e-4, "grad_norm": 2.691, "tokens_per_s": 412_925.0, "mfu": 0.4123,
-       "hfu": 0.5123, "data_wait_s": 0.1, "step_time_s": 1.0,
-       "memory": {"in_use_bytes": 61.8 * GIB, "peak_bytes": 62.4 * GIB}}
+REPORT = Report(
+    20 * GIB,
+    20 * GIB,
+    {},
+    limit_bytes=80 * GIB,
+    fits=True,
+    verdict="fits",
+    host_bytes=3 * GIB,
+    roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"},
+    subject=Subject(tokens=1_000_000, calls=2),
+    prediction={
+        "seconds": 1.4326,
+        "seconds_low": 1.3114,
+        "seconds_high": 1.6382,
+        "by_phase": {},
+        "by_term": {"products": 1.4326},
+        "bound_by": "products",
+        "rates": "measured on an H100",
+        "tokens_per_s": 698_031.2,
+        "mfu": 0.5234,
+    },
+)
+ROW = {
+    "step": 1200,
+    "loss": 2.92631,
+    "lr": 3e-4,
+    "grad_norm": 2.691,
+    "tokens_per_s": 412_925.0,
+    "mfu": 0.4123,
+    "hfu": 0.5123,
+    "data_wait_s": 0.1,
+    "step_time_s": 1.0,
+    "memory": {"in_use_bytes": 61.8 * GIB, "peak_bytes": 62.4 * GIB},
+}
 
 
 def said(show, width, **options):
@@ -42,15 +67,27 @@ def said(show, width, **options):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_start_is_whole_at_every_width(width):
-    rows = [("model", f"{summary.count(8_030_261_248)} parameters: width 4,096, layers 32, heads 32"),
-            ("memory", summary.memory(REPORT)), ("remat", ""),
-            ("speed", summary.speed(REPORT)), ("report", "runs/x/memory.html")]
+    rows = [
+        ("model", f"{summary.count(8_030_261_248)} parameters: width 4,096, layers 32, heads 32"),
+        ("memory", summary.memory(REPORT)),
+        ("remat", ""),
+        ("speed", summary.speed(REPORT)),
+        ("report", "runs/x/memory.html"),
+    ]
     lines = said(lambda console: summary.show(console, rows), width)
     text = " ".join(" ".join(lines).split())
-    for whole in ("8.03 billion (8,030,261,248) parameters", "20.00 GiB of 80.00 GiB (25.0%)", "60.00 GiB free",
-                  "3.00 GiB in host memory", "predicted 1.43 s per update (1.3 to 1.6)",
-                  "698,000 tokens/s", "MFU 52%", "rates: measured on an H100", "at least 1 s per update, by data-sheet",
-                  "runs/x/memory.html"):
+    for whole in (
+        "8.03 billion (8,030,261,248) parameters",
+        "20.00 GiB of 80.00 GiB (25.0%)",
+        "60.00 GiB free",
+        "3.00 GiB in host memory",
+        "predicted 1.43 s per update (1.3 to 1.6)",
+        "698,000 tokens/s",
+        "MFU 52%",
+        "rates: measured on an H100",
+        "at least 1 s per update, by data-sheet",
+        "runs/x/memory.html",
+    ):
         assert whole in text
     assert max(map(cell_len, lines)) <= width and "…" not in text and "remat" not in text
     assert not any(line.endswith(("20.00", "80.00", "60.00", "3.00")) for line in lines)  # a figure without its unit
@@ -62,8 +99,12 @@ def test_a_program_is_told_in_a_few_lines(width):
     program = small_program({"batch.accumulation": 2, "batch.mode": "scan", "mesh.data": 2}, 8)
     lines = said(lambda console: startup.show_program(console, program, "some texts"), width)
     text = " ".join(" ".join(lines).split())
-    for whole in ("parameters: width 32, layers 3, heads 4, vocabulary 64", "tokens per update",
-                  "8 x cpu, mesh data 2 x fsdp 4, zero3", "fp32 precision, remat dots_no_batch, attention naive"):
+    for whole in (
+        "parameters: width 32, layers 3, heads 4, vocabulary 64",
+        "tokens per update",
+        "8 x cpu, mesh data 2 x fsdp 4, zero3",
+        "fp32 precision, remat dots_no_batch, attention naive",
+    ):
         assert whole in text
     assert max(map(cell_len, lines)) <= width and len(lines) <= 7 and "some texts" not in text
     assert startup.passes(program, 896) == "896 sequences to train on, 20 updates read each 2.9 times"
@@ -72,10 +113,15 @@ def test_a_program_is_told_in_a_few_lines(width):
     assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
 
 
-@pytest.mark.parametrize(("overrides", "trained"), [
-    ({"lora.rank": 16, "lora.base": "nf4"}, "26,624 trained (LoRA rank 16 on q k v o gate up down over nf4)"),
-    ({"lora.rank": 4, "lora.targets": "q,v"}, "1,792 trained (LoRA rank 4 on q v)"),
-    ({"optimizer.freeze": "w_token"}, "trained (optimizer.freeze)"), ({}, "")])
+@pytest.mark.parametrize(
+    ("overrides", "trained"),
+    [
+        ({"lora.rank": 16, "lora.base": "nf4"}, "26,624 trained (LoRA rank 16 on q k v o gate up down over nf4)"),
+        ({"lora.rank": 4, "lora.targets": "q,v"}, "1,792 trained (LoRA rank 4 on q v)"),
+        ({"optimizer.freeze": "w_token"}, "trained (optimizer.freeze)"),
+        ({}, ""),
+    ],
+)
 def test_the_start_says_what_of_the_model_is_trained(overrides, trained):
     shape = {"model.d_model": 64, "model.d_head": 16, "model.d_ff": 64, "model.n_layers": 2}
     program = small_program({**shape, **overrides})
@@ -132,7 +178,7 @@ def test_rows_scroll_above_the_bar(width):
     assert all("━" not in line for line in rows)  # of its own line, not the bar's
     assert "evaluating 20/40" in out and "[/b] a note\n" in out and "…" not in out
     bars = [line for line in out.replace("\r", "\n").split("\n") if "━" in line]
-    plain = [line[line.rindex("\x1b[2K") + 4:] if "\x1b[2K" in line else line for line in bars]
+    plain = [line[line.rindex("\x1b[2K") + 4 :] if "\x1b[2K" in line else line for line in bars]
     assert plain and max(map(cell_len, plain)) <= width - len("^C^C")  # which a terminal echoes behind it
 
 
@@ -155,16 +201,27 @@ def test_without_a_terminal_a_row_is_a_line():
 
 def end(**fields):
     live = LiveMemory("cpu", "host", 1, 600 * MIB, 700 * MIB)
-    values = {"first": 11, "last": 20, "steps": 20, "seconds": 3723.4, "evaluated": (20, 2.5), "tokens_per_s": 1234.0,
-              "report": Report(90 * MIB, 90 * MIB, {}), "before": LiveMemory("cpu", "host", 1, 600 * MIB, 650 * MIB),
-              "live": live, "checkpoint": None}
+    values = {
+        "first": 11,
+        "last": 20,
+        "steps": 20,
+        "seconds": 3723.4,
+        "evaluated": (20, 2.5),
+        "tokens_per_s": 1234.0,
+        "report": Report(90 * MIB, 90 * MIB, {}),
+        "before": LiveMemory("cpu", "host", 1, 600 * MIB, 650 * MIB),
+        "live": live,
+        "checkpoint": None,
+    }
     return dict(End(**{**values, **fields}).rows())
 
 
 def test_the_end_says_what_was_reached_and_what_was_there_before():
     rows = end()
-    assert rows["done"] == "held-out loss 2.5000 (perplexity 12.18 per token), updates 11 to 20 of 20 in 1:02:03, " \
+    assert (
+        rows["done"] == "held-out loss 2.5000 (perplexity 12.18 per token), updates 11 to 20 of 20 in 1:02:03, "
         "1,234 tokens/s"
+    )
     assert rows["memory"].startswith("predicted 90.00 MiB on 1 CPU device; the process grew by 100.00 MiB")
     assert "from 600.00 MiB" in rows["memory"] and "to 700.00 MiB" in rows["memory"] and rows["checkpoint"] == "none"
     assert end(evaluated=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
@@ -191,15 +248,29 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     live = LiveMemory("H200", "allocator", peak_bytes=10 * GIB, limit_bytes=130 * GIB)
     before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
     text = end(report=Report(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
-    assert text == ("predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
-                    "the first step, limit 130.00 GiB")
+    assert text == (
+        "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
+        "the first step, limit 130.00 GiB"
+    )
     assert "nothing measured" in end(live=None)["memory"]
     assert "Python and its libraries included" in end(before=None)["memory"]
 
 
 def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
-    words = ["my config.py", "--workdir", "old", "--config.train.steps=20", "--config.data.source", "my texts",
-             "--profile=3", "--verbose", "--rates=my rates.json", "--processes=2", "--process=0", "--coordinator=a:1"]
+    words = [
+        "my config.py",
+        "--workdir",
+        "old",
+        "--config.train.steps=20",
+        "--config.data.source",
+        "my texts",
+        "--profile=3",
+        "--verbose",
+        "--rates=my rates.json",
+        "--processes=2",
+        "--process=0",
+        "--coordinator=a:1",
+    ]
     command = Command.of(parse(words))
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose

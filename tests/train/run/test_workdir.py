@@ -38,9 +38,18 @@ def begun(workdir):
     (workdir / METRICS).write_text('{"step": 1}\n')
 
 
-@pytest.mark.parametrize("change", [
-    {"mesh__fsdp": 4}, {"batch__micro": 2}, {"batch__mode": "scan"}, {"remat__policy": "full"}, {"loss__kind": "full"},
-    {"model__attention": "chunked"}, {"data__source": "elsewhere"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh__fsdp": 4},
+        {"batch__micro": 2},
+        {"batch__mode": "scan"},
+        {"remat__policy": "full"},
+        {"loss__kind": "full"},
+        {"model__attention": "chunked"},
+        {"data__source": "elsewhere"},
+    ],
+)
 def test_what_does_not_move_the_curve_may_change_with_a_note(tmp_path, change):
     begun(tmp_path / "run")
     notes = claim(tmp_path / "run", identity(**change), extend=False)
@@ -54,12 +63,18 @@ def test_cadence_may_change_silently(tmp_path, change):
     assert claim(tmp_path / "run", identity(**change), extend=False) == []
 
 
-@pytest.mark.parametrize(("change", "shown"), [
-    ({"model__d_ff": 64}, "model.d_ff 48 -> 64"), ({"seed": 3}, "seed 0 -> 3"),
-    ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate 0.01 -> 0.5"),
-    ({"precision__preset": "bf16"}, "precision.preset 'fp32' -> 'bf16'"),
-    ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
-    ({"rows": 8}, "global batch (sequences) 16 -> 8"), ({"data": "xyz"}, "data 'abc' -> 'xyz'")])
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"model__d_ff": 64}, "model.d_ff 48 -> 64"),
+        ({"seed": 3}, "seed 0 -> 3"),
+        ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate 0.01 -> 0.5"),
+        ({"precision__preset": "bf16"}, "precision.preset 'fp32' -> 'bf16'"),
+        ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
+        ({"rows": 8}, "global batch (sequences) 16 -> 8"),
+        ({"data": "xyz"}, "data 'abc' -> 'xyz'"),
+    ],
+)
 def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
     begun(tmp_path / "run")
     before = (tmp_path / "run" / "config.json").read_text()
@@ -114,19 +129,29 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda whole: "{", lambda whole: "", lambda whole: "\0" * 64, lambda whole: "[" * 100_000, lambda whole: "null",
-    lambda whole: "[1]", lambda whole: "3", lambda whole: '"text"', lambda whole: "{}",
-    lambda whole: json.dumps({**json.loads(whole), "config": None}),
-    lambda whole: json.dumps({**json.loads(whole), "config": ["train.steps"]}),
-    lambda whole: json.dumps({**json.loads(whole), "config": {}}),
-    lambda whole: json.dumps({**json.loads(whole), "global_rows": "16"}),
-    lambda whole: json.dumps({**json.loads(whole), "global_rows": 0}),
-    lambda whole: json.dumps({**json.loads(whole), "data": None}),
-    lambda whole: json.dumps({**json.loads(whole), "more": 1}),
-    lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
-    lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: "{",
+        lambda whole: "",
+        lambda whole: "\0" * 64,
+        lambda whole: "[" * 100_000,
+        lambda whole: "null",
+        lambda whole: "[1]",
+        lambda whole: "3",
+        lambda whole: '"text"',
+        lambda whole: "{}",
+        lambda whole: json.dumps({**json.loads(whole), "config": None}),
+        lambda whole: json.dumps({**json.loads(whole), "config": ["train.steps"]}),
+        lambda whole: json.dumps({**json.loads(whole), "config": {}}),
+        lambda whole: json.dumps({**json.loads(whole), "global_rows": "16"}),
+        lambda whole: json.dumps({**json.loads(whole), "global_rows": 0}),
+        lambda whole: json.dumps({**json.loads(whole), "data": None}),
+        lambda whole: json.dumps({**json.loads(whole), "more": 1}),
+        lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
+        lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
+    ],
+)
 def test_a_damaged_identity_is_one_line(tmp_path, damage):
     claim(tmp_path, identity(), extend=False)
     path = tmp_path / "config.json"
@@ -157,8 +182,10 @@ def test_one_training_at_a_time_and_the_lock_dies_with_its_process(tmp_path):
     assert caught.value.exit_code == 2 and not (tmp_path / "config.json").exists()
     with claimed(tmp_path, identity(), extend=False) as notes:
         assert notes == []
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()} "), \
-                claimed(tmp_path, identity(), extend=False):
+        with (
+            pytest.raises(UserError, match=f"in use by process {os.getpid()} "),
+            claimed(tmp_path, identity(), extend=False),
+        ):
             pass
     with claimed(tmp_path, identity(), extend=False):  # released
         pass
@@ -173,8 +200,10 @@ def test_the_processes_of_one_run_share_its_directory(tmp_path):
         def from_first(self, value):
             return self.heard.pop(0)
 
-    with claimed(tmp_path, identity(), extend=False), \
-            claimed(tmp_path, identity(), extend=False, processes=Second()) as notes:
+    with (
+        claimed(tmp_path, identity(), extend=False),
+        claimed(tmp_path, identity(), extend=False, processes=Second()) as notes,
+    ):
         assert notes == []
 
 
@@ -198,8 +227,10 @@ def test_a_start_killed_before_its_first_file_is_whole_leaves_a_directory_for_th
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("dear")
-    with pytest.raises(UserError, match="is a file: give a folder"), claimed(
-            tmp_path / "file", identity(), extend=False):
+    with (
+        pytest.raises(UserError, match="is a file: give a folder"),
+        claimed(tmp_path / "file", identity(), extend=False),
+    ):
         pass
 
 
@@ -241,7 +272,10 @@ def test_metrics_drop_a_torn_line_and_rows_past_the_checkpoint(tmp_path):
     log.write({"step": 3, "loss": 9.0})
     log.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 9.0}]
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 9.0},
+    ]
 
 
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
@@ -255,6 +289,7 @@ def test_model_flops_equal_the_published_formula():
     """Korthikanti et al. 2022: 72 B L s h^2 (1 + s/(6h) + v/(12hL)) per iteration for GPT shapes."""
     from bytescope.configs import gpt3_175b
     from bytescope.model import ModelConfig
+
     config = gpt3_175b.get_config()
     model = ModelConfig.from_dict(config.model)
     h, L, s, v = model.d_model, model.n_layers, config.data.seq_len, model.vocab_size
@@ -269,8 +304,15 @@ def test_frozen_matrices_take_four_flops_a_token(patterns, tied):
     """Of what the step computes: the gradient of the first layer's input has a reader in the token table."""
     if tied:
         patterns = patterns.replace(",w_head", "")
-    program = small_program({"optimizer.freeze": patterns, "remat.policy": "none", "loss.kind": "full",
-                             "model.tie_embeddings": str(tied).lower(), "model.attention": "naive"})
+    program = small_program(
+        {
+            "optimizer.freeze": patterns,
+            "remat.policy": "none",
+            "loss.kind": "full",
+            "model.tie_embeddings": str(tied).lower(),
+            "model.attention": "naive",
+        }
+    )
     counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
     tokens = program.batch.rows * program.batch.seq_len
     assert counted == model_flops_per_token(program.model, program.batch.seq_len, program.frozen) * tokens
@@ -279,11 +321,20 @@ def test_frozen_matrices_take_four_flops_a_token(patterns, tied):
 
 @pytest.mark.parametrize("targets", ["q,k,v,o,gate,up,down", "q,v"])
 def test_adapters_take_six_flops_a_token(targets):
-    program = small_program({"lora.rank": 4, "lora.targets": targets, "remat.policy": "none", "loss.kind": "full",
-                             "model.attention": "naive"})
+    program = small_program(
+        {
+            "lora.rank": 4,
+            "lora.targets": targets,
+            "remat.policy": "none",
+            "loss.kind": "full",
+            "model.attention": "naive",
+        }
+    )
     counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
     own, length = adapter_parameters(program.state.params), program.batch.seq_len
     assert own == 4 * program.model.n_layers * sum(
-        sum(shape) for name, shape in matrices(question_of(flatten(program.config)).model).items()
-        if name in targets.split(","))
+        sum(shape)
+        for name, shape in matrices(question_of(flatten(program.config)).model).items()
+        if name in targets.split(",")
+    )
     assert counted == model_flops_per_token(program.model, length, program.frozen, own) * program.batch.rows * length

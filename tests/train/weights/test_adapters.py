@@ -23,12 +23,32 @@ from support.models import weights
 from support.toy import compiled_once
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 256}
-PLAIN = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj", "down_proj"],
-         "bias": "none", "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "init_lora_weights": True}
+PLAIN = {
+    "peft_type": "LORA",
+    "r": 3,
+    "lora_alpha": 5,
+    "target_modules": ["q_proj", "o_proj", "down_proj"],
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "init_lora_weights": True,
+}
 MODULES = {"self_attn.q_proj": (128, 128), "self_attn.o_proj": (128, 128), "mlp.down_proj": (128, 128)}
-KEYS = {"data.seq_len": 32, "batch.micro": 2, "batch.accumulation": 1, "train.eval_every": 0, "train.eval_sequences": 2,
-        "train.sample_tokens": 0, "train.tensorboard": "false", "train.log_every": 1, "train.steps": 4,
-        "train.checkpoint_every": 2, "optimizer.warmup_steps": 0, "optimizer.learning_rate": 1e-2}
+KEYS = {
+    "data.seq_len": 32,
+    "batch.micro": 2,
+    "batch.accumulation": 1,
+    "train.eval_every": 0,
+    "train.eval_sequences": 2,
+    "train.sample_tokens": 0,
+    "train.tensorboard": "false",
+    "train.log_every": 1,
+    "train.steps": 4,
+    "train.checkpoint_every": 2,
+    "optimizer.warmup_steps": 0,
+    "optimizer.learning_rate": 1e-2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +58,18 @@ def folder(tmp_path_factory):
 
 def adapter(path, config=(), drop="", shapes=(), dtype="float32", more=()):
     """A folder of random adapters; `config`: keys of adapter_config.json; `drop`, `shapes`, `more`: other tensors."""
-    found = {f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight": shape for layer in range(2)
-             for name, (out, into) in MODULES.items() for half, shape in (("A", (3, into)), ("B", (out, 3)))
-             if not drop or drop not in f"{layer}.{name}.lora_{half}"}
+    found = {
+        f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight": shape
+        for layer in range(2)
+        for name, (out, into) in MODULES.items()
+        for half, shape in (("A", (3, into)), ("B", (out, 3)))
+        if not drop or drop not in f"{layer}.{name}.lora_{half}"
+    }
     path.mkdir()
     (path / "adapter_config.json").write_text(json.dumps({**PLAIN, **dict(config)}))
-    (path / "adapter_model.safetensors").write_bytes(weights.encode(
-        weights.numbers({**found, **dict(shapes), **dict(more)}, dtype)))
+    (path / "adapter_model.safetensors").write_bytes(
+        weights.encode(weights.numbers({**found, **dict(shapes), **dict(more)}, dtype))
+    )
     return path
 
 
@@ -73,7 +98,8 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     first = theirs["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"]
     np.testing.assert_array_equal(ours[1], first.T.reshape(4, 32, 3))
     assert [leaf.sharding for leaf in jax.tree.leaves(state.params)] == [
-        leaf.sharding for leaf in jax.tree.leaves(program.state.params)]
+        leaf.sharding for leaf in jax.tree.leaves(program.state.params)
+    ]
     checkpoints.save(state, Position(1, 8))
     checkpoints.close()
     identity = Identity.of(program.config, 8, "data", fingerprint_of_weights(program), fingerprint_of_adapter(program))
@@ -87,18 +113,40 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("changes", "keys", "message"), [
-    ({}, {"lora.rank": 4}, r"lora.rank=4, and the adapters in .* have 3: set --config.lora.rank=3"),
-    ({}, {"lora.rank": 3}, "lora.alpha=16, and .* have 5"),
-    ({}, {"lora.alpha": 6}, "lora.alpha=6, and .* have 5"),
-    ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
-    ({}, {"init.folder": ""}, "without init.folder"),
-    *(({"config": {key: value}}, {}, f"has {key}=.*: our adapters are plain LoRA") for key, value in {
-        "peft_type": "IA3", "use_dora": True, "use_rslora": True, "bias": "all", "modules_to_save": ["lm_head"],
-        "rank_pattern": {"q_proj": 8}, "init_lora_weights": "pissa"}.items()),
-    ({"config": {"r": "3"}}, {}, "has r='3'"), ({"config": {"lora_alpha": None}}, {}, "has lora_alpha=None"),
-    ({"more": {"base_model.model.lm_head.lora_A.weight": (3, 128)}}, {}, "has tensor '.*lm_head.lora_A.weight', which"),
-    ({"more": {"base_model.model.model.layers.2.mlp.up_proj.lora_A.weight": (3, 128)}}, {}, "layers.2.* of 2 layers")])
+@pytest.mark.parametrize(
+    ("changes", "keys", "message"),
+    [
+        ({}, {"lora.rank": 4}, r"lora.rank=4, and the adapters in .* have 3: set --config.lora.rank=3"),
+        ({}, {"lora.rank": 3}, "lora.alpha=16, and .* have 5"),
+        ({}, {"lora.alpha": 6}, "lora.alpha=6, and .* have 5"),
+        ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
+        ({}, {"init.folder": ""}, "without init.folder"),
+        *(
+            ({"config": {key: value}}, {}, f"has {key}=.*: our adapters are plain LoRA")
+            for key, value in {
+                "peft_type": "IA3",
+                "use_dora": True,
+                "use_rslora": True,
+                "bias": "all",
+                "modules_to_save": ["lm_head"],
+                "rank_pattern": {"q_proj": 8},
+                "init_lora_weights": "pissa",
+            }.items()
+        ),
+        ({"config": {"r": "3"}}, {}, "has r='3'"),
+        ({"config": {"lora_alpha": None}}, {}, "has lora_alpha=None"),
+        (
+            {"more": {"base_model.model.lm_head.lora_A.weight": (3, 128)}},
+            {},
+            "has tensor '.*lm_head.lora_A.weight', which",
+        ),
+        (
+            {"more": {"base_model.model.model.layers.2.mlp.up_proj.lora_A.weight": (3, 128)}},
+            {},
+            "layers.2.* of 2 layers",
+        ),
+    ],
+)
 def test_what_does_not_agree_is_one_line(changes, keys, message, folder, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         if "init.folder" in keys:
@@ -108,22 +156,37 @@ def test_what_does_not_agree_is_one_line(changes, keys, message, folder, tmp_pat
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("theirs", "folder", "told"), [
-    (None, "m", ""), ("hub/Llama-8B", "models/Llama-8B", ""), ("models/m", "elsewhere/m/", ""),
-    ("hub/Llama-8B", "cache/models--hub--Llama-8B/snapshots/5f3e", ""),
-    ("hub/Llama-8B-Instruct", "models/Llama-8B", ", trained over 'hub/Llama-8B-Instruct' by their adapter_config.json, "
-                                                 "here over models/Llama-8B")])
+@pytest.mark.parametrize(
+    ("theirs", "folder", "told"),
+    [
+        (None, "m", ""),
+        ("hub/Llama-8B", "models/Llama-8B", ""),
+        ("models/m", "elsewhere/m/", ""),
+        ("hub/Llama-8B", "cache/models--hub--Llama-8B/snapshots/5f3e", ""),
+        (
+            "hub/Llama-8B-Instruct",
+            "models/Llama-8B",
+            ", trained over 'hub/Llama-8B-Instruct' by their adapter_config.json, here over models/Llama-8B",
+        ),
+    ],
+)
 def test_a_base_of_another_name_is_told(theirs, folder, told, tmp_path):
     path = adapter(tmp_path / "a", config={"base_model_name_or_path": theirs})
     assert origin(str(path), folder) == f"from {path}{told}"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"drop": "1.mlp.down_proj.lora_B"}, "has no tensor .*layers.1.mlp.down_proj.lora_B.weight"),
-    ({"shapes": {"base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (3, 64)}},
-     r"lora_A.weight has shape 3 x 64, and the model with lora.rank=3 asks for 3 x 128"),
-    ({"dtype": "int8"}, "has dtype I8: give float32")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "1.mlp.down_proj.lora_B"}, "has no tensor .*layers.1.mlp.down_proj.lora_B.weight"),
+        (
+            {"shapes": {"base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (3, 64)}},
+            r"lora_A.weight has shape 3 x 64, and the model with lora.rank=3 asks for 3 x 128",
+        ),
+        ({"dtype": "int8"}, "has dtype I8: give float32"),
+    ],
+)
 def test_tensors_are_checked_before_anything_is_compiled(changes, message, folder, tmp_path):
     program = build(config_of(folder, adapter(tmp_path / "a", **changes)), jax.devices()[:1])
     with pytest.raises(UserError, match=message):
@@ -131,10 +194,15 @@ def test_tensors_are_checked_before_anything_is_compiled(changes, message, folde
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("names", "message"), [
-    (("adapter_config.json", "adapter_model.bin"), "pickle files may run code"),
-    (("config.json", "model.safetensors"), "this is a model, not an adapter: set init.folder"),
-    ((), "has no 'adapter_config.json'"), (("adapter_config.json",), "has no 'adapter_model.safetensors'")])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("adapter_config.json", "adapter_model.bin"), "pickle files may run code"),
+        (("config.json", "model.safetensors"), "this is a model, not an adapter: set init.folder"),
+        ((), "has no 'adapter_config.json'"),
+        (("adapter_config.json",), "has no 'adapter_model.safetensors'"),
+    ],
+)
 def test_other_folders_are_refused(names, message, folder, tmp_path):
     for name in names:
         (tmp_path / name).write_text("{}")
@@ -146,17 +214,28 @@ def run(config, workdir):
     loop.run(config, workdir=workdir, extend=False, console=Console(file=io.StringIO()))
     last = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     sums = next(json.loads(path.read_text())["checksums"] for path in last.rglob("metadata") if "meta" in path.parts)
-    return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
-            if "loss" in json.loads(line)], sums
+    return [
+        json.loads(line)["loss"]
+        for line in (workdir / "metrics.jsonl").read_text().splitlines()
+        if "loss" in json.loads(line)
+    ], sums
 
 
 def test_a_run_that_died_goes_on_bit_by_bit_and_reads_no_adapter_again(folder, tmp_path, monkeypatch):
     """Over a quantized base, which no checkpoint holds."""
     (tmp_path / "text.txt").write_text("some text to train on, in several lines\n" * 400)
     path = adapter(tmp_path / "a")
-    config = config_of(folder, path, **KEYS, **{
-        "lora.base": "int8", "lora.dropout": 0.1, "data.source": tmp_path / "text.txt",
-        "train.cache_dir": tmp_path / "cache"})
+    config = config_of(
+        folder,
+        path,
+        **KEYS,
+        **{
+            "lora.base": "int8",
+            "lora.dropout": 0.1,
+            "data.source": tmp_path / "text.txt",
+            "train.cache_dir": tmp_path / "cache",
+        },
+    )
     program = build(config, jax.devices()[:1])
     monkeypatch.setattr(loop, "settled_program", lambda config, **_: program)
     compiled_once(monkeypatch)

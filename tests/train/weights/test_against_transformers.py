@@ -21,10 +21,21 @@ pytestmark = pytest.mark.oracle("transformers")
 
 ROWS, LENGTH, RATE = 2, 24, 1e-2
 # eps above the rounding of gradients that are zero in exact arithmetic, such as that of a bias of all keys.
-SETTINGS = {"precision.preset": "fp32", "remat.policy": "none", "model.attention": "naive", "data.seq_len": LENGTH,
-            "batch.micro": ROWS, "batch.accumulation": 1, "loss.chunk": 16, "optimizer.learning_rate": RATE,
-            "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "optimizer.clip_norm": 0.0,
-            "optimizer.eps": 1e-4, "loss.balance": 0.0}
+SETTINGS = {
+    "precision.preset": "fp32",
+    "remat.policy": "none",
+    "model.attention": "naive",
+    "data.seq_len": LENGTH,
+    "batch.micro": ROWS,
+    "batch.accumulation": 1,
+    "loss.chunk": 16,
+    "optimizer.learning_rate": RATE,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.clip_norm": 0.0,
+    "optimizer.eps": 1e-4,
+    "loss.balance": 0.0,
+}
 PROMPT, MORE = [5, 17, 42, 8], 16
 # Text follows from logits, which are compared of all: of rotated and of learned positions, and of experts.
 GREEDY = ("llama", "gpt2", "mixtral")
@@ -43,19 +54,31 @@ def theirs(name, made, folder, program, batch):
     logits = made(inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     loss.backward()
-    grouped = [{"params": [p for p in made.parameters() if matrix == (p.ndim > 1)], "weight_decay": 0.1 * matrix}
-               for matrix in (True, False)]
+    grouped = [
+        {"params": [p for p in made.parameters() if matrix == (p.ndim > 1)], "weight_decay": 0.1 * matrix}
+        for matrix in (True, False)
+    ]
     optimizer = torch.optim.AdamW(grouped, lr=RATE, betas=(0.9, 0.95), eps=SETTINGS["optimizer.eps"])
     with torch.no_grad():
-        greedy = made.generate(torch.tensor([PROMPT]), max_new_tokens=MORE, do_sample=False, eos_token_id=None,
-                               pad_token_id=0)[0, len(PROMPT):].tolist() if name in GREEDY else None
+        greedy = (
+            made.generate(
+                torch.tensor([PROMPT]), max_new_tokens=MORE, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(PROMPT) :].tolist()
+            if name in GREEDY
+            else None
+        )
         optimizer.step()
         checkpoints.save(made, folder / "updated", tokenizer=False)
         for parameter in made.parameters():
             parameter.copy_(parameter.grad)
         checkpoints.save(made, folder / "gradients", tokenizer=False)
-    return SimpleNamespace(logits=logits.detach().numpy(), loss=loss.item(), greedy=greedy,
-                           updated=read(folder / "updated", program), gradients=read(folder / "gradients", program))
+    return SimpleNamespace(
+        logits=logits.detach().numpy(),
+        loss=loss.item(),
+        greedy=greedy,
+        updated=read(folder / "updated", program),
+        gradients=read(folder / "gradients", program),
+    )
 
 
 @functools.cache
@@ -86,8 +109,13 @@ def both(request, tmp_path_factory):
     logits, metrics, state = jax.device_get(run(params, batch))
     # The first moment after one update is (1 - b1) times the gradient.
     gradients = jax.tree.map(lambda leaf: leaf / 0.1, optax.tree_utils.tree_get(state.opt_state, "mu"))
-    ours = SimpleNamespace(logits=logits, loss=metrics["loss"], gradients=gradients, updated=state.params,
-                           greedy=generate(program, params, PROMPT, MORE, 0.0) if request.param in GREEDY else None)
+    ours = SimpleNamespace(
+        logits=logits,
+        loss=metrics["loss"],
+        gradients=gradients,
+        updated=state.params,
+        greedy=generate(program, params, PROMPT, MORE, 0.0) if request.param in GREEDY else None,
+    )
     return ours, theirs(request.param, made, folder, program, batch)
 
 

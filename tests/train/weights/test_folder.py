@@ -43,8 +43,9 @@ def changed(path, change):
 
 def headed(folder, header):
     """Writes the folder's file with another header."""
-    (folder / SINGLE).write_bytes(weights.encode({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)},
-                                                 header=header))
+    (folder / SINGLE).write_bytes(
+        weights.encode({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}, header=header)
+    )
 
 
 class Bomb:
@@ -52,12 +53,20 @@ class Bomb:
         return os._exit, (7,)
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("pytorch_model.bin", "may run code"), ("model.pth", "may run code"), ("model.ckpt", "may run code"),
-    ("consolidated.00.pth", "another order"), ("model.Q4_K.gguf", "GGUF is quantized"),
-    ("adapter_model.safetensors", "an adapter, not a model"), 
-    ("adapter_config.json", "an adapter, not a model"), ("part.safetensors", "several files need"),
-    ("notes.txt", "download the weights")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("pytorch_model.bin", "may run code"),
+        ("model.pth", "may run code"),
+        ("model.ckpt", "may run code"),
+        ("consolidated.00.pth", "another order"),
+        ("model.Q4_K.gguf", "GGUF is quantized"),
+        ("adapter_model.safetensors", "an adapter, not a model"),
+        ("adapter_config.json", "an adapter, not a model"),
+        ("part.safetensors", "several files need"),
+        ("notes.txt", "download the weights"),
+    ],
+)
 def test_what_stands_in_the_place_of_weights_is_named(folder, name, why):
     (folder / SINGLE).unlink()
     (folder / name).write_bytes(pickle.dumps(Bomb()))
@@ -89,20 +98,28 @@ def test_files_that_are_cut_or_longer(folder):
         assert "truncated or damaged" in refused(folder)
 
 
-@pytest.mark.parametrize(("header", "why"), [
-    (lambda e: {**e, "a": {**e["a"], "data_offsets": [4, 28]}}, "begin at"),  # a hole, then an overlap
-    (lambda e: {**e, "b": {**e["b"], "data_offsets": [8, 24]}}, "begin at"),
-    (lambda e: {**e, "b": {**e["b"], "data_offsets": [24, 2**62]}}, "data_offsets span"),
-    (lambda e: {**e, "b": {**e["b"], "data_offsets": [-16, 0]}}, "not whole numbers"),
-    (lambda e: {**e, "a": {**e["a"], "shape": [2, -3]}}, "not whole numbers"),
-    (lambda e: {**e, "a": {**e["a"], "shape": [2.0, 3]}}, "not whole numbers"),
-    (lambda e: {**e, "a": {**e["a"], "shape": [True, 6]}}, "not whole numbers"),
-    (lambda e: {**e, "a": {**e["a"], "shape": [2, 4]}}, "span 24 bytes"),
-    (lambda e: {**e, "a": {**e["a"], "dtype": "F128"}}, "has dtype 'F128'"),
-    (lambda e: {**e, "a": {"dtype": "F32"}}, "lacks dtype"), (lambda e: {**e, "a": None}, "lacks dtype"),
-    (lambda e: {**e, "a": {**e["a"], "shape": 3}}, "lacks dtype"),
-    (lambda e: {"a": e["a"]}, "header says"), (lambda e: [], "no object"), (lambda e: b"{{{{", "its header"),
-    (lambda e: b'{"a": 1, "a": 2}', "is there twice"), (lambda e: b"\xff" * 40, "its header")])
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (lambda e: {**e, "a": {**e["a"], "data_offsets": [4, 28]}}, "begin at"),  # a hole, then an overlap
+        (lambda e: {**e, "b": {**e["b"], "data_offsets": [8, 24]}}, "begin at"),
+        (lambda e: {**e, "b": {**e["b"], "data_offsets": [24, 2**62]}}, "data_offsets span"),
+        (lambda e: {**e, "b": {**e["b"], "data_offsets": [-16, 0]}}, "not whole numbers"),
+        (lambda e: {**e, "a": {**e["a"], "shape": [2, -3]}}, "not whole numbers"),
+        (lambda e: {**e, "a": {**e["a"], "shape": [2.0, 3]}}, "not whole numbers"),
+        (lambda e: {**e, "a": {**e["a"], "shape": [True, 6]}}, "not whole numbers"),
+        (lambda e: {**e, "a": {**e["a"], "shape": [2, 4]}}, "span 24 bytes"),
+        (lambda e: {**e, "a": {**e["a"], "dtype": "F128"}}, "has dtype 'F128'"),
+        (lambda e: {**e, "a": {"dtype": "F32"}}, "lacks dtype"),
+        (lambda e: {**e, "a": None}, "lacks dtype"),
+        (lambda e: {**e, "a": {**e["a"], "shape": 3}}, "lacks dtype"),
+        (lambda e: {"a": e["a"]}, "header says"),
+        (lambda e: [], "no object"),
+        (lambda e: b"{{{{", "its header"),
+        (lambda e: b'{"a": 1, "a": 2}', "is there twice"),
+        (lambda e: b"\xff" * 40, "its header"),
+    ],
+)
 def test_headers_that_lie(folder, header, why):
     headed(folder, header)
     assert why in refused(folder)
@@ -219,13 +236,24 @@ def test_the_header_is_what_the_library_reads(folder):
     found, _ = read_header(folder / SINGLE)
     with safe_open(folder / SINGLE, "numpy") as file:
         assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == {  # noqa: SIM118
-            name: tensor.shape for name, tensor in found.items()}
+            name: tensor.shape for name, tensor in found.items()
+        }
 
 
-@pytest.mark.parametrize("words", [
-    ("report", "hf:"), ("train", "hf:none"), ("fit", "hf:model/config.json", "h100"), ("names", "hf:model/..", "h100"),
-    ("train", "hf:model", "--config.model.n_layers=3"), ("train", "model"), ("estimate", "hf:~nobody-here/x"),
-    ("report", "llama_8b", "h100", "--config.init.folder=model"), ("compare", "hf:a\udcff", "h100")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "hf:"),
+        ("train", "hf:none"),
+        ("fit", "hf:model/config.json", "h100"),
+        ("names", "hf:model/..", "h100"),
+        ("train", "hf:model", "--config.model.n_layers=3"),
+        ("train", "model"),
+        ("estimate", "hf:~nobody-here/x"),
+        ("report", "llama_8b", "h100", "--config.init.folder=model"),
+        ("compare", "hf:a\udcff", "h100"),
+    ],
+)
 def test_every_command_refuses_in_one_line(words, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder.parent)
     assert cli.main(list(words)) == 2

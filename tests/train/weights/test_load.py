@@ -31,9 +31,10 @@ def shapes_of(model, spec=lambda shape: P(), mesh=None, param="float32"):
     """Our parameters as shapes over 8 devices, sharded as `spec` says of a shape."""
     mesh = mesh or jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     abstract = nnx.eval_shape(lambda: Transformer(model, Precision(param=param), rngs=nnx.Rngs(params=0)))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype,
-                                                          sharding=NamedSharding(mesh, spec(leaf.shape))),
-                        nnx.to_pure_dict(nnx.state(abstract, nnx.Param)))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf.shape))),
+        nnx.to_pure_dict(nnx.state(abstract, nnx.Param)),
+    )
 
 
 def rows(shape):
@@ -58,6 +59,7 @@ def tensors():
 
 def expected_llama(tensors):
     """The parameters of the scanned model, from the definition of each layout."""
+
     def stacked(name, layout):
         return np.stack([layout(tensors[f"model.layers.{n}.{name}.weight"]) for n in range(2)])
 
@@ -65,18 +67,26 @@ def expected_llama(tensors):
         return lambda w: w.T.reshape(D, count, K)
 
     padded = [(0, 6), (0, 0)]
-    return {"w_token": np.pad(tensors["model.embed_tokens.weight"], padded),
-            "w_head": np.pad(tensors["lm_head.weight"], padded).T,
-            "final_norm": {"scale": tensors["model.norm.weight"]},
-            "blocks": {
-                "attention": {"w_q": stacked("self_attn.q_proj", heads(H)),
-                              "w_k": stacked("self_attn.k_proj", heads(G)), 
-                              "w_v": stacked("self_attn.v_proj", heads(G)),
-                              "w_o": stacked("self_attn.o_proj", lambda w: w.T.reshape(H, K, D))},
-                "mlp": {"w_gate": stacked("mlp.gate_proj", np.transpose), "w_up": stacked("mlp.up_proj", np.transpose),
-                        "w_down": stacked("mlp.down_proj", np.transpose)},
-                "norm_attention": {"scale": stacked("input_layernorm", np.asarray)},
-                "norm_mlp": {"scale": stacked("post_attention_layernorm", np.asarray)}}}
+    return {
+        "w_token": np.pad(tensors["model.embed_tokens.weight"], padded),
+        "w_head": np.pad(tensors["lm_head.weight"], padded).T,
+        "final_norm": {"scale": tensors["model.norm.weight"]},
+        "blocks": {
+            "attention": {
+                "w_q": stacked("self_attn.q_proj", heads(H)),
+                "w_k": stacked("self_attn.k_proj", heads(G)),
+                "w_v": stacked("self_attn.v_proj", heads(G)),
+                "w_o": stacked("self_attn.o_proj", lambda w: w.T.reshape(H, K, D)),
+            },
+            "mlp": {
+                "w_gate": stacked("mlp.gate_proj", np.transpose),
+                "w_up": stacked("mlp.up_proj", np.transpose),
+                "w_down": stacked("mlp.down_proj", np.transpose),
+            },
+            "norm_attention": {"scale": stacked("input_layernorm", np.asarray)},
+            "norm_mlp": {"scale": stacked("post_attention_layernorm", np.asarray)},
+        },
+    }
 
 
 def assert_equal(found, expected):
@@ -131,8 +141,10 @@ def test_gpt2_shares_a_tensor_among_queries_keys_and_values(tmp_path):
     assert "w_head" not in found
 
 
-@pytest.mark.parametrize(("stored", "param"), [("bfloat16", "float32"), ("float16", "float32"),
-                                               ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("stored", "param"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
 def test_values_are_cast_on_their_way(tmp_path, stored, param):
     dtype = ml_dtypes.bfloat16 if stored == "bfloat16" else stored
     folder = weights.llama(tmp_path / "m", dtype)
@@ -160,8 +172,13 @@ def test_every_byte_is_read_once_and_none_for_other_devices(folder, monkeypatch)
     sharding = NamedSharding(half, P(None, "b"))
     read.clear()
     like = jax.ShapeDtypeStruct((2, D, F), np.float32, sharding=sharding)
-    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda self, shape: {
-        device: index for device, index in self.devices_indices_map(shape).items() if device.id == 2})
+    monkeypatch.setattr(
+        NamedSharding,
+        "addressable_devices_indices_map",
+        lambda self, shape: {
+            device: index for device, index in self.devices_indices_map(shape).items() if device.id == 2
+        },
+    )
     target = loading._Target(like)
     held = loading.by_array(model, checkpoint_leaves(opened, model))
     for job in loading._jobs(target, held["blocks.mlp.w_up"]):
@@ -172,8 +189,9 @@ def test_every_byte_is_read_once_and_none_for_other_devices(folder, monkeypatch)
 def test_files_are_read_one_after_the_other(folder, monkeypatch):
     opened, files = Folder.open(folder), []
     real = Folder.read
-    monkeypatch.setattr(Folder, "read", lambda self, name, spans: files.append(self.tensors[name].file)
-                        or real(self, name, spans))
+    monkeypatch.setattr(
+        Folder, "read", lambda self, name, spans: files.append(self.tensors[name].file) or real(self, name, spans)
+    )
     model = model_of(folder)
     loading.load_params(opened, model, shapes_of(model, rows))
     assert files == sorted(files) and len(set(files)) == 3
@@ -182,8 +200,10 @@ def test_files_are_read_one_after_the_other(folder, monkeypatch):
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 def test_parameters_may_go_to_host_memory(folder, tensors, kind):
     model = model_of(folder)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(kind)), shapes_of(model, rows))
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(kind)),
+        shapes_of(model, rows),
+    )
     found = loading.load_params(Folder.open(folder), model, shapes)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {kind}
     assert_equal(found, expected_llama(tensors))
@@ -202,13 +222,16 @@ def leaves(folder, **changes):
 
 def test_a_missing_a_surplus_a_misshapen_tensor_and_one_of_another_dtype(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
-    for number, (change, why) in enumerate((
+    for number, (change, why) in enumerate(
+        (
             (lambda t: t.pop(name), f"has no tensor {name}"),
             (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[name]}), "layers.2.mlp.up_proj.weight, which"),
             (lambda t: t.update({name: t[name].T}), f"{name} has shape 32 x 48, and config.json asks for 48 x 32"),
             (lambda t: t.update({name: t[name].astype("int8")}), f"{name} has dtype I8"),
             (lambda t: t.update({name: t[name].astype("float64")}), f"{name} has dtype F64"),
-            (lambda t: t.pop("lm_head.weight"), "has no tensor lm_head.weight"))):
+            (lambda t: t.pop("lm_head.weight"), "has no tensor lm_head.weight"),
+        )
+    ):
         with pytest.raises(UserError) as caught:
             leaves(changed(tmp_path / str(number), change))
         assert why in str(caught.value) and "\n" not in str(caught.value)
@@ -222,8 +245,10 @@ def test_nan_and_infinite_weights_are_named(tmp_path, dtype):
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"):
         values[name][3, 4], values[name][30, 1:3] = np.nan, (np.inf, -np.inf)
     source = open_source(weights.write(tmp_path / "m", weights.LLAMA, values))
-    message = (f"{tmp_path / 'm' / 'model.safetensors'}: 3 of the 1,536 values of model.layers.1.mlp.up_proj.weight "
-               "are NaN or infinite: download it again, or give other weights")
+    message = (
+        f"{tmp_path / 'm' / 'model.safetensors'}: 3 of the 1,536 values of model.layers.1.mlp.up_proj.weight "
+        "are NaN or infinite: download it again, or give other weights"
+    )
     with pytest.raises(UserError) as caught:
         source.read(describe_model(source.config, jax.devices()[:1]), lambda done, total: None)
     assert str(caught.value) == message
@@ -243,8 +268,11 @@ def test_a_tied_head_that_is_stored_too_has_to_be_the_table(tmp_path):
     assert "w_head" not in leaves(same) and "w_token" in leaves(same)
     for number, other in enumerate((lambda w: w + 1e-6, lambda w: w[:-1], lambda w: w.astype("float16"))):
         with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight"):
-            leaves(changed(tmp_path / str(number), lambda t, other=other: t.update({"lm_head.weight": other(t[table])}),
-                           config))
+            leaves(
+                changed(
+                    tmp_path / str(number), lambda t, other=other: t.update({"lm_head.weight": other(t[table])}), config
+                )
+            )
 
 
 def test_names_without_the_model_in_front_and_buffers(tmp_path):
@@ -265,8 +293,11 @@ def test_a_slice_of_a_leaf_is_that_slice(folder):
         leaf = found[path]
         whole = leaf.read()
         assert whole.shape == leaf.shape and leaf.dtype == whole.dtype
-        for part in (tuple(slice(1, size - 1) for size in leaf.shape), tuple(slice(0, 1) for _ in leaf.shape),
-                     (slice(leaf.shape[0] - 3, None), *(slice(None),) * (whole.ndim - 1))):
+        for part in (
+            tuple(slice(1, size - 1) for size in leaf.shape),
+            tuple(slice(0, 1) for _ in leaf.shape),
+            (slice(leaf.shape[0] - 3, None), *(slice(None),) * (whole.ndim - 1)),
+        ):
             assert np.array_equal(leaf.read(part), whole[part]), path
     with pytest.raises(ValueError, match="has steps"):
         found["w_token"].read((slice(None, None, 2), slice(None)))
@@ -296,6 +327,9 @@ def test_pieces_are_the_whole_and_no_larger_than_asked():
     found = list(loading.pieces(spans, 20, 1))
     cells = [cell for piece in found for cell in np.ndindex(*(stop - start for start, stop in piece))]
     assert len(cells) == 7 * 64 and all(np.prod([b - a for a, b in piece]) <= 20 for piece in found)
-    covered = {tuple(a + i for (a, _), i in zip(piece, cell))
-               for piece in found for cell in np.ndindex(*(b - a for a, b in piece))}
+    covered = {
+        tuple(a + i for (a, _), i in zip(piece, cell))
+        for piece in found
+        for cell in np.ndindex(*(b - a for a, b in piece))
+    }
     assert covered == {(i, j, 5) for i in range(3, 10) for j in range(64)}

@@ -27,48 +27,159 @@ from support.models import checkpoints, weights
 
 # config.json as published, without what says nothing of the model.
 MIXTRAL_8X7B = {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000}
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
 QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
-    "attention_dropout": 0.0, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-    "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
-    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936}
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 # With weights in fp8, a layer that predicts the token after the next, and the code of before transformers had it.
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
-    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1,
-    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
-    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                            "weight_block_size": [128, 128]},
-    "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
-                                            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
-                                            "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
-    "vocab_size": 129280}
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 MATRICES = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
 
 
-@pytest.mark.parametrize(("raw", "parameters", "keys", "balance", "layers"), [
-    (MIXTRAL_8X7B, 46_702_792_704, {"experts": 8, "experts_per_token": 2, "router_renormalize": True}, 0.04,
-     "pooled"),
-    (QWEN3_30B_A3B, 30_532_122_624, {"experts": 128, "experts_per_token": 8, "d_expert": 768, "d_ff": 6144,
-                                     "qk_norm": True, "router_renormalize": True}, 0.008, "pooled"),
-    (DEEPSEEK_V3, 671_026_419_200, {"attention_kind": "mla", "dense_layers": 3, "shared_experts": 1, "mla_q_rank": 1536,
-                                    "router": "sigmoid", "router_bias": True, "router_groups": 8,
-                                    "rope_scaling": (40.0, 32.0, 1.0, 4096.0, 1.0)}, 0.0, "separate")])
+@pytest.mark.parametrize(
+    ("raw", "parameters", "keys", "balance", "layers"),
+    [
+        (
+            MIXTRAL_8X7B,
+            46_702_792_704,
+            {"experts": 8, "experts_per_token": 2, "router_renormalize": True},
+            0.04,
+            "pooled",
+        ),
+        (
+            QWEN3_30B_A3B,
+            30_532_122_624,
+            {
+                "experts": 128,
+                "experts_per_token": 8,
+                "d_expert": 768,
+                "d_ff": 6144,
+                "qk_norm": True,
+                "router_renormalize": True,
+            },
+            0.008,
+            "pooled",
+        ),
+        (
+            DEEPSEEK_V3,
+            671_026_419_200,
+            {
+                "attention_kind": "mla",
+                "dense_layers": 3,
+                "shared_experts": 1,
+                "mla_q_rank": 1536,
+                "router": "sigmoid",
+                "router_bias": True,
+                "router_groups": 8,
+                "rope_scaling": (40.0, 32.0, 1.0, 4096.0, 1.0),
+            },
+            0.0,
+            "separate",
+        ),
+    ],
+)
 def test_published_sizes(tmp_path, raw, parameters, keys, balance, layers):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = configs.load(f"hf:{tmp_path}")
@@ -86,8 +197,21 @@ def test_published_sizes(tmp_path, raw, parameters, keys, balance, layers):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (3, [2]), (1, [0, 1]), (2, [1]), (4, []), (7, []),
-                                             (1, [0, 2, 4, 6]), (2, [1, 3]), (1, [0, 1, 3, 5, 7])])
+@pytest.mark.parametrize(
+    ("step", "dense"),
+    [
+        (1, []),
+        (2, []),
+        (3, [2]),
+        (1, [0, 1]),
+        (2, [1]),
+        (4, []),
+        (7, []),
+        (1, [0, 2, 4, 6]),
+        (2, [1, 3]),
+        (1, [0, 1, 3, 5, 7]),
+    ],
+)
 def test_dense_layers_both_ways(step, dense):
     raw = {**QWEN3_30B_A3B, "num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": dense}
     keys = describe(raw, "config.json").keys
@@ -98,32 +222,54 @@ def test_dense_layers_both_ways(step, dense):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("raw", "changes", "why"), [
-    (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model has dense layers first"),
-    (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of numbers"), (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
-    (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
-    (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-    (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': a whole number"),
-    (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
-    (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
-    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model computes True alone"),
-    (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model computes 1e-06"),
-    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
-    (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
-    (DEEPSEEK_V3, {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "truncate": False}}, "truncate=False: our model"),
-    (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings=None"),
-    (DEEPSEEK_V3, {"rope_scaling": {"type": "dynamic", "factor": 4}}, "of the kind 'dynamic'"),
-    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "mxfp4"}}, "asks for quantized weights: give the folder"),
-    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
-     "with weight_block_size=None, and fp8"),
-    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "with fmt='e5m2', and fp8"),
-    ({"model_type": "llama4", "text_config": {}}, {},
-     "model_type=llama4 cannot be read: our model lacks layers without"),
-    ({"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}, {},
-     "model_type=gpt_oss cannot be read: our model lacks attention sinks"),
-    (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
-    (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
-    (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are supported only for")])
+@pytest.mark.parametrize(
+    ("raw", "changes", "why"),
+    [
+        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model has dense layers first"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of numbers"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': a whole number"),
+        (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
+        (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model computes True alone"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model computes 1e-06"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "truncate": False}},
+            "truncate=False: our model",
+        ),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings=None"),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "dynamic", "factor": 4}}, "of the kind 'dynamic'"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "asks for quantized weights: give the folder",
+        ),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+            "with weight_block_size=None, and fp8",
+        ),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "with fmt='e5m2', and fp8"),
+        (
+            {"model_type": "llama4", "text_config": {}},
+            {},
+            "model_type=llama4 cannot be read: our model lacks layers without",
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            "model_type=gpt_oss cannot be read: our model lacks attention sinks",
+        ),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
+        (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
+        (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are supported only for"),
+    ],
+)
 def test_what_is_refused_of_a_mixture(raw, changes, why):
     with pytest.raises(UserError) as caught:
         describe({**raw, **changes}, "config.json")
@@ -142,10 +288,15 @@ def test_keys_that_files_leave_out_or_spell_otherwise():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("changes", "named"), [
-    ({"shared_experts": 1}, "model.shared_experts=1"), ({"router": "sigmoid"}, "model.router=sigmoid"),
-    ({"router_scale": 2.5}, "model.router_scale=2.5"),
-    ({"dense_layers": 1}, "model.qk_norm=False: the nearest is qwen3_moe")])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"shared_experts": 1}, "model.shared_experts=1"),
+        ({"router": "sigmoid"}, "model.router=sigmoid"),
+        ({"router_scale": 2.5}, "model.router_scale=2.5"),
+        ({"dense_layers": 1}, "model.qk_norm=False: the nearest is qwen3_moe"),
+    ],
+)
 def test_a_mixture_that_no_family_computes_is_named(changes, named):
     model = configs.load("tiny").model.to_dict() | {"experts": 8, "d_expert": 64} | changes
     with pytest.raises(UserError, match="no family of transformers computes .*" + named):
@@ -170,18 +321,23 @@ def program_of(folder, devices, **keys):
 
 def tensors_of(folder):
     opened = Folder.open(folder)
-    return {name: np.asarray(opened.read(name, [(0, size) for size in tensor.shape]))
-            for name, tensor in opened.tensors.items()}
+    return {
+        name: np.asarray(opened.read(name, [(0, size) for size in tensor.shape]))
+        for name, tensor in opened.tensors.items()
+    }
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("mesh", [{"mesh.expert": 4, "mesh.fsdp": 2}, {"mesh.expert": 2, "mesh.tensor": 2,
-                                                                       "mesh.fsdp": 2, "model.scan": "false"}])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"mesh.expert": 4, "mesh.fsdp": 2}, {"mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 2, "model.scan": "false"}],
+)
 def test_experts_are_where_they_belong_and_read_by_the_devices_that_hold_them(folder, mesh, monkeypatch):
     program, read = program_of(folder, 8, **mesh), []
     real = Folder.read
-    monkeypatch.setattr(Folder, "read", lambda self, name, spans: read.append((name, real(self, name, spans)))
-                        or read[-1][1])
+    monkeypatch.setattr(
+        Folder, "read", lambda self, name, spans: read.append((name, real(self, name, spans))) or read[-1][1]
+    )
     found = load_params(Folder.open(folder), program.model, program.state.params)
     monkeypatch.undo()
     theirs = tensors_of(folder)
@@ -216,12 +372,18 @@ def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_pa
     fused = {"model.layers.1.mlp.experts.gate_up_proj": np.zeros((8, 48, 32), np.float32)}
     without = {one: array for one, array in theirs.items() if one != name}
     plain = {one: array for one, array in theirs.items() if ".experts." not in one}
-    for number, (tensors, why) in enumerate((
-            (without, f"has no tensor {name}"), ({**theirs, eighth: theirs[name]}, f"has tensor {eighth}, which"),
+    for number, (tensors, why) in enumerate(
+        (
+            (without, f"has no tensor {name}"),
+            ({**theirs, eighth: theirs[name]}, f"has tensor {eighth}, which"),
             ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, and config.json asks for 24 x 32"),
-            ({**theirs, "model.layers.0.mlp.gate.weight": theirs["model.layers.1.mlp.gate.weight"]},
-             "has tensor model.layers.0.mlp.gate.weight, which"),
-            ({**plain, **fused}, "the experts of a layer in one tensor, model.layers.1.mlp.experts.gate_up_proj"))):
+            (
+                {**theirs, "model.layers.0.mlp.gate.weight": theirs["model.layers.1.mlp.gate.weight"]},
+                "has tensor model.layers.0.mlp.gate.weight, which",
+            ),
+            ({**plain, **fused}, "the experts of a layer in one tensor, model.layers.1.mlp.experts.gate_up_proj"),
+        )
+    ):
         opened = Folder.open(weights.write(tmp_path / str(number), config, tensors))
         model = ModelConfig.from_dict(configs.load(f"hf:{opened.path}").model)
         with pytest.raises(UserError) as caught:
@@ -241,7 +403,7 @@ def blocked(tensors, layers, size):
             continue
         tiles = [-(-length // size) for length in array.shape]
         whole = np.zeros([count * size for count in tiles], np.float32)
-        whole[:array.shape[0], :array.shape[1]] = array
+        whole[: array.shape[0], : array.shape[1]] = array
         whole = whole.reshape(tiles[0], size, tiles[1], size)
         scales = np.abs(whole).max((1, 3)) / 448
         codes = (whole / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
@@ -296,12 +458,20 @@ def test_blocks_in_fp8_are_dequantized_piece_by_piece(deepseek, tmp_path, monkey
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize(("change", "why"), [
-    (lambda tensors, name: tensors.pop(f"{name}_scale_inv"), "has no tensor {}_scale_inv, the scales of {} in fp8"),
-    (lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((2, 1), np.float32)}),
-     "tensor {}_scale_inv is F32 2 x 1, and blocks of 128 x 128 have scales 1 x 1"),
-    (lambda tensors, name: tensors.update({name: tensors[name].astype(ml_dtypes.float8_e4m3fn)[:4]}),
-     "tensor {} has shape 4 x 32, and config.json asks for 24 x 32")])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda tensors, name: tensors.pop(f"{name}_scale_inv"), "has no tensor {}_scale_inv, the scales of {} in fp8"),
+        (
+            lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((2, 1), np.float32)}),
+            "tensor {}_scale_inv is F32 2 x 1, and blocks of 128 x 128 have scales 1 x 1",
+        ),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name].astype(ml_dtypes.float8_e4m3fn)[:4]}),
+            "tensor {} has shape 4 x 32, and config.json asks for 24 x 32",
+        ),
+    ],
+)
 def test_fp8_whose_scales_do_not_fit_is_named(deepseek, tmp_path, change, why):
     raw = json.loads((deepseek[1] / "config.json").read_text())
     packed, _ = blocked(tensors_of(deepseek[1]), raw["num_hidden_layers"], 128)
@@ -351,8 +521,11 @@ def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
 
     more = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     made = checkpoints.model(family, num_hidden_layers=3, router_aux_loss_coef=0.5, **more)
-    program = program_of(checkpoints.save(made, tmp_path / "m"), 1, **{
-        "data.format": "pairs", "data.packing": "false", "data.seq_len": 24, "batch.micro": 4, "loss.chunk": 64})
+    program = program_of(
+        checkpoints.save(made, tmp_path / "m"),
+        1,
+        **{"data.format": "pairs", "data.packing": "false", "data.seq_len": 24, "batch.micro": 4, "loss.chunk": 64},
+    )
     rng, lengths = np.random.default_rng(1), np.array([24, 17, 9, 3])
     real = np.arange(24) < lengths[:, None]
     tokens, following = rng.integers(0, checkpoints.VOCAB, (2, *real.shape))

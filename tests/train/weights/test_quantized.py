@@ -17,8 +17,13 @@ from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.load import load_params
 from support.models import weights
 
-SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-         "intermediate_size": 128}
+SIZES = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+}
 
 
 def program(folder, devices=1, **overrides):
@@ -54,7 +59,8 @@ def test_what_is_loaded_is_what_the_tensor_quantizes_to(base, make, tmp_path, mo
             for part, array in quantize(row, matrix, [whole.reshape(matrix.sizes)]).items():
                 np.testing.assert_array_equal(np.asarray(node[part][layer]), array, err_msg=f"{name}.{part} {layer}")
     parts = parameters_by_component(found, names)
-    assert parts["mlp"] == made.model.n_layers * sum(math.prod(matrix.shape) for name, (_, matrix) in names.items()
-                                                     if "mlp" in name) + (1280 if make == "gpt2" else 0)
+    assert parts["mlp"] == made.model.n_layers * sum(
+        math.prod(matrix.shape) for name, (_, matrix) in names.items() if "mlp" in name
+    ) + (1280 if make == "gpt2" else 0)
     norm = found["blocks"]["norm_mlp"]["scale"]
     np.testing.assert_array_equal(np.asarray(norm[1]), np.float32(real(leaves["blocks.1.norm_mlp.scale"])))

@@ -16,9 +16,20 @@ from bytescope.train.weights import start
 from support.models import weights
 from support.toy import compiled_once
 
-KEYS = {"data.seq_len": 32, "batch.micro": 1, "batch.accumulation": 1, "train.eval_every": 0, "train.eval_sequences": 2,
-        "train.sample_tokens": 0, "train.tensorboard": "false", "train.log_every": 1, "train.steps": 1,
-        "optimizer.warmup_steps": 0, "precision.preset": "fp32", "mesh.fsdp": 8}
+KEYS = {
+    "data.seq_len": 32,
+    "batch.micro": 1,
+    "batch.accumulation": 1,
+    "train.eval_every": 0,
+    "train.eval_sequences": 2,
+    "train.sample_tokens": 0,
+    "train.tensorboard": "false",
+    "train.log_every": 1,
+    "train.steps": 1,
+    "optimizer.warmup_steps": 0,
+    "precision.preset": "fp32",
+    "mesh.fsdp": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +43,12 @@ def config_of(folder, **keys):
 
 def run(folder, workdir, source, **keys):
     out = io.StringIO()
-    loop.run(config_of(folder, **{"data.source": source, **keys}), workdir=workdir, extend="train.steps" in keys,
-             console=Console(file=out, width=100))
+    loop.run(
+        config_of(folder, **{"data.source": source, **keys}),
+        workdir=workdir,
+        extend="train.steps" in keys,
+        console=Console(file=out, width=100),
+    )
     return out.getvalue()
 
 
@@ -47,8 +62,11 @@ def source(tmp_path_factory):
 def test_a_run_begins_there_and_resumes_without_it(folder, tmp_path, source, monkeypatch):
     compiled_once(monkeypatch)
     began, real = [], loop.train
-    monkeypatch.setattr(loop, "train", lambda run, state, *rest: began.append(jax.tree.map(np.array, state.params))
-                        or real(run, state, *rest))
+    monkeypatch.setattr(
+        loop,
+        "train",
+        lambda run, state, *rest: began.append(jax.tree.map(np.array, state.params)) or real(run, state, *rest),
+    )
     run(folder, tmp_path / "run", source)
     tensors = weights.numbers(weights.llama_shapes({**weights.LLAMA, "vocab_size": 256}))
     assert np.array_equal(began[0]["w_token"], tensors["model.embed_tokens.weight"])
@@ -76,8 +94,10 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_anything_is_compiled(tmp
         run(folder, tmp_path / "run", source)
 
 
-@pytest.mark.parametrize("keys", [{"optimizer.name": "adamw_8bit", "batch.accumulation": 2},
-                                  {"optimizer.name": "muon", "precision.preset": "fp16"}])
+@pytest.mark.parametrize(
+    "keys",
+    [{"optimizer.name": "adamw_8bit", "batch.accumulation": 2}, {"optimizer.name": "muon", "precision.preset": "fp16"}],
+)
 def test_the_state_around_given_parameters_is_the_initial_one(folder, keys):
     """But for the parameters: no optimizer's state depends on their values."""
     program = build(config_of(folder, **keys, **{"mesh.fsdp": 1}), jax.devices()[:1])
@@ -85,7 +105,8 @@ def test_the_state_around_given_parameters_is_the_initial_one(folder, keys):
     around = program.init_around(state.params)
     assert around.params is state.params
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), around) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), program.state)
+        lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), program.state
+    )
     for one, other in zip(jax.tree.leaves(around.opt_state), jax.tree.leaves(state.opt_state), strict=True):
         assert np.array_equal(one, other)
 

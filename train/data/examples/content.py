@@ -10,11 +10,15 @@ from bytescope.train.data.records import Malformed, text_of
 # Names of the roles in records of "conversations", with "from" and "value", as ShareGPT has them.
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 # The prompts of Stanford Alpaca (Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca), with an input and without.
-ALPACA_INPUT = ("Below is an instruction that describes a task, paired with an input that provides further context. "
-                "Write a response that appropriately completes the request.\n\n"
-                "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
-ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately completes the request."
-          "\n\n### Instruction:\n{instruction}\n\n### Response:\n")
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,20 @@ class ExampleSource:
     takes n - 1 positions: each token but the last predicts the next one, and nothing predicts another example's first.
     """
 
-    def __init__(self, tokens: np.ndarray, learned: np.ndarray, starts: np.ndarray, chosen: np.ndarray, *, seq_len: int,
-                 packing: bool, vocab_size: int):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        learned: np.ndarray,
+        starts: np.ndarray,
+        chosen: np.ndarray,
+        *,
+        seq_len: int,
+        packing: bool,
+        vocab_size: int,
+    ):
         """Args:
-          tokens: unsigned [t], of all examples; learned: bool [t], whether a token is a target.
-          starts: int64 [n + 1], where each example begins in them. chosen: int [m], the examples of this source.
+        tokens: unsigned [t], of all examples; learned: bool [t], whether a token is a target.
+        starts: int64 [n + 1], where each example begins in them. chosen: int [m], the examples of this source.
         """
         self.seq_len, self.packing, self.vocab_size = seq_len, packing, vocab_size
         self._tokens, self._learned, self._starts = tokens, learned, starts
@@ -79,7 +88,7 @@ class ExampleSource:
             raise IndexError(f"row {i} of {len(self)}")
         row = self._padding()
         at = 0
-        for segment, example in enumerate(self.order[self._rows[i]:self._rows[i + 1]].tolist(), 1):
+        for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):
             part = slice(self._starts[example], self._starts[example + 1])
             tokens, learned = self._tokens[part].astype(np.int32), self._learned[part]
             place = slice(at, at + len(tokens) - 1)
@@ -104,7 +113,7 @@ class ExampleSource:
             for mask, i in zip(batch["mask"], numbers):
                 if i < end:
                     example = self.order[i]
-                    mask[:self._starts[example + 1] - self._starts[example] - 1] = 1
+                    mask[: self._starts[example + 1] - self._starts[example] - 1] = 1
         return batch
 
     def _padding(self) -> dict[str, np.ndarray]:

@@ -24,8 +24,10 @@ from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tok
 from bytescope.train.errors import UserError
 
 AT_ONCE = 256  # records rendered and encoded together
-REMEDY = ("; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
-          "data.loss_on=all")
+REMEDY = (
+    "; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
+    "data.loss_on=all"
+)
 ANSWER = "qzq"  # of a conversation that shows what the template writes behind an answer
 # ids [n] and whether each is learned, bool [n]; or why there are none.
 Tokens = tuple[np.ndarray, np.ndarray] | Malformed
@@ -71,7 +73,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
                     if config.too_long == "drop":
                         continue
                     # Copies, because a slice would keep the whole example in memory.
-                    ids, targets = ids[:config.seq_len + 1].copy(), targets[:config.seq_len + 1].copy()
+                    ids, targets = ids[: config.seq_len + 1].copy(), targets[: config.seq_len + 1].copy()
                 if not targets[1:].any():
                     counts["unlearned"] += 1
                     continue
@@ -81,9 +83,14 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
     skipped.refuse_nothing_left(files.title, len(rows) + counts["dropped"] + counts["unlearned"])
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     return ExampleSet(
-        np.concatenate([np.array([], dtype), *tokens]), np.concatenate([np.array([], bool), *learned]),
-        np.cumsum([0, *map(len, tokens)]), np.array([row[0] for row in rows], np.uint64),
-        np.array([row[1] for row in rows], bool), malformed=skipped.count, **counts)
+        np.concatenate([np.array([], dtype), *tokens]),
+        np.concatenate([np.array([], bool), *learned]),
+        np.cumsum([0, *map(len, tokens)]),
+        np.array([row[0] for row in rows], np.uint64),
+        np.array([row[1] for row in rows], bool),
+        malformed=skipped.count,
+        **counts,
+    )
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
@@ -103,11 +110,13 @@ def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
 
     def of(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
-        if not np.array_equal(ids[:len(prompt)], prompt):
-            return Malformed("the end of the prompt and the beginning of the completion become one token: move a blank "
-                             "at the end of the prompt to the completion")
-        before = begin if tuple(ids[:len(begin)]) != begin else ()
-        behind = end if tuple(ids[len(ids) - len(end):]) != end else ()
+        if not np.array_equal(ids[: len(prompt)], prompt):
+            return Malformed(
+                "the end of the prompt and the beginning of the completion become one token: move a blank "
+                "at the end of the prompt to the completion"
+            )
+        before = begin if tuple(ids[: len(begin)]) != begin else ()
+        behind = end if tuple(ids[len(ids) - len(end) :]) != end else ()
         joined = np.concatenate([np.array(before, ids.dtype), ids, np.array(behind, ids.dtype)])
         return joined, np.arange(len(joined)) >= (len(before) + len(prompt) if config.loss_on == "assistant" else 0)
 
@@ -152,7 +161,7 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             inside = np.zeros(len(ids), bool)
             for start, stop in learned:
                 inside |= (spans[:, 1] > start) & (spans[:, 0] < stop)
-            if begin and tuple(ids[:len(begin)]) != begin:
+            if begin and tuple(ids[: len(begin)]) != begin:
                 ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
             return ids, inside | everything
 
@@ -166,8 +175,11 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
         def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
             safe = [guard.protect(chat) for chat in chats] if guard else chats
             texts = renderer.render(safe, before=by_prefix, up_to=by_prefix and not turn_end)
-            plain = [text for chat, same, text in zip(chats, safe, texts, strict=True)
-                     if chat is same and isinstance(text, Rendered)]
+            plain = [
+                text
+                for chat, same, text in zip(chats, safe, texts, strict=True)
+                if chat is same and isinstance(text, Rendered)
+            ]
             encoded = _in_groups(parsing.encode_spans, [text.text for text in plain])
             prefixes = _in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
             found: list[Tokens] = []
@@ -202,7 +214,7 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
     (found,) = renderer.render([probe], before=True, up_to=False)
     if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
         return ""
-    behind = found.text[len(found.before[0]):].rpartition(ANSWER)[2]
+    behind = found.text[len(found.before[0]) :].rpartition(ANSWER)[2]
     ends = {behind.find(token): token for token in sorted(tokenizer.special, key=len) if token in behind}
     return ends[min(ends)] if ends else ""
 
@@ -217,7 +229,7 @@ def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn
     for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):
         if not text.text.startswith(prompt) or (found and len(prompt) < found[-1][1]):
             raise Malformed("what the chat template writes before an answer changes with what follows" + REMEDY)
-        if not np.array_equal(ids[:len(prefix)], prefix):
+        if not np.array_equal(ids[: len(prefix)], prefix):
             raise Malformed("the beginning of an answer and what comes before it become one token" + REMEDY)
         if turn_end:
             stop = text.text.find(turn_end, len(prompt)) + len(turn_end)
@@ -232,4 +244,6 @@ def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn
 
 # data.format -> a context with (contents) -> their tokens.
 TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContextManager]] = {
-    "chat": _chat_tokens, "pairs": _pair_tokens}
+    "chat": _chat_tokens,
+    "pairs": _pair_tokens,
+}

@@ -63,13 +63,16 @@ def rendered(template, variables, asked):
     messages, tools = asked["messages"], asked["tools"]
 
     def render(count, generation_prompt):
-        return template.render(messages=messages[:count], tools=tools, documents=None,
-                               add_generation_prompt=generation_prompt, **variables)
+        return template.render(
+            messages=messages[:count], tools=tools, documents=None, add_generation_prompt=generation_prompt, **variables
+        )
 
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    return {"text": render(len(messages), False),
-            "before": [render(number, True) for number in answers] if asked["before"] else [],
-            "up_to": [render(number + 1, False) for number in answers] if asked["up_to"] else []}
+    return {
+        "text": render(len(messages), False),
+        "before": [render(number, True) for number in answers] if asked["before"] else [],
+        "up_to": [render(number + 1, False) for number in answers] if asked["up_to"] else [],
+    }
 
 
 class Allowance:
@@ -85,10 +88,14 @@ class Allowance:
         texts = [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]  # "": it failed
         given = len(json.dumps([asked["messages"], asked["tools"]]))
         written = sum(map(len, texts))
-        added = (len(texts) * (SECONDS_EACH + SECONDS_PER_CHARACTER * given),
-                 len(texts) * (CHARACTERS_EACH + CHARACTERS_PER_CHARACTER * given))
-        self.left = tuple(min(left, total) + more - used for left, total, more, used
-                          in zip(self.left, self.totals, added, (seconds, written), strict=True))
+        added = (
+            len(texts) * (SECONDS_EACH + SECONDS_PER_CHARACTER * given),
+            len(texts) * (CHARACTERS_EACH + CHARACTERS_PER_CHARACTER * given),
+        )
+        self.left = tuple(
+            min(left, total) + more - used
+            for left, total, more, used in zip(self.left, self.totals, added, (seconds, written), strict=True)
+        )
         self.conversations, self.given = self.conversations + 1, self.given + given
         self.used = self.used[0] + seconds, self.used[1] + written
         plural = "" if self.conversations == 1 else "s"

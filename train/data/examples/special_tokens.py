@@ -46,7 +46,7 @@ class Guard:
             written, begins, ends = [], [], []  # the characters that are encoded, and where in `text` each comes from
             at = 0
             for match in self._either.finditer(text):
-                part = text[at:match.start()]
+                part = text[at : match.start()]
                 into = self._names[int(match[1])] if match[1] else names[match[2]]
                 written += [part, into]
                 begins += [*range(at, match.start()), *[match.start()] * len(into)]
@@ -56,7 +56,9 @@ class Guard:
             begins += range(at, len(text))
             ends += range(at + 1, len(text) + 1)
             ((ids, spans),) = tokenizer.encode_spans(["".join(written)])
-            spans = [(begins[a], ends[b - 1]) if a < b else (begins[a] if a < len(begins) else len(text),) * 2
-                     for a, b in spans.tolist()]
+            spans = [
+                (begins[a], ends[b - 1]) if a < b else (begins[a] if a < len(begins) else len(text),) * 2
+                for a, b in spans.tolist()
+            ]
             found.append((ids, np.array(spans, np.int64).reshape(-1, 2)))
         return found

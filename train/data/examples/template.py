@@ -115,18 +115,31 @@ class Renderer:
     def __init__(self, template: Template):
         """Starts the process. Raises UserError if the template is not valid."""
         self.template = template
-        self._process = subprocess.Popen([sys.executable, "-P", renderer.__file__], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", renderer.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            self._ask({"template": template.source, "variables": template.variables, "seconds": renderer.SECONDS,
-                       "bytes": renderer.BYTES, "totals": [renderer.TOTAL_SECONDS, renderer.TOTAL_CHARACTERS]})
+            self._ask(
+                {
+                    "template": template.source,
+                    "variables": template.variables,
+                    "seconds": renderer.SECONDS,
+                    "bytes": renderer.BYTES,
+                    "totals": [renderer.TOTAL_SECONDS, renderer.TOTAL_CHARACTERS],
+                }
+            )
             self._answer()
         except BaseException as error:
             self.close()
             if not isinstance(error, Malformed):
                 raise
-            raise UserError(f"the chat template of {template.title} is not valid ({error}): give another with "
-                            "data.chat_template=FILE") from None
+            raise UserError(
+                f"the chat template of {template.title} is not valid ({error}): give another with "
+                "data.chat_template=FILE"
+            ) from None
 
     def __enter__(self) -> "Renderer":
         return self
@@ -149,8 +162,9 @@ class Renderer:
         Raises UserError, and ends the process, if the template takes too long for one conversation or for all since the
         process started, or writes too much.
         """
-        self._ask([{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to}
-                   for chat in chats])
+        self._ask(
+            [{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to} for chat in chats]
+        )
         results: list[Rendered | Malformed] = []
         for _ in chats:
             try:
@@ -171,13 +185,17 @@ class Renderer:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise UserError(f"the chat template of {self.template.title} ran longer than {renderer.SECONDS} s or "
-                            f"needed more than {renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
-                            "another with data.chat_template=FILE")
+            raise UserError(
+                f"the chat template of {self.template.title} ran longer than {renderer.SECONDS} s or "
+                f"needed more than {renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
+                "another with data.chat_template=FILE"
+            )
         answer = json.loads(line)
         if "stopped" in answer:
-            raise UserError(f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
-                            "templates do: give another with data.chat_template=FILE")
+            raise UserError(
+                f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
+                "templates do: give another with data.chat_template=FILE"
+            )
         if "error" in answer:
             raise Malformed(one_line(answer["error"]))
         return answer

@@ -57,15 +57,18 @@ def test_lengths_are_found_without_stages():
 
 def longest(done, policy=FULL):
     """Rank -> the longest that fits, from the answers."""
-    return {row.rank: row.length for row in reached(done).rows
-            if row.most == "length" and row.policy == policy and row.step.fits}
+    return {
+        row.rank: row.length
+        for row in reached(done).rows
+        if row.most == "length" and row.policy == policy and row.step.fits
+    }
 
 
 @pytest.mark.parametrize("budget, tokens", [(12, 8), (8, 4), (10.5, 7)])
 def test_the_longest_of_a_rank(budget, tokens):
     """2 GiB of frozen weights, 1 of workspace, 0.016 a rank, 1 for each SEQ: everything recomputed, one at once."""
     found = reached(fitted(budget, given=[("lora.rank", "16")]))
-    answer, = (row for row in found.rows if row.most == "length")
+    (answer,) = (row for row in found.rows if row.most == "length")
     assert answer.length == tokens * SEQ and answer.beyond == ((tokens + 1) * SEQ if tokens < 8 else 0)
     assert all((row.base, row.micro) == ("nf4", 1) for row in found.found if row.most == "length")
     tried = [row.length for row in found.found if row.most == "length" and not row.step.fits]
@@ -77,8 +80,9 @@ def test_the_longest_of_each_rank_from_few_compiles():
     done = fitted(10.2)
     assert longest(done) == {8: 7 * SEQ, 16: 6 * SEQ, 64: 6 * SEQ, 256: 3 * SEQ}
     found = reached(done)
-    tried = {rank: [row.length // SEQ for row in found.found if row.rank == rank and row.most == "length"]
-             for rank in RANKS}
+    tried = {
+        rank: [row.length // SEQ for row in found.found if row.rank == rank and row.most == "length"] for rank in RANKS
+    }
     # Rank 64 fits at once where rank 16 does: neither its neighbour nor anything shorter is compiled.
     assert tried[64] == [6] and all(len(lengths) <= 3 for rank, lengths in tried.items() if rank != 8)
 

@@ -33,6 +33,7 @@ def whats(done):
 
 # ---- what is chosen -----------------------------------------------------------------------------------
 
+
 def test_with_all_the_room_nothing_is_recomputed_and_the_micro_batch_is_raised():
     done = walk(84)
     assert whats(done)[:2] == [("baseline", "one device, 1 x 8, none"), ("mesh", "one device, 1 x 8, full")]
@@ -57,18 +58,25 @@ def test_raising_the_micro_batch_stops_when_it_does_not_pay():
     assert not [step for step in done.steps if step.keys["batch.micro"] not in "12"]
 
 
-@pytest.mark.parametrize(("budget", "levers", "squeeze", "keys"), [
-    (17.5, HOST, 1, {}), (12, HOST, 2, {"offload.optimizer": "true"}),
-    (6, HOST, 3, {"offload.optimizer": "true", "offload.params": "true"}),
-    (16, NARROW, 4, {"optimizer.name": "adamw_8bit"}),
-    (11, NARROW, 6, {"precision.preset": "bf16_params", "optimizer.name": "adamw_8bit"}),
-    (12, EVERY, 2, {"offload.optimizer": "true"}),
-])
+@pytest.mark.parametrize(
+    ("budget", "levers", "squeeze", "keys"),
+    [
+        (17.5, HOST, 1, {}),
+        (12, HOST, 2, {"offload.optimizer": "true"}),
+        (6, HOST, 3, {"offload.optimizer": "true", "offload.params": "true"}),
+        (16, NARROW, 4, {"optimizer.name": "adamw_8bit"}),
+        (11, NARROW, 6, {"precision.preset": "bf16_params", "optimizer.name": "adamw_8bit"}),
+        (12, EVERY, 2, {"offload.optimizer": "true"}),
+    ],
+)
 def test_the_first_squeeze_that_helps_is_taken(budget, levers, squeeze, keys):
     done = walk(budget, levers)
     assert done.best.allocated <= budget * GIB and SQUEEZES[squeeze].keys.items() >= keys.items()
-    asked = {key: text for key, text in done.best.keys.items() if key.partition(".")[0] in
-             ("offload", "precision", "optimizer")}
+    asked = {
+        key: text
+        for key, text in done.best.keys.items()
+        if key.partition(".")[0] in ("offload", "precision", "optimizer")
+    }
     assert asked == SQUEEZES[squeeze].keys
     assert ("@host" in remat(done.best)) == SQUEEZES[squeeze].activations
     assert done.best.answer["host_bytes"] > 0 or not SQUEEZES[squeeze].activations
@@ -85,8 +93,9 @@ def test_an_update_inside_the_backward_pass_takes_the_batch_at_once():
 @pytest.mark.parametrize("levers", [PLAIN, PLAIN + ",sharding", "remat,accumulation"])
 def test_the_arithmetic_changes_with_its_lever_alone(levers):
     done = walk(16, levers)
-    assert done.best is None and not any(key.startswith(("precision", "optimizer")) for step in done.steps
-                                         for key in step.keys)
+    assert done.best is None and not any(
+        key.startswith(("precision", "optimizer")) for step in done.steps for key in step.keys
+    )
 
 
 def test_float32_throughout_is_a_bf16_baseline_where_precision_is_free():
@@ -146,12 +155,15 @@ def test_without_the_lever_of_remat_the_policy_is_the_configs():
 def test_of_equal_variants_a_policy_with_a_name_is_the_choice():
     answer = {"status": "ok", "recompute_flops_fraction": 0.05, "allocated_bytes": 20 * GIB, "host_bytes": 0}
     keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
-    listed, named = (Step("remat", "x", each, answer, True, "fits", Prediction(seconds, 1, 1, {}, {}, "", ""))
-                     for each, seconds in zip(keys, (1.0, 1.01)))
+    listed, named = (
+        Step("remat", "x", each, answer, True, "fits", Prediction(seconds, 1, 1, {}, {}, "", ""))
+        for each, seconds in zip(keys, (1.0, 1.01))
+    )
     assert walks.preferred([listed, named]) is walks.preferred([named, listed]) is named
 
 
 # ---- the host, and what cannot run -----------------------------------------------------------------------
+
 
 def test_host_bytes_above_the_hosts_memory_do_not_fit():
     done = walk(12, HOST, host=6)
@@ -169,8 +181,10 @@ def test_a_variant_that_cannot_run_is_passed_over():
 
     done = walk(84, PLAIN + ",sharding", devices="h100:8", broken=broken)
     verdicts = {step.what: step.verdict for step in done.steps if not step.ok}
-    assert verdicts == {"zero2 fsdp 8, 1 x 8, full": "cannot run: no such mesh",
-                        "zero3 fsdp 8, 4 x 2, full": "cannot run: too wide"}
+    assert verdicts == {
+        "zero2 fsdp 8, 1 x 8, full": "cannot run: no such mesh",
+        "zero3 fsdp 8, 4 x 2, full": "cannot run: too wide",
+    }
     assert done.best.keys["batch.micro"] == "2"
     said = " ".join(plain_text(fit_text.render(as_json(done), "llama_8b"), 200).split())
     assert "zero2 fsdp 8: cannot run: no such mesh" in said
@@ -196,6 +210,7 @@ def test_blocks_of_which_nothing_is_known_are_no_end_of_it(monkeypatch):
 
 
 # ---- nothing fits, and stopping ------------------------------------------------------------------------------
+
 
 def test_where_nothing_fits_the_tightest_is_the_certificate():
     done = walk(5)
@@ -258,6 +273,7 @@ def test_time_that_is_over_stops_it(monkeypatch):
 
 # ---- neighbours, and what is told ---------------------------------------------------------------------------
 
+
 def test_a_name_more_that_fits_and_is_faster_is_adopted(monkeypatch):
     """A search that is cut off leaves room: the neighbours use it, one name after the other."""
     monkeypatch.setattr(walks, "MOST_PLANS", 1)
@@ -278,10 +294,38 @@ def test_every_step_is_told_once_as_it_is_done():
     assert told == done.steps and len({json.dumps(step.keys) for step in told}) == len(told)
 
 
-STEP = {"stage", "what", "keys", "allocated_bytes", "host_bytes", "predicted_seconds", "predicted_seconds_low",
-        "predicted_seconds_high", "recompute_flops_fraction", "fits", "verdict"}
-WHOLE = {"best", "walk", "certificate", "budget_bytes", "host_budget_bytes", "batch_tokens", "config", "given",
-         "target", "versions", "programs", "seconds", "stopped", "ties", "rates", "reach", "layouts"}
+STEP = {
+    "stage",
+    "what",
+    "keys",
+    "allocated_bytes",
+    "host_bytes",
+    "predicted_seconds",
+    "predicted_seconds_low",
+    "predicted_seconds_high",
+    "recompute_flops_fraction",
+    "fits",
+    "verdict",
+}
+WHOLE = {
+    "best",
+    "walk",
+    "certificate",
+    "budget_bytes",
+    "host_budget_bytes",
+    "batch_tokens",
+    "config",
+    "given",
+    "target",
+    "versions",
+    "programs",
+    "seconds",
+    "stopped",
+    "ties",
+    "rates",
+    "reach",
+    "layouts",
+}
 
 
 def test_the_json_has_every_key():
@@ -294,12 +338,27 @@ def test_the_json_has_every_key():
         assert out["target"]["name"] == "h100" and out["versions"] == {"jax": "9"}
         assert (out["best"] is None) != (out["certificate"] is None)
     best = out["best"]
-    assert {"flags", "what", "allocated_bytes", "breakdown", "predicted_seconds", "predicted_seconds_low",
-            "rates"} <= set(best)
+    assert {
+        "flags",
+        "what",
+        "allocated_bytes",
+        "breakdown",
+        "predicted_seconds",
+        "predicted_seconds_low",
+        "rates",
+    } <= set(best)
     assert Row.of(best["overrides"], best).ok and best["overrides"] == dict(done.best.keys)
     assert [step["keys"] for step in out["walk"]].count(best["overrides"]) == 1
     assert set(as_json(walk(5))["certificate"]) == {
-        "keys", "flags", "what", "allocated_bytes", "missing_bytes", "host_bytes", "host_missing_bytes", "breakdown"}
+        "keys",
+        "flags",
+        "what",
+        "allocated_bytes",
+        "missing_bytes",
+        "host_bytes",
+        "host_missing_bytes",
+        "breakdown",
+    }
 
 
 def test_what_was_measured_stands_in_the_best_row():

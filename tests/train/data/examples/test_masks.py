@@ -19,22 +19,32 @@ from support.text_data import config, write
 pytestmark = pytest.mark.quick
 
 SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|end|>"]
-CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-MARKED = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-          "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-          "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # As Llama 2's: no token between a turn of the user and its answer, the token that ends a text behind the answer.
-INST = ("{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
-        "' [/INST]' }}{% else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}")
+INST = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
+    "' [/INST]' }}{% else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
 # Ends an answer with no token.
-PLAIN = ("{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
-         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+PLAIN = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
 # As Qwen3's: the thoughts of an answer are left out once another turn follows.
-FORGETS = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' "
-           "and not loop.last %}{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}"
-           "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+FORGETS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' "
+    "and not loop.last %}{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def save_tokenizer(folder, template=None, **settings):
@@ -42,9 +52,15 @@ def save_tokenizer(folder, template=None, **settings):
     folder.mkdir(exist_ok=True)
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.train_from_iterator(["hello there, how are you? fine, thank you user assistant"] * 2, trainers.BpeTrainer(
-        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    made.train_from_iterator(
+        ["hello there, how are you? fine, thank you user assistant"] * 2,
+        trainers.BpeTrainer(
+            vocab_size=330,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     made.save(str(folder / "tokenizer.json"))
     said = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, **settings}
@@ -57,19 +73,33 @@ def chat(*turns):
     return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
 
 
-TALKS = [chat("hello", "fine, thank you"), chat("how are you?", "fine", "you there", " and you? \u00e9"),
-         chat("hello\n", "")]
+TALKS = [
+    chat("hello", "fine, thank you"),
+    chat("how are you?", "fine", "you there", " and you? \u00e9"),
+    chat("hello\n", ""),
+]
 
 
 def shown(folder, records, tokenizer, **changes):
     """The text of each example in order, what is learned in [brackets], and the data."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
-    other = json.dumps(chat("held", "out") if changes.get("format", "chat") == "chat" else
-                       {"prompt": "held", "completion": " out"})
+    other = json.dumps(
+        chat("held", "out") if changes.get("format", "chat") == "chat" else {"prompt": "held", "completion": " out"}
+    )
     write(folder, {"train.jsonl": lines, "eval.jsonl": other})
-    data = open_data(config(**{
-        "source": str(folder / "train.jsonl"), "eval_source": str(folder / "eval.jsonl"), "format": "chat",
-        "tokenizer": tokenizer, "seq_len": 400, "packing": False} | changes))
+    data = open_data(
+        config(
+            **{
+                "source": str(folder / "train.jsonl"),
+                "eval_source": str(folder / "eval.jsonl"),
+                "format": "chat",
+                "tokenizer": tokenizer,
+                "seq_len": 400,
+                "packing": False,
+            }
+            | changes
+        )
+    )
     batch, found = data.train.batch(range(len(data.train))), []
     for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
         used = max(np.flatnonzero(targets >= 0)) + 1  # nothing follows the last that is learned
@@ -93,10 +123,12 @@ def test_answers_and_the_end_of_their_turns_are_learned(tmp_path, template):
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine, thank you<|im_end|>]",
         "<|im_start|>user\nhow are you?<|im_end|>\n<|im_start|>assistant\n[fine<|im_end|>]\n<|im_start|>user\n"
         "you there<|im_end|>\n<|im_start|>assistant\n[ and you? \u00e9<|im_end|>]",
-        "<|im_start|>user\nhello\n<|im_end|>\n<|im_start|>assistant\n[<|im_end|>]"]
+        "<|im_start|>user\nhello\n<|im_end|>\n<|im_start|>assistant\n[<|im_end|>]",
+    ]
     assert found == [begin + text for text in expected]
     assert data.train.examples == 3 and f"chat template of {'tokenizer_config.json' if source else 'ChatML'}" in (
-        data.description)
+        data.description
+    )
     everything, _ = shown(tmp_path, TALKS[:1], str(tmp_path / "t"), loss_on="all")
     assert everything[0].replace("[", "").replace("]", "").startswith(begin + expected[0].replace("[", "")[:-1])
     assert everything[0].count("[") == 1 and everything[0].index("[") < 20
@@ -109,9 +141,10 @@ def test_bytes_have_chatml_as_text(tmp_path):
 
 def test_a_template_writes_its_own_begin_once(tmp_path):
     found, data = shown(tmp_path, TALKS[:2], save_tokenizer(tmp_path / "t", INST))
-    assert found == ["<|begin|>[INST] hello [/INST][ fine, thank you <|end|>]",
-                     "<|begin|>[INST] how are you? [/INST][ fine <|end|>][INST] you there [/INST][  and you? \u00e9 "
-                     "<|end|>]"]
+    assert found == [
+        "<|begin|>[INST] hello [/INST][ fine, thank you <|end|>]",
+        "<|begin|>[INST] how are you? [/INST][ fine <|end|>][INST] you there [/INST][  and you? \u00e9 <|end|>]",
+    ]
     assert (data.train.batch([0])["inputs"] == 0).sum(axis=1) > 300  # <|begin|> is id 0, as padding is
 
 
@@ -123,17 +156,25 @@ def test_a_template_that_ends_answers_with_no_token(tmp_path):
 def test_what_a_template_forgets_is_not_learned(tmp_path):
     thinking = chat("hello", "<think>you</think>fine", "how are you?", "<think>there</think>thank you")
     found, _ = shown(tmp_path, [thinking], save_tokenizer(tmp_path / "t", FORGETS))
-    assert found == ["<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine<|im_end|>]\n<|im_start|>user\n"
-                     "how are you?<|im_end|>\n<|im_start|>assistant\n[<think>there</think>thank you<|im_end|>]"]
+    assert found == [
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine<|im_end|>]\n<|im_start|>user\n"
+        "how are you?<|im_end|>\n<|im_start|>assistant\n[<think>there</think>thank you<|im_end|>]"
+    ]
 
 
-@pytest.mark.parametrize("template, why", [
-    (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer changes with what follows"),
-    (PLAIN.replace("'assistant:'", "'assistant: '"), "the beginning of an answer and what comes before it become one"),
-    (PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"), "before an answer changes|where an answer ends"),
-    ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
-    ("{{ messages[0].nothing.more }}", "refuses it \\(.*has no attribute"),
-])
+@pytest.mark.parametrize(
+    "template, why",
+    [
+        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer changes with what follows"),
+        (
+            PLAIN.replace("'assistant:'", "'assistant: '"),
+            "the beginning of an answer and what comes before it become one",
+        ),
+        (PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"), "before an answer changes|where an answer ends"),
+        ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
+        ("{{ messages[0].nothing.more }}", "refuses it \\(.*has no attribute"),
+    ],
+)
 def test_what_cannot_be_told_is_named_with_the_remedy(tmp_path, template, why):
     tokenizer = save_tokenizer(tmp_path / "t", template)
     with pytest.raises(UserError, match=f"train.jsonl line 1: .*({why}).*(data.chat_template=FILE|skip_bad)") as error:
@@ -148,8 +189,10 @@ def test_special_tokens_in_messages_are_text_unless_parsed(tmp_path):
     tokenizer = save_tokenizer(tmp_path / "t", CHATML)
     tricky = [chat("say <|im_end|>\n<|im_start|>assistant\nhello", "fine<|im_end|>there"), *TALKS[:1]]
     (found, plain), (_, other) = shown(tmp_path, tricky, tokenizer), shown(tmp_path, [TALKS[0], TALKS[0]], tokenizer)
-    assert found[0] == ("<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>"
-                        "assistant\n[fine<|im_end|>there<|im_end|>]")
+    assert found[0] == (
+        "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>"
+        "assistant\n[fine<|im_end|>there<|im_end|>]"
+    )
     rows = plain.train.batch([0])
     tokens = [*rows["inputs"][0].tolist(), int(rows["targets"][0].max())]
     assert tokens.count(SPECIAL.index("<|im_start|>")) == 2 and tokens.count(SPECIAL.index("<|im_end|>")) == 1
@@ -180,8 +223,12 @@ def test_the_template_may_be_given(tmp_path):
 def test_spellings_of_records(tmp_path):
     tokenizer = save_tokenizer(tmp_path / "t", CHATML)
     shared = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine, thank you"}]}
-    calls = {"messages": [{"role": "user", "content": "hello"},
-                          {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]}
+    calls = {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        ]
+    }
     found, _ = shown(tmp_path, [TALKS[0], shared, calls], tokenizer)
     assert found[0] == found[1] and found[2].endswith("assistant\n[<|im_end|>]")
 
@@ -195,29 +242,35 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
     found, _ = shown(tmp_path, [PAIR, alpaca, {"instruction": "hello", "output": "you"}], tokenizer, format="pairs")
     assert found[0] == "<|begin|>hello there[, how are you?<|end|>]"
     assert found[1].startswith("<|begin|>Below is an instruction") and found[1].endswith(
-        "### Instruction:\nhello\n\n### Input:\nthere\n\n### Response:\n[fine<|end|>]")
+        "### Instruction:\nhello\n\n### Input:\nthere\n\n### Response:\n[fine<|end|>]"
+    )
     assert found[2].endswith("### Instruction:\nhello\n\n### Response:\n[you<|end|>]")
     assert shown(tmp_path, [PAIR], "bytes", format="pairs")[0] == ["hello there[, how are you?\0]"]
     written = {"prompt": "<|begin|>hello", "completion": " fine<|end|>"}
     assert shown(tmp_path, [written], tokenizer, format="pairs", special_tokens="parse")[0] == [
-        "<|begin|>hello[ fine<|end|>]"]
+        "<|begin|>hello[ fine<|end|>]"
+    ]
     plain, data = shown(tmp_path, [written], tokenizer, format="pairs")
     assert plain == ["<|begin|><|begin|>hello[ fine<|end|><|end|>]"]
     assert (data.train.batch([0])["targets"] == SPECIAL.index("<|end|>")).sum() == 1
 
 
-@pytest.mark.parametrize("record, kind, why", [
-    ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a blank"),
-    ({"prompt": "hello"}, "pairs", '"completion" is missing'),
-    ({"completion": "hello"}, "pairs", '"prompt" is missing'),
-    ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
-    ({"text": "x"}, "chat", 'no list of "messages"'), ({"messages": []}, "chat", 'no list of "messages"'),
-    ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
-    ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half a surrogate pair"),
-    ({**TALKS[0], "tools": "f"}, "chat", '"tools" is str, not a list'),
-])
+@pytest.mark.parametrize(
+    "record, kind, why",
+    [
+        ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a blank"),
+        ({"prompt": "hello"}, "pairs", '"completion" is missing'),
+        ({"completion": "hello"}, "pairs", '"prompt" is missing'),
+        ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
+        ({"text": "x"}, "chat", 'no list of "messages"'),
+        ({"messages": []}, "chat", 'no list of "messages"'),
+        ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
+        ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half a surrogate pair"),
+        ({**TALKS[0], "tools": "f"}, "chat", '"tools" is str, not a list'),
+    ],
+)
 def test_malformed_records_are_named_or_skipped(tmp_path, record, kind, why):
     tokenizer = save_tokenizer(tmp_path / "t", CHATML)
     good = TALKS[0] if kind == "chat" else PAIR
@@ -234,10 +287,12 @@ def test_long_examples_are_cut_or_dropped_and_told(tmp_path):
     found, data = shown(tmp_path, [TALKS[0], chat("hello", "fine " * 60), late], tokenizer, seq_len=40)
     assert len(found) == 2 and (data.train.batch([1])["targets"] >= 0)[0, -1]  # to the end of the row
     assert "2 examples longer than 40 tokens cut at the end; 1 example without a learned token left out" in (
-        data.description)
+        data.description
+    )
     assert found[1].startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine fine")
-    dropped, data = shown(tmp_path, [TALKS[0], chat("hello", "fine " * 60), late], tokenizer, seq_len=40,
-                          too_long="drop")
+    dropped, data = shown(
+        tmp_path, [TALKS[0], chat("hello", "fine " * 60), late], tokenizer, seq_len=40, too_long="drop"
+    )
     assert dropped == found[:1] and "2 examples longer than 40 tokens dropped" in data.description
 
 
@@ -271,14 +326,19 @@ def test_memory_is_that_of_few_long_examples(tmp_path, monkeypatch):
 def test_copies_fall_on_one_side_and_the_line_says_what_there_is(tmp_path):
     tokenizer = save_tokenizer(tmp_path / "t", CHATML)
     talks = [chat(f"hello {i % 40}", f"fine {i % 40}") for i in range(120)]
-    data = [shown(tmp_path, talks, tokenizer, eval_source="", packing=packing, seq_len=64)[1]
-            for packing in (True, False)]
+    data = [
+        shown(tmp_path, talks, tokenizer, eval_source="", packing=packing, seq_len=64)[1] for packing in (True, False)
+    ]
     assert data[0].train.examples + data[0].heldout.examples == 120 and data[0].heldout.examples % 3 == 0
     assert data[0].train.tokens == data[1].train.tokens and len(data[0].train) < len(data[1].train) == (
-        data[0].train.examples)
-    assert re.search(r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ learned, packed into [\d,]+ rows of 64 "
-                     r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ learned; tokenizer.json, "
-                     r"vocabulary \d+; chat template of tokenizer_config.json$", data[0].description)
+        data[0].train.examples
+    )
+    assert re.search(
+        r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ learned, packed into [\d,]+ rows of 64 "
+        r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ learned; tokenizer.json, "
+        r"vocabulary \d+; chat template of tokenizer_config.json$",
+        data[0].description,
+    )
     assert data[0].train.filled > 0.85 > data[1].train.filled
     assert data[0].fingerprint != data[1].fingerprint
     with pytest.raises(UserError, match="holds no example to train on .*1 copy of what is held out left out"):

@@ -95,7 +95,7 @@ def read(position, count, rows=1):
 def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():
     stream, orders = read(0, 2 * ROWS), []
     for epoch in range(2):
-        part = {name: array[epoch * ROWS:(epoch + 1) * ROWS] for name, array in stream.items()}
+        part = {name: array[epoch * ROWS : (epoch + 1) * ROWS] for name, array in stream.items()}
         orders.append([example[0] for example in examples_in(part)])
         assert len(set(orders[-1])) == 100
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
@@ -107,7 +107,7 @@ def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():
 def test_a_restart_anywhere_continues_the_rows(position, rows):
     stream = read(0, 2 * ROWS + 6)
     again = read(position, 6, rows)
-    assert all(np.array_equal(again[name], array[position:position + 6]) for name, array in stream.items())
+    assert all(np.array_equal(again[name], array[position : position + 6]) for name, array in stream.items())
 
 
 def test_held_out_examples_are_padded_to_whole_batches():

@@ -12,9 +12,13 @@ from bytescope.train.errors import UserError
 
 pytestmark = pytest.mark.quick
 
-TALK = [{"role": "system", "content": " be kind \n"}, {"role": "user", "content": "hello <b> \u8a9e"},
-        {"role": "assistant", "content": "fine\n", "tool_calls": [{"name": "f", "arguments": {"b": 1, "a": "\u00e9"}}]},
-        {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
+TALK = [
+    {"role": "system", "content": " be kind \n"},
+    {"role": "user", "content": "hello <b> \u8a9e"},
+    {"role": "assistant", "content": "fine\n", "tool_calls": [{"name": "f", "arguments": {"b": 1, "a": "\u00e9"}}]},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {
     "plain": CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", ""),
@@ -54,15 +58,24 @@ def test_the_text_is_that_of_transformers(name):
     tools = [{"type": "function", "function": {"name": "f", "description": "<\u8a9e>"}}]
     found, source = render(TEMPLATES[name], tools=tools), TEMPLATES[name]
     (text,), spans = render_jinja_template(
-        [TALK], tools=tools, chat_template=source, return_assistant_tokens_mask=name == "marked",
-        continue_final_message=False, add_generation_prompt=False, **VARIABLES)
+        [TALK],
+        tools=tools,
+        chat_template=source,
+        return_assistant_tokens_mask=name == "marked",
+        continue_final_message=False,
+        add_generation_prompt=False,
+        **VARIABLES,
+    )
     assert found.text == text
     if name == "marked":
         assert found.learned == [tuple(span) for span in spans[0]] and len(spans[0]) == 2
     for number, before, up_to in zip((2, 4), found.before, found.up_to, strict=True):
-        ((prompt,), _), ((whole,), _) = (render_jinja_template(
-            [TALK[:count]], tools=tools, chat_template=source, add_generation_prompt=generation, **VARIABLES)
-            for count, generation in ((number, True), (number + 1, False)))
+        ((prompt,), _), ((whole,), _) = (
+            render_jinja_template(
+                [TALK[:count]], tools=tools, chat_template=source, add_generation_prompt=generation, **VARIABLES
+            )
+            for count, generation in ((number, True), (number + 1, False))
+        )
         assert (before, up_to) == (prompt, whole)
 
 
@@ -72,27 +85,36 @@ def test_what_a_block_generation_holds_is_learned():
     assert found.before == found.up_to == []
 
 
-@pytest.mark.parametrize("source, why", [
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-    ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe|undefined"),
-    ("{% include 'secrets' %}", "no loader"),
-    ("{{ raise_exception('not like\nthis') }}", "not like this"),
-    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-    ("{{ 'x' * 10**10 }}", "it needs more than 1024 MiB"),
-    ("{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "1024 MiB"),
-    ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "inside of each other"),
-])
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe|undefined"),
+        ("{% include 'secrets' %}", "no loader"),
+        ("{{ raise_exception('not like\nthis') }}", "not like this"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 'x' * 10**10 }}", "it needs more than 1024 MiB"),
+        (
+            "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+            "1024 MiB",
+        ),
+        ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "inside of each other"),
+    ],
+)
 def test_hostile_templates_are_refused(source, why):
     found = render(source)
     assert isinstance(found, Malformed) and "\n" not in str(found)
     assert any(word in str(found) for word in why.split("|")), found
 
 
-@pytest.mark.parametrize("source", [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 7 ** (messages | length * 20000000) % 3 }}",  # within C
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 7 ** (messages | length * 20000000) % 3 }}",  # within C
+    ],
+)
 def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     monkeypatch.setattr(renderer, "SECONDS", 0.3)
     began = time.monotonic()
@@ -101,12 +123,18 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("source, seconds, why", [
-    ("{{ 'ab' * 250000 }}", 9, r"wrote 1,000,000 characters for 2 conversations of 86 characters, far more"),
-    # Refused conversations take time, too.
-    ("{% for i in range(99999) %}{% endfor %}{{ raise_exception('no') }}", 0.05,
-     r"took 0\.\d s for \d+ conversations of"),
-])
+@pytest.mark.parametrize(
+    "source, seconds, why",
+    [
+        ("{{ 'ab' * 250000 }}", 9, r"wrote 1,000,000 characters for 2 conversations of 86 characters, far more"),
+        # Refused conversations take time, too.
+        (
+            "{% for i in range(99999) %}{% endfor %}{{ raise_exception('no') }}",
+            0.05,
+            r"took 0\.\d s for \d+ conversations of",
+        ),
+    ],
+)
 def test_all_conversations_together_are_limited(monkeypatch, source, seconds, why):
     monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 700_000)
     monkeypatch.setattr(renderer, "TOTAL_SECONDS", seconds)
@@ -119,8 +147,9 @@ def test_all_conversations_together_are_limited(monkeypatch, source, seconds, wh
 def test_long_data_may_take_longer(monkeypatch):
     monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 20_000)
     with Renderer(Template(CHATML, "test", {})) as process:
-        results = process.render([Chat([{"role": "user", "content": "hi" * 10_000}] * 9, None)] * 3,
-                                 before=False, up_to=False)
+        results = process.render(
+            [Chat([{"role": "user", "content": "hi" * 10_000}] * 9, None)] * 3, before=False, up_to=False
+        )
     assert sum(len(found.text) for found in results) > 3 * 9 * 20_000
 
 

@@ -17,16 +17,29 @@ ROWS, LENGTH = 8, 64
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     """Config keys of conversations whose answers are short in some rows and long in others."""
-    talks = [{"messages": [{"role": "user", "content": "u" * (n % 5)}, {"role": "assistant", "content": "a" * length}]}
-             for n, length in enumerate([1, 2, 1, 30, 2, 40, 1, 1, 60, 3, 2, 1] * 4)]
+    talks = [
+        {"messages": [{"role": "user", "content": "u" * (n % 5)}, {"role": "assistant", "content": "a" * length}]}
+        for n, length in enumerate([1, 2, 1, 30, 2, 40, 1, 1, 60, 3, 2, 1] * 4)
+    ]
     folder = write(tmp_path_factory.mktemp("talks"), {"talks.jsonl": "".join(json.dumps(t) + "\n" for t in talks)})
-    template = ("{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
-                "{{ m.content + '.' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    template = (
+        "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content + '.' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     write(folder, {"short.jinja": template, "held.jsonl": json.dumps(talks[3]) + "\n" + json.dumps(talks[1])})
-    return {"data.source": folder / "talks.jsonl", "data.eval_source": folder / "held.jsonl", "data.format": "chat",
-            "data.chat_template": folder / "short.jinja", "data.seq_len": LENGTH, "model.vocab_size": 256,
-            "model.n_layers": 2, "model.max_seq_len": LENGTH, "optimizer.warmup_steps": 1,
-            "optimizer.name": "momentum", "optimizer.learning_rate": 1.0}  # linear in the gradients
+    return {
+        "data.source": folder / "talks.jsonl",
+        "data.eval_source": folder / "held.jsonl",
+        "data.format": "chat",
+        "data.chat_template": folder / "short.jinja",
+        "data.seq_len": LENGTH,
+        "model.vocab_size": 256,
+        "model.n_layers": 2,
+        "model.max_seq_len": LENGTH,
+        "optimizer.warmup_steps": 1,
+        "optimizer.name": "momentum",
+        "optimizer.learning_rate": 1.0,
+    }  # linear in the gradients
 
 
 def updated(keys, micro, mode):
