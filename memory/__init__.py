@@ -8,35 +8,34 @@
 `bytescope report --help` is the same as a command. Importing this package imports nothing else; each name is fetched at
 its first use, and none of them brings jax or what draws before it needs them.
 
-Rooms, each importing only the ones before it: report_records (what a report lists), hlo (protos to records), formulas
-(published arithmetic), devices (what a program is compiled for), steps (anyone's step, traced and lowered for a
-target), arguments (what goes in), attribution (what every buffer is), costs (what a step computes, moves and sends),
-remat (the least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text,
-pages, tables (what users hold besides the report), report (the object that they hold), execution (steps that run),
-remat_plan (the remat policy of any model), commands.
-Start at `analyze.py`: a program in, a `records.Report` out.
+Folders, each importing only the ones before it: records (what a report lists), hlo (protos to records), formulas
+(published arithmetic), devices (what a program is compiled for), program (anyone's function and arguments, lowered for
+a target), peak (what every buffer is and when it lives), cost (what a step computes, moves and sends), seconds (how
+long it takes), remat (the least recomputation under a budget), findings (what an expert would point at), view (tables,
+charts and pages), report (the object that users hold, its pages, differences and guards), watching (steps that run),
+profile (a profiler's trace), compare (many programs side by side), commands.
+Start at `analysis.py`: a program in, a `records.report_record.Report` out.
 """
 
 import importlib
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.live import LiveMemory
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
-    from bytescope.memory.execution.executable import Executable, compile
-    from bytescope.memory.execution.watched import Watched, watch
-    from bytescope.memory.records import Finding, XlaStats
+    from bytescope.memory.records.buffer_records import Buffer, LedgerRow, TimelinePoint
+    from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
+    from bytescope.memory.records.report_record import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
-    from bytescope.memory.remat_plan.plan import RematPlan, plan_remat
-    from bytescope.memory.report import Report, analyze, assert_fits, load
-    from bytescope.memory.report_records.buffers import Buffer, LedgerRow, TimelinePoint
-    from bytescope.memory.report_records.parallel import Collective, Communication, ZeroRow
-    from bytescope.memory.tables.devices import live, target, targets
-    from bytescope.memory.tables.difference import Difference, diff
-    from bytescope.memory.tables.table import Table
+    from bytescope.memory.report.difference import Difference, diff
+    from bytescope.memory.report.remat_plan import RematPlan, plan_remat
+    from bytescope.memory.report.report_object import Report, analyze, assert_fits, load
+    from bytescope.memory.view.object_table import Table
+    from bytescope.memory.watching.device_tables import live, target, targets
+    from bytescope.memory.watching.executable import Executable, compile
+    from bytescope.memory.watching.watched import Watched, watch
 else:  # with it, no type checker would find a misspelt name
 
     def __getattr__(name: str) -> Any:
@@ -51,20 +50,20 @@ else:  # with it, no type checker would find a misspelt name
 
 # Public name -> the module of this package that it comes from.
 _HOMES = {
-    **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report"),
-    **dict.fromkeys(("live", "target", "targets"), "tables.devices"),
-    **dict.fromkeys(("Difference", "diff"), "tables.difference"),
-    **dict.fromkeys(("Executable", "compile"), "execution.executable"),
-    **dict.fromkeys(("Watched", "watch"), "execution.watched"),
-    **dict.fromkeys(("RematPlan", "plan_remat"), "remat_plan.plan"),
+    **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report.report_object"),
+    **dict.fromkeys(("live", "target", "targets"), "watching.device_tables"),
+    **dict.fromkeys(("Difference", "diff"), "report.difference"),
+    **dict.fromkeys(("Executable", "compile"), "watching.executable"),
+    **dict.fromkeys(("Watched", "watch"), "watching.watched"),
+    **dict.fromkeys(("RematPlan", "plan_remat"), "report.remat_plan"),
     "RematPolicy": "remat.recognition",
-    "Table": "tables.table",
+    "Table": "view.object_table",
     "Target": "devices.targets",
     "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
-    **dict.fromkeys(("Finding", "XlaStats"), "records"),
-    **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "report_records.buffers"),
-    **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "report_records.parallel"),
+    **dict.fromkeys(("Finding", "XlaStats"), "records.report_record"),
+    **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "records.buffer_records"),
+    **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "records.parallel_records"),
 }
 
 __all__ = [
@@ -100,18 +99,6 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """A package whose functions keep their names: Python would put a module `analyze` in the place of the function
-    `analyze` as soon as anyone imports something from it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
 def __dir__() -> list[str]:
     """What an editor or a prompt completes."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
-
-
-sys.modules[__name__].__class__ = _Package

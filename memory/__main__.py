@@ -12,15 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from bytescope.memory.commands.arguments import Parser, chosen_rates, settle_subject
+from bytescope.memory.compare.trainer import Trainer
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
-from bytescope.memory.plan.trainer import Trainer
-from bytescope.memory.text.console import settle_stdout
-from bytescope.memory.text.layout import broken
+from bytescope.memory.view.console import settle_stdout
+from bytescope.memory.view.text_layout import broken
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "report": (
-        "report",
+        "memory.commands.report_command",
         "peak, composition, timeline and findings of one program",
         (
             "llama_8b h200:8 --html=report.html",
@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "compare": (
-        "compare",
+        "memory.commands.compare_command",
         "remat policies, or any keys of a config, against each other",
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
@@ -37,64 +37,68 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "levers": (
-        "levers",
+        "train.commands.levers_command",
         "what each memory saving saves and costs, one after the other",
         ("llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload"),
     ),
     "fit": (
-        "fit",
+        "train.commands.fit_command",
         "from a budget to the fastest configuration that fits it",
         ("llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro"),
     ),
     "front": (
-        "frontier",
+        "train.commands.front_command",
         "at each of ten budgets the least recomputation that fits",
         ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
     ),
     "estimate": (
-        "estimate",
+        "train.commands.estimate_command",
         "bytes and FLOPs by formula, at once; a page with inputs",
         ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
     ),
     "pipeline": (
-        "pipeline.draw",
+        "train.commands.pipeline_command",
         "the schedules of a pipeline: ticks, bubble, stash by stage",
         ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
     ),
     "names": (
-        "names",
+        "train.commands.names_command",
         "every checkpoint name: shape, sharding, bytes, FLOPs to recompute",
         ("llama_8b h200:8", "tiny --json=names.json"),
     ),
     "validate": (
-        "seconds.validate",
+        "train.commands.validate_command",
         "predicted seconds and bytes against what real GPUs measured",
         ("--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json"),
     ),
     "calibrate": (
-        "seconds.calibrate",
+        "memory.commands.calibrate_command",
         "what this machine's devices reach, for --rates=FILE",
         ("--out=rates.json", "--seconds=20"),
     ),
     "trace": (
-        "trace",
+        "memory.commands.trace_command",
         "where a step's time went, from a profiler's trace",
         ("runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json"),
     ),
     "page": (
-        "page",
+        "train.commands.page_command",
         "a run directory as a page: loss, memory, report, trace",
         ("runs/tiny", "runs/tiny runs/other --html=both.html"),
     ),
     "diff": (
-        "diff",
+        "memory.commands.diff_command",
         "what grew or shrank between two reports' JSON files",
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
     ),
-    "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),
-    "targets": ("listings", "what programs can be compiled for, with memory and rates", ("", "--grep=H100")),
-    "keys": ("listings", "every config key with its default and meaning", ("", "--grep=remat")),
-    "policies": ("listings", "every remat policy and what it keeps", ("", "--grep=offload")),
+    "configs": ("memory.commands.listings", "the shipped configs, a line each", ("", "--grep=llama")),
+    "targets": (
+        "memory.commands.listings",
+        "what programs can be compiled for, with memory and rates",
+        ("", "--grep=H100"),
+    ),
+    "keys": ("memory.commands.listings", "every config key with its default and meaning", ("", "--grep=remat")),
+    "policies": ("memory.commands.listings", "every remat policy and what it keeps", ("", "--grep=offload")),
 }
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
@@ -117,7 +121,7 @@ def parser(command: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.set_defaults(command=command)
-    importlib.import_module(f"bytescope.memory.commands.{module}").add_arguments(out)
+    importlib.import_module(f"bytescope.{module}").add_arguments(out)
     return out
 
 
@@ -150,18 +154,18 @@ def unknown(command: str, commands: Sequence[str]) -> str:
 def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
     """Runs a command line; returns the exit code. Without a `trainer` that of this repository is asked."""
     if trainer is None:
-        from bytescope.train.planning.adapter import Adapter
+        from bytescope.train.plan.adapter import Adapter
 
         trainer = Adapter()
     if list(argv) == [WORKER]:
-        from bytescope.memory.plan import worker
+        from bytescope.memory.compare import worker
 
         worker.main(trainer)
         return 0
     settle_stdout()
     try:
         args, overrides = parse(argv, trainer)
-        module = importlib.import_module(f"bytescope.memory.commands.{COMMANDS[args.command][0]}")
+        module = importlib.import_module(f"bytescope.{COMMANDS[args.command][0]}")
         with chosen_rates(args):
             return module.run(args, overrides, trainer)
     except BrokenPipeError:  # the reader of our output has seen enough

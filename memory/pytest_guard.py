@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from bytescope.memory.report import Report
+    from bytescope.memory.report.report_object import Report
 
 # The width of a report in a log.
 _WIDTH = 100
@@ -79,7 +79,7 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
 
 def _attach(item: pytest.Item, report: Any) -> None:
     """Adds a report to what pytest shows of a test that fails."""
-    from bytescope.memory.text import report as report_text
-    from bytescope.memory.text.console import plain_text
+    from bytescope.memory.report import report_text
+    from bytescope.memory.view.console import plain_text
 
     item.add_report_section("call", "memory", plain_text(report_text.render(report), _WIDTH))

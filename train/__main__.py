@@ -110,12 +110,12 @@ def _run(args: argparse.Namespace) -> int:
     check_limits()
     if args.lora:
         from bytescope.memory.commands.arguments import with_lora
-        from bytescope.train.planning.adapter import Adapter
+        from bytescope.train.plan.adapter import Adapter
 
         args.overrides = with_lora(args, args.overrides, Adapter())
     if args.fit:
         from bytescope.train.parallel.processes import find
-        from bytescope.train.planning.fit import fitted
+        from bytescope.train.plan.fit_before_training import fitted
 
         if find(args) is not None:
             raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
@@ -139,10 +139,10 @@ def _run(args: argparse.Namespace) -> int:
     from bytescope.train.run.signals import Stop
 
     with processes.together(), disk_explained():
+        from bytescope.memory.compare.trainer import called
         from bytescope.memory.devices.targets import parse as parse_target
-        from bytescope.memory.plan.trainer import called
         from bytescope.memory.seconds import rates
-        from bytescope.memory.text.console import make_console
+        from bytescope.memory.view.console import make_console
         from bytescope.train import loop
         from bytescope.train.command import Command
         from bytescope.train.run.workdir import interrupted_note, new_workdir
@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show_data(config: Any) -> int:
     """Prints the beginning of what a run would read; returns the exit code. No device is started."""
-    from bytescope.memory.text.console import make_console
+    from bytescope.memory.view.console import make_console
     from bytescope.train.checks import check_without_devices
     from bytescope.train.data.settings import DataConfig
     from bytescope.train.data.shown import show_data

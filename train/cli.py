@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command, *rest = argv or [""]
     if command in TRAINER:
         return _module(command).parse(rest)
-    from bytescope.train.planning.adapter import Adapter
+    from bytescope.train.plan.adapter import Adapter
 
     args, args.overrides = memory_commands.parse(_known(argv), Adapter())
     return args

@@ -12,8 +12,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
+from bytescope.memory.compare.trainer import WEIGHTS
 from bytescope.memory.errors import MOST_NEAR, did_you_mean, message_of, nearest, one_of
-from bytescope.memory.plan.trainer import WEIGHTS
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

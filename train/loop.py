@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bytescope.memory.devices.live import predicted_in_use, sample
-from bytescope.memory.profile.run_directory import PAGE
 from bytescope.train.checks import doubtful, doubtful_data
 from bytescope.train.command import UNKNOWN, Command
 from bytescope.train.data.feed import feed, local_rows
@@ -24,11 +23,12 @@ from bytescope.train.errors import NonFinite, UserError
 from bytescope.train.evaluation import ANSWERS, EvalPrompts, evaluate
 from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.parallel.processes import ALONE, Processes
-from bytescope.train.planning import remedies
-from bytescope.train.planning.remat_auto import settled_program
+from bytescope.train.plan import remedies
+from bytescope.train.plan.remat_auto import settled_program
 from bytescope.train.program import Program
 from bytescope.train.recording import wandb_run
 from bytescope.train.recording.recorders import Recorders
+from bytescope.train.recording.run_directory import PAGE
 from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display

@@ -260,7 +260,7 @@ def describe_state(
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of a settled config over `devices` (default: all of this process's backend), described only.
 
-    It checks the config, then assembles. `train.planning.remat_auto.settled_program` settles one with
+    It checks the config, then assembles. `train.plan.remat_auto.settled_program` settles one with
     `remat.policy=auto` first.
 
     Raises:

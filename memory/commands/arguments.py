@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bytescope.memory.config_keys import LORA_RANK
 from bytescope.memory.errors import ReportError, did_you_mean, disk_remedy, nearest, one_of, remedy_for
-from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.files import write_whole
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from bytescope.memory.plan.trainer import Trainer
+    from bytescope.memory.compare.trainer import Trainer
 
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
@@ -313,7 +313,7 @@ def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    from bytescope.memory.text.console import LineProgress, make_console
+    from bytescope.memory.view.console import LineProgress, make_console
 
     console = make_console(stderr=True)
     columns = (
@@ -342,6 +342,6 @@ def write(path: Path, text: str) -> None:
       ReportError: it cannot be written.
     """
     try:
-        row_cache.write_whole(path, text)
+        write_whole(path, text)
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another file") from error

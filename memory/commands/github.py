@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.plan import diff
-from bytescope.memory.plan.diff import Change
-from bytescope.memory.records import Report
+from bytescope.memory.records import report_diff
+from bytescope.memory.records.report_diff import Change
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 
 # Where a job's summary goes, and the root that the files of annotations are told from.
@@ -39,11 +39,12 @@ def of_difference(
 ) -> list[str]:
     """The annotations of two reports: an error for each total above the bar (per cent), a warning for all that makes
     them hard to compare, and where the peak grew, for the buffers that grew most."""
-    lines, grown = diff.sources(after), diff.grown_buffers(changes)
+    lines, grown = report_diff.sources(after), report_diff.grown_buffers(changes)
     worst = lines.get(grown[0].name, "") if grown else ""
     out = [annotation("error", "device memory grew", f"{_words(change)}, above {bar:g} %", worst) for change in failed]
     out += [
-        annotation("warning", "memory reports of different programs", text) for text in diff.warnings(before, after)
+        annotation("warning", "memory reports of different programs", text)
+        for text in report_diff.warnings(before, after)
     ]
     if after.peak_bytes > before.peak_bytes:
         out += [
@@ -93,7 +94,7 @@ def summary_of_difference(before: Report, after: Report, changes: Sequence[Chang
     """The table of a difference for the summary of a job, as Markdown."""
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
-    notes = [f"> **Warning:** {_cell(text)}" for text in diff.warnings(before, after)]
+    notes = [f"> **Warning:** {_cell(text)}" for text in report_diff.warnings(before, after)]
     table = _table(
         ("", names[0], names[1], "change", "%"),
         [

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands.arguments import Parser
+from bytescope.memory.compare.trainer import Trainer
 from bytescope.memory.errors import ReportError
-from bytescope.memory.plan.trainer import Trainer
 
 Rows = Iterable[Sequence[str]]
 
@@ -51,9 +51,9 @@ def targets(trainer: Trainer) -> tuple[Sequence[str], Rows]:
 
     Memory in GiB, bandwidth in TB/s and the compute rate in TFLOP/s are of one device.
     """
-    from bytescope.memory.tables import devices
+    from bytescope.memory.watching import device_tables
 
-    table = devices.targets()
+    table = device_tables.targets()
     return [column.title for column in table.columns], table.cells()
 
 
@@ -68,8 +68,8 @@ LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {
 def show(headings: Sequence[str], rows: Rows, console: Any = None) -> None:
     """Prints a table, to stdout when no console is given: columns of numbers to the right, a last one of words
     wrapped."""
-    from bytescope.memory.text.console import put
-    from bytescope.memory.text.table import FigureTable, figure, fixed, words
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_table import FigureTable, figure, fixed, words
 
     rows = list(rows)
     numbers = [all(re.fullmatch(r"[\d.,]*", row[at]) for row in rows) for at in range(len(headings))]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, Report
 
 MODULE = "m"  # the name under which XProf lists the program
 

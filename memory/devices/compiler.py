@@ -23,8 +23,8 @@ from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import bodies, opened
-from bytescope.memory.records import XlaStats
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
+from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
     from bytescope.memory.hlo.buffers import Program

@@ -24,7 +24,7 @@ from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
 from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 

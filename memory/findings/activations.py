@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, told, words
-from bytescope.memory.records import Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 
 

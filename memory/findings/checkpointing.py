@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, at_peak
 from bytescope.memory.findings.functions import Call, Function
@@ -22,7 +21,8 @@ from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module
 from bytescope.memory.hlo.sources import source_line
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Buffer, Report
 from bytescope.memory.units import MIB, human
 
 # What is worth a line: a share of the peak, more of it in a program that fits, and so many bytes.

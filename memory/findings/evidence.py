@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Buffer, Report
 from bytescope.memory.units import MIB
 
 # Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.

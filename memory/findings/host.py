@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import OFFLOAD
 from bytescope.memory.findings.evidence import Found, words
 from bytescope.memory.hlo.mesh import flat
-from bytescope.memory.records import Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.findings.remedies.open_levers import open_levers
-from bytescope.memory.records import Report
-from bytescope.memory.report_json import plain
+from bytescope.memory.records.report_json import plain
+from bytescope.memory.records.report_record import Report
 
 # Ways out that are told; the share of the peak from which arrays, findings and residuals are worth one; that from which
 # a buffer is worth being computed in parts; and the share of a card below which a pool could be larger.

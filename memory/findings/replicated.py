@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from bytescope.memory.attribution.batch_axes import Activation, Labels
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import COLLECTIVES, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import Shape
 from bytescope.memory.hlo.sources import source_line
+from bytescope.memory.peak.batch_axes import Activation, Labels
+from bytescope.memory.peak.buffer_placement import PlacedProgram
 
 _FORWARD = ("forward", "")
 # Operations that make an array, or bring one together; views and loops carry the names of other operations.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from bytescope.memory.arguments.roles import WEIGHTS
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.evidence import (
     LARGE,
     LEAST,
@@ -25,7 +23,9 @@ from bytescope.memory.findings.replicated import replicated_arrays
 from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.hlo.shapes import leaves
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.program.roles import WEIGHTS
+from bytescope.memory.records.report_record import Buffer, Report
 from bytescope.memory.units import human
 
 # What tensor parallelism shards and nobody gathers.

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import (
     MESH,
     MODEL_N_LAYERS,
@@ -23,14 +22,15 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
     REMAT_SAVE,
 )
-from bytescope.memory.costs.recomputed import RecomputedProduct, recomputed_products
+from bytescope.memory.cost.recomputed import RecomputedProduct, recomputed_products
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, batch
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of
 from bytescope.memory.findings.remedies.open_levers import flags
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.rematerialized import SAVED
-from bytescope.memory.records import Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 
 # Shares from which it is worth a line: of the limit that is free, of the model's FLOPs that are recomputed, and of them

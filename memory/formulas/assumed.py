@@ -34,9 +34,9 @@ from bytescope.memory.config_keys import (
     MODEL_VOCAB_SIZE,
 )
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas.estimate import Question, shape_for
-from bytescope.memory.formulas.experts import Experts
-from bytescope.memory.formulas.latent import Latent
+from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.memory_estimate import Question, shape_for
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What a config says itself and --params leaves open: flag -> (the config's key, what it is).

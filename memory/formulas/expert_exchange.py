@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from bytescope.memory.formulas.experts import Experts, slots
+from bytescope.memory.formulas.expert_formulas import Experts, slots
 from bytescope.memory.formulas.rematerialized import SAVED
 
 _NUMBER = 4

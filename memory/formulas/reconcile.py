@@ -22,10 +22,11 @@ from bytescope.memory.config_keys import (
     REMAT_GRANULARITY,
 )
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import estimate, flops, rematerialized, transformer
-from bytescope.memory.formulas.communication import BATCH_AXES
-from bytescope.memory.formulas.config import accumulation, question_of
-from bytescope.memory.formulas.experts import by_kind
+from bytescope.memory.formulas import memory_estimate, rematerialized, transformer_formulas
+from bytescope.memory.formulas import training_flops as flops
+from bytescope.memory.formulas.communication_volume import BATCH_AXES
+from bytescope.memory.formulas.config_formulas import accumulation, question_of
+from bytescope.memory.formulas.expert_formulas import by_kind
 from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
 
 # Remat policies of the trainer that have a formula (a test compares them with its table): those whose tensors are
@@ -87,7 +88,7 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
     state, copy = _state(asked, config, micro_steps)
     precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
-    tile = transformer.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
+    tile = transformer_formulas.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
     parts = [
         _kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
         for start, segment in zip(_starts(segments), segments)
@@ -105,7 +106,7 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
             + residuals
             + recomputed
             + tile
-            + transformer.outside_bytes(
+            + transformer_formulas.outside_bytes(
                 asked.model,
                 asked.layout,
                 asked.sequence,
@@ -141,7 +142,9 @@ def model_flops(config: Mapping[str, Any], settled: Mapping[str, Any], counted: 
     return flops.model_flops(asked.model, asked.sequence, _sequences(asked, config, resolved)[0])
 
 
-def _sequences(asked: estimate.Question, config: Mapping[str, Any], resolved: Mapping[str, Any]) -> tuple[int, int]:
+def _sequences(
+    asked: memory_estimate.Question, config: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> tuple[int, int]:
     """(sequences of one call over all devices, micro-steps of an update)."""
     ranks = math.prod(resolved[MESH + axis] for axis in BATCH_AXES)
     micro_steps = accumulation(config, ranks)
@@ -153,7 +156,9 @@ def _starts(segments: Sequence[Mapping[str, Any]]) -> list[int]:
     return [0, *itertools.accumulate(segment["layers"] for segment in segments)][:-1]
 
 
-def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int) -> tuple[dict[str, float], float]:
+def _state(
+    asked: memory_estimate.Question, config: Mapping[str, Any], micro_steps: int
+) -> tuple[dict[str, float], float]:
     """(bytes of state by role, bytes of the gathered copy of all parameters that is computed with).
 
     Where the optimizer state is sharded, the trainer shards the master parameters too (its `zero1` and `zero2` then
@@ -165,51 +170,51 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
         layout = dataclasses.replace(asked.layout, zero=zero)
         return state_bytes(
             trained,
-            estimate.fused_parameters(asked.model),
+            memory_estimate.fused_parameters(asked.model),
             precision=asked.precision,
             optimizer=asked.optimizer,
             layout=layout,
             offload=asked.offload,
             fused=asked.fused,
-            routed=estimate.trained_share(asked),
+            routed=memory_estimate.trained_share(asked),
         )
 
-    stage, trained = asked.layout.zero, estimate.trained_parameters(asked)
+    stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
     summed = micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
     state = sharded(3 if stage else 0)
     state["gradients"] = sharded(stage)["gradients"]
     like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
     copy = 0.0
     if stage in (1, 2):
-        copy = trained * _itemsize(asked) * asked.layout.held(False, estimate.trained_share(asked))
+        copy = trained * _itemsize(asked) * asked.layout.held(False, memory_estimate.trained_share(asked))
     whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
     return {
         "state_host": state.pop("host"),
         **state,
-        "frozen": estimate.frozen_bytes(whole),
+        "frozen": memory_estimate.frozen_bytes(whole),
         "accumulator": like if summed else 0.0,
     }, copy
 
 
-def _itemsize(asked: estimate.Question) -> int:
+def _itemsize(asked: memory_estimate.Question) -> int:
     """Bytes of an element of an activation."""
     return PRECISIONS[asked.precision].activation
 
 
-def _kernel_flops(model: transformer.Model, sequence: int, sequences: int) -> float:
+def _kernel_flops(model: transformer_formulas.Model, sequence: int, sequences: int) -> float:
     """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 
 
 def _kept(
-    asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str
+    asked: memory_estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str
 ) -> Kept | None:
     """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
     a formula."""
     policy, model, groups = segment["policy"], asked.model, segment["groups"]
-    layers, held = model.layers, transformer.layers_in_flight(model.layers, asked.layout)
+    layers, held = model.layers, transformer_formulas.layers_in_flight(model.layers, asked.layout)
     tiled = asked.mlp_tokens > 0
-    everything = transformer.layer_bytes(
+    everything = transformer_formulas.layer_bytes(
         model,
         asked.layout,
         asked.sequence,
@@ -265,7 +270,7 @@ def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
 
 
 def _notes(
-    config: Mapping[str, Any], asked: estimate.Question, segments: Sequence[Mapping[str, Any]], platform: str
+    config: Mapping[str, Any], asked: memory_estimate.Question, segments: Sequence[Mapping[str, Any]], platform: str
 ) -> tuple[str, ...]:
     """What the formulas are known to leave out of such a step."""
     policies = {segment["policy"] for segment in segments}

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from bytescope.memory.formulas import experts, transformer
-from bytescope.memory.formulas.adapters import TARGETS, adapted, matrices
-from bytescope.memory.formulas.transformer import Model, Tensor
+from bytescope.memory.formulas import expert_formulas, transformer_formulas
+from bytescope.memory.formulas.adapter_formulas import TARGETS, adapted, matrices
+from bytescope.memory.formulas.transformer_formulas import Model, Tensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {
@@ -238,7 +238,7 @@ def product_flops(model: Model, sequence: int) -> dict[str, float]:
         "core": scores + weighted,
         "scores": scores,
         "weighted": weighted,
-        "router": 2.0 * experts.router_size(model),
+        "router": 2.0 * expert_formulas.router_size(model),
         "experts": 2.0 * model.width * routed,
     }
 
@@ -264,7 +264,7 @@ def forward_flops(model: Model, attention: str, sequence: int) -> float:
 def bytes_of(
     names: Collection[str],
     model: Model,
-    layout: transformer.Layout,
+    layout: transformer_formulas.Layout,
     sequence: int,
     tokens: int,
     itemsize: int,
@@ -275,7 +275,7 @@ def bytes_of(
     `itemsize`: bytes of an element of an activation; `operand`: of one kept for products alone, 0 for the same.
     """
     return sum(
-        transformer.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
+        transformer_formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
         for name in names
         if name in NAMED
     )
@@ -284,4 +284,4 @@ def bytes_of(
 def _exists(name: str, model: Model) -> bool:
     """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
     tensor = NAMED.get(name)
-    return tensor is None or transformer.exists(tensor, model)
+    return tensor is None or transformer_formulas.exists(tensor, model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bytescope.memory.formulas.transformer import Layout
+from bytescope.memory.formulas.transformer_formulas import Layout
 
 ALONE = Layout()
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 
 # A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.

@@ -1,7 +1,7 @@
 """HloProto -> records: the compiled module, where its buffers were put, and the trace of its heap.
 
 Field numbers are those of XLA's hlo.proto. Pure reading: what a buffer means is for
-`memory.attribution.rules` to say.
+`memory.peak.buffer_rules` to say.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from bytescope.memory.profile.op_scopes import (
     priority,
 )
 from bytescope.memory.profile.xplane import HOST, Operation, Span, Trace
-from bytescope.memory.records import STEP_PHASES
+from bytescope.memory.records.report_record import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12

@@ -12,11 +12,11 @@ import re
 from collections import Counter
 from typing import Any
 
-from bytescope.memory.attribution import assemble
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.peak import assemble
 from bytescope.memory.profile.xplane import HOST, Operation, Trace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"

@@ -8,7 +8,7 @@ cheapest plan, `allocation_model` predicts what the compiler allocates, `problem
 For a model that is not ours `layers` finds the layers in the jaxpr of its loss, `values` reads what they can keep from
 jax's own derivative, `shards` says over how many devices that is sharded, `worth` leaves out what is never worth
 keeping, `recognition` is the policy that tells values without names apart, and `gradient` the training step whose
-policies can be exchanged; `memory/remat_plan` compiles.
+policies can be exchanged; `memory/report` compiles.
 
 To give the search more choices: name another tensor of the block with `checkpoint_name`; names are read from the
 jaxpr.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
 
 # Calls that are no more than their body.

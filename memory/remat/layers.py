@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.block_graph import INLINED, alike, carried_count
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bytescope.memory.costs import roofline
+from bytescope.memory.cost import roofline
 from bytescope.memory.remat.block_graph import Block
 from bytescope.memory.remat.ilp import MOST_RANGES, Passes, Plan
 from bytescope.memory.remat.patterns import Rates

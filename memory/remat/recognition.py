@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.costs.flops import KERNELS
+from bytescope.memory.cost.flops import KERNELS
 from bytescope.memory.errors import ReportError
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.seconds import constants
 from bytescope.memory.seconds.rate_records import Collective, Rates, at
-from bytescope.memory.seconds.schedule import TO_DEVICE, TO_HOST, Start
+from bytescope.memory.seconds.step_schedule import TO_DEVICE, TO_HOST, Start
 
 # Kind -> kinds whose rows stand for it where it has none, nearest first.
 _ALIKE: Mapping[str, tuple[str, ...]] = {

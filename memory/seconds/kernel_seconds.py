@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from bytescope.memory.seconds import constants
 from bytescope.memory.seconds.rate_records import Rates, at
-from bytescope.memory.seconds.schedule import (
+from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bytescope.memory.costs.kernels import is_product
+from bytescope.memory.cost.kernel_costs import is_product
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.loops import backend_config
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
-from bytescope.memory.seconds.schedule import (
+from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from bytescope.memory.costs import roofline
-from bytescope.memory.seconds import prediction
+from bytescope.memory.cost import roofline
 from bytescope.memory.seconds import rates as device_rates
+from bytescope.memory.seconds import step_prediction
 
 # Predictions closer than this share are a tie: runs that do the same differ as much. Of 13 pairs of runs on eight H100
 # that are alike but for ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
@@ -24,8 +24,8 @@ Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row (`memory.plan.rows.Row`) that an answer's seconds give; those that are not known left out."""
-    found, bound = prediction.of_answer(answer), prediction.bound(answer)
+    """Returns the fields of a `memory.compare.compare_rows.Row` that an answer's seconds give, without unknown ones."""
+    found, bound = step_prediction.of_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
@@ -40,7 +40,8 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
         }
     elif answer.get("status") == "ok" and answer.get("target"):
         out["unpredicted"] = (
-            prediction.missing(bool(answer.get("schedule")), answer["target"]) or "nothing in this program takes time"
+            step_prediction.missing(bool(answer.get("schedule")), answer["target"])
+            or "nothing in this program takes time"
         )
     return out
 

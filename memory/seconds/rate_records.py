@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory import report_json
-from bytescope.memory.costs import roofline
-from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.cost import roofline
+from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.report_json import is_count, is_number
+from bytescope.memory.records import report_json
+from bytescope.memory.records.report_json import is_count, is_number
 
 FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")

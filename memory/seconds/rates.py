@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory import report_json
-from bytescope.memory.costs import roofline
+from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError, check_readable, in_one_line
-from bytescope.memory.report_json import is_count
+from bytescope.memory.records import report_json
+from bytescope.memory.records.report_json import is_count
 from bytescope.memory.seconds import chip_rates
 from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at, from_json
 

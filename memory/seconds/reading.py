@@ -6,17 +6,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from bytescope.memory.attribution.rules import Attribution
-from bytescope.memory.costs import collectives, host_transfers, kernels
-from bytescope.memory.costs.flops import FlopCount
+from bytescope.memory.cost import collectives, host_transfers, kernel_costs
+from bytescope.memory.cost.flops import FlopCount
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.loops import backend_config, full_turns
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
-from bytescope.memory.records import STEP_PHASES
+from bytescope.memory.peak.buffer_rules import Attribution
+from bytescope.memory.records.report_record import STEP_PHASES
 from bytescope.memory.seconds import products
-from bytescope.memory.seconds.schedule import (
+from bytescope.memory.seconds.step_schedule import (
     FOREIGN,
     GROUPED,
     MOVING,
@@ -33,7 +33,7 @@ from bytescope.memory.seconds.schedule import (
     merged,
     unit_of,
 )
-from bytescope.memory.seconds.schedule import kernels as every_kernel
+from bytescope.memory.seconds.step_schedule import kernels as every_kernel
 
 # Updates on the way from an asynchronous operation's start to its end. A damaged module may call the same computation
 # over and over: no step has more records than the second.
@@ -118,7 +118,7 @@ class _Walk:
 
     def phase(self, one: Instruction, around: str) -> str:
         """The phase of an operation, of those of a step: what carries no mark is of the forward pass."""
-        found = kernels.phase_of(self.look, one, around)
+        found = kernel_costs.phase_of(self.look, one, around)
         return found if found in STEP_PHASES else "forward"
 
     # ---- what calls -----------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class _Walk:
             yield from self.crossing(one, around, "")
             if one.opcode != "fusion":
                 return
-        size, product = kernels.traffic(self.module, one)
+        size, product = kernel_costs.traffic(self.module, one)
         if not size:
             return
         phase, work = self.phase(one, around), products.find(self.module, one) if product else None

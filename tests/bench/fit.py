@@ -58,7 +58,7 @@ def run(config: str, keys: list) -> dict:
     import jax
     import numpy as np
 
-    from bytescope.memory.analyze import report_of
+    from bytescope.memory.analysis import report_of
     from bytescope.train.config import load
     from bytescope.train.program import build
     from bytescope.train.run.runtime import return_freed_memory

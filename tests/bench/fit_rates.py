@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices import targets
-from bytescope.memory.report_records import schedule
+from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import constants, rates
 from bytescope.memory.seconds.rate_records import Rates
-from bytescope.memory.seconds.walk import walk
-from bytescope.memory.validation import cohorts, runs, score, sets
-from bytescope.memory.validation.rows import Row
+from bytescope.memory.seconds.schedule_walk import walk
+from bytescope.train.plan.validation import cohorts, published_sets, validation_runs, validation_score
+from bytescope.train.plan.validation.measured_rows import Row
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
 # never faster than a data sheet says (copies reach 0.85 to 0.9 of it), and collectives never faster than alone.
@@ -54,7 +54,7 @@ class Measured:
     """A row with its schedule, the rates of its chip and how many calls of the step it holds."""
 
     row: Row
-    steps: schedule.Steps
+    steps: schedule_records.Steps
     rates: Rates
     calls: int
     program: str
@@ -117,8 +117,9 @@ def summary(rows: Sequence[Measured], values: Constants) -> str:
     """The share within bounds and the median, each program of weight one."""
     pairs = [(one.program, one.ratio(values)) for one in rows]
     return (
-        f"{len(pairs)} rows, {len(dict(pairs))} programs: {cohorts.share_within(pairs, score.WITHIN):.1%} within "
-        f"{score.WITHIN[0]} to {score.WITHIN[1]}, median {cohorts.median(pairs):.3f}"
+        f"{len(pairs)} rows, {len(dict(pairs))} programs: "
+        f"{cohorts.share_within(pairs, validation_score.WITHIN):.1%} within "
+        f"{validation_score.WITHIN[0]} to {validation_score.WITHIN[1]}, median {cohorts.median(pairs):.3f}"
     )
 
 
@@ -141,7 +142,7 @@ def measured(
                 found.append(
                     Measured(
                         row,
-                        schedule.from_json(answer["schedule"]),
+                        schedule_records.from_json(answer["schedule"]),
                         reached,
                         int(answer.get("calls_per_update") or 1),
                         programs[row.id],
@@ -183,10 +184,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="what `bytescope validate` wrote")
     folder = parser.parse_args().folder
-    from bytescope.train.planning.adapter import Adapter
+    from bytescope.train.plan.adapter import Adapter
 
-    rows = sets.rows("jax")
-    programs, answers = runs.finished(rows, Adapter(), folder)
+    rows = published_sets.rows("jax")
+    programs, answers = validation_runs.finished(rows, Adapter(), folder)
     found = measured(rows, answers, programs)
     if not any(one.fitted for one in found):
         raise SystemExit(f"{folder}: no compiled rows of this version: run bytescope validate --set=jax first")

@@ -28,15 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.memory.remat.gradient import Loss
 from bytescope.memory.remat.layers import layers_of
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.search import Search
 from bytescope.memory.remat.values import values_of
-from bytescope.memory.remat_plan.compiler import BUILT_IN, Compiler, name_of
-from bytescope.memory.remat_plan.plan import PolicyFigures, RematPlan, plan_of
+from bytescope.memory.report.remat_compiler import BUILT_IN, Compiler, name_of
+from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan, plan_of
 from bytescope.memory.units import human
 
 

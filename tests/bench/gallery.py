@@ -59,8 +59,8 @@ def load(name: str) -> Any:
 
 def read(name: str, target: str, folder: Path) -> Row:
     """The row of a program, its HloProto left in the folder for XProf."""
-    from bytescope.memory.analyze import report_of
-    from bytescope.memory.program import compiled_for
+    from bytescope.memory.analysis import report_of
+    from bytescope.memory.program.compilation import compiled_for
 
     row = Row(name, target)
     began = time.perf_counter()

@@ -16,7 +16,7 @@ from unittest import mock
 
 from interleave import Check, finish, parse_config, parser, take_turns, versions
 
-from bytescope.memory.analyze import report_of, with_seconds
+from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.seconds import reading

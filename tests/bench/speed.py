@@ -30,10 +30,10 @@ from interleave import Samples, finish, parse_config, parser, random_tokens, tak
 from ml_collections import ConfigDict
 from ours import start, variant
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
-from bytescope.memory.seconds import prediction
+from bytescope.memory.seconds import step_prediction
 from bytescope.train.data.feed import calls
 from bytescope.train.program import Program, build
 from bytescope.train.run.metrics import model_flops_per_token
@@ -88,7 +88,7 @@ class Side:
         done = program.compile_for_report(exact=True)
         seconds = time.perf_counter() - began
         report = report_of(done, target=target)
-        found = prediction.of(report.schedule, target, program.calls_per_update)
+        found = step_prediction.of(report.schedule, target, program.calls_per_update)
         return cls(label, program, done.compiled, seconds, report.allocated_bytes, report.fits, found and found.seconds)
 
 

@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from bytescope.memory.execution.watched import watch
+from bytescope.memory.watching.watched import watch
 
 MOST_US = 20.0
 

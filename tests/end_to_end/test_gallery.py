@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from bytescope.memory.records import Buffer, Finding, Report
+from bytescope.memory.records.report_record import Buffer, Finding, Report
 
 pytestmark = pytest.mark.quick
 
@@ -102,7 +102,7 @@ def test_findings_are_those_that_a_person_read(gallery):
 def test_what_was_read_is_of_programs_and_targets_there_are(gallery):
     import gallery_list
 
-    from bytescope.memory.findings.rules import RULES
+    from bytescope.memory.findings.finding_rules import RULES
 
     kinds = {rule.__name__ for rule in RULES}
     for program, targets in gallery_list.READ.items():

@@ -1,4 +1,4 @@
-"""The READMEs say what is so: their commands parse, their links lead somewhere, the front page's tree is the disk's."""
+"""The READMEs say what is so: their commands parse, their links lead somewhere."""
 
 import argparse
 import itertools
@@ -118,25 +118,6 @@ def missing_files(page, text):
     )
 
 
-def rooms_on_disk():
-    """Folders with Python files, down to a package's rooms: "memory/", "memory/hlo/" ..."""
-    folders = [ROOT / top for top in TOP]
-    folders += [inner for folder in folders for inner in folder.iterdir() if inner.is_dir()]
-    return {f"{relative(folder)}/" for folder in folders if next(folder.rglob("*.py"), None)}
-
-
-def rooms_of(text):
-    """The annotated tree of a page: room -> what is said of it."""
-    tree = next(block for _, block in blocks(text) if block.startswith("configs/"))
-    rooms, top = {}, ""
-    for line in tree.splitlines():
-        indent, name, note = re.fullmatch(r"( *)(\w+/) +(\S.*)", line).groups()
-        top = "" if not indent else top
-        rooms[top + name] = note
-        top = top or name
-    return rooms
-
-
 @pytest.mark.parametrize("page", READMES, ids=relative)
 def test_every_command_parses(page):
     mistakes = []
@@ -183,20 +164,6 @@ def test_the_front_page_leads_to_every_other_page():
     text = FRONT.read_text(encoding="utf-8")
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
     assert {path for path in READMES if path != FRONT} <= linked
-
-
-def test_the_tree_of_the_front_page_is_the_disk():
-    assert set(rooms_of(FRONT.read_text(encoding="utf-8"))) == rooms_on_disk()
-
-
-def test_files_named_in_the_tree_exist():
-    missing = [
-        f"{room}{name}"
-        for room, note in rooms_of(FRONT.read_text(encoding="utf-8")).items()
-        for name in re.findall(r"\w+\.(?:py|md)\b", note)
-        if not (ROOT / room / name).is_file()
-    ]
-    assert not missing
 
 
 def test_the_front_page_is_short():
@@ -277,11 +244,3 @@ def test_broken_links_are_seen():
 def test_files_that_are_gone_are_seen():
     text = "`gone.py`, `units.py`, `memory/units.py`, `memory/hlo/gone.py`, `my.py`, `commands/NAME.py`\n"
     assert missing_files(FRONT, text) == ["gone.py", "memory/hlo/gone.py"]
-
-
-def test_a_room_too_many_or_too_few_is_seen():
-    rooms = rooms_of("```\nconfigs/  keys\nmemory/  a program in, analyze.py\n  attic/  gone\n```\n")
-    assert rooms == {"configs/": "keys", "memory/": "a program in, analyze.py", "memory/attic/": "gone"}
-    on_disk = rooms_on_disk()
-    assert "memory/attic/" not in on_disk and {"memory/hlo/", "tests/support/", "configs/"} <= on_disk
-    assert not any("__pycache__" in room or "static" in room for room in on_disk)

@@ -13,7 +13,7 @@ import time
 import jax
 import pytest
 
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.train.errors import DoesNotFit, UserError
 from bytescope.train.run.checkpoint import Checkpoints
 from bytescope.train.run.failures import explain, too_big

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.config import load, override

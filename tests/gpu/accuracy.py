@@ -7,7 +7,7 @@
     python tests/gpu/accuracy.py --compile-only --target=h200        # the same table without a card, nothing measured
 
 Each row compiles, predicts and runs two updates on random tokens in a process of its own. Columns, in GiB: what the
-compiler counts; that with the items of memory/attribution/runtime_overheads.py in the allocator's pool; the allocator's
+compiler counts; that with the items of memory/peak/runtime_overheads.py in the allocator's pool; the allocator's
 peak; the error of the prediction in per cent of the measured; what the card holds outside the pool, by NVML, in MiB;
 the verdict at 2 %.
 Exit code 1 when a row that was measured is off by more, or failed. On a CPU the grid is `cpu`, the measured figure is

@@ -26,10 +26,10 @@ HOST_ROOM = 0.9
 
 def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
-    from bytescope.memory.analyze import report_of
+    from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
     from bytescope.train.config import load
-    from bytescope.train.planning import run_peak
+    from bytescope.train.plan import run_peak
     from bytescope.train.program import build
 
     target = targets.parse(asked.get("target", "local"))

@@ -24,9 +24,9 @@ from bytescope.memory.devices.platform import choose_platform
 choose_platform()
 import jax, jax.numpy as jnp
 from bytescope.memory.devices import targets
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.train.config import load
-from bytescope.train.planning.remat_auto import settled_program
+from bytescope.train.plan.remat_auto import settled_program
 
 config, shares, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 target = targets.parse("local")

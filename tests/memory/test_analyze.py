@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from bytescope import memory
-from bytescope.memory import program
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.hlo import buffers as hlo_buffers
-from bytescope.memory.records import ROWS
+from bytescope.memory.program import compilation as program
+from bytescope.memory.records.report_record import ROWS
 from support import programs
 from support.oracles import require
 

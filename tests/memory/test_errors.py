@@ -6,6 +6,7 @@ import os
 import pytest
 
 from bytescope import memory
+from bytescope.memory.commands import arguments
 from bytescope.memory.commands.arguments import write
 from bytescope.memory.errors import (
     MOST_NEAR,
@@ -17,8 +18,7 @@ from bytescope.memory.errors import (
     nearest,
     remedy_for,
 )
-from bytescope.memory.plan import cache as row_cache
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.memory.seconds import rates
 
 pytestmark = pytest.mark.quick
@@ -149,7 +149,7 @@ def test_the_remedy_of_a_file_that_cannot_be_written(tmp_path, monkeypatch, numb
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(row_cache, "write_whole", refuse)
+    monkeypatch.setattr(arguments, "write_whole", refuse)
     with pytest.raises(ReportError) as caught:
         write(tmp_path / "x", "text")
     assert str(caught.value) == f"cannot write {tmp_path / 'x'}: {os.strerror(number)}; {remedy}give another file"

@@ -53,7 +53,9 @@ def test_a_failed_test_shows_the_report(tmp_path):
         failure = out[out.index(f"_ {name} _") :].partition("short test summary")[0]
         assert "Captured memory call" in failure and "jit_step on h200" in failure and "at the peak" in failure, out
     assert "GuardError" in out and "more than 1023 B" in out
-    assert "memory/guard.py" not in out.partition("short test summary")[0], "the traceback ends in the user's test"
+    assert "memory/report/guard.py" not in out.partition("short test summary")[0], (
+        "the traceback ends in the user's test"
+    )
     assert "unknown target 'h900': did you mean h200" in out and "targets.py" not in out, out
     assert out.count("Captured memory call") == 2, "a test that passes shows nothing"
 

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from bytescope.memory import user_program
 from bytescope.memory.errors import ReportError
+from bytescope.memory.program import user_program
 
 pytestmark = pytest.mark.quick
 

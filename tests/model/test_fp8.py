@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.fp8.kernel import scaled_product
 from bytescope.model.fp8.products import MAX, TILE, Linear, dequantize, emulated, linear, quantize, rows
 from bytescope.model.placement import HERE
@@ -244,12 +244,15 @@ def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
         assert [kept["fp8"][f"{name}_{part}"] for part in ("fp8", "scale")] == ours
         assert kept["bf16"][name] == 2 * 2 * values and name not in kept["fp8"]
         assert sum(ours) <= 0.53 * kept["bf16"][name]
-    rest = lambda found: {
-        name: size
-        for name, size in found.items()  # noqa: E731
-        if name.removesuffix("_fp8").removesuffix("_scale") not in FP8_INPUTS
-    }
-    assert rest(kept["fp8"]) == rest(kept["bf16"])
+
+    def without_fp8_inputs(sizes):
+        return {
+            name: size
+            for name, size in sizes.items()
+            if name.removesuffix("_fp8").removesuffix("_scale") not in FP8_INPUTS
+        }
+
+    assert without_fp8_inputs(kept["fp8"]) == without_fp8_inputs(kept["bf16"])
 
 
 @pytest.mark.parametrize("policy", ["full", "minimal", "dots", "dots_no_batch"])

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.names import NAMES
 from bytescope.model.precision import PRECISIONS

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescope import memory
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import (
     ADAPTER_MASKS,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from bytescope.memory.analyze import report_of
-from bytescope.memory.costs.named_tensors import named_tensors, too_wide
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost.named_tensors import named_tensors, too_wide
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import (
     ADAPTER_MASKS,
@@ -21,7 +21,7 @@ from bytescope.model.remat.policies import (
     OUTSIDE_CORE,
     QUANTIZED,
 )
-from bytescope.train.planning.block import trace_gradient
+from bytescope.train.plan.block_description import trace_gradient
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described
 from support.toy import small_program

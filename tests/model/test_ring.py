@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.attention.chunked import chunked_attention
 from bytescope.model.attention.ring import Ring, ring_attention, unzigzag, zigzag, zigzag_positions
 from support.described import described

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bytescope import memory
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.remat.tile import count_tiles
 from support.toy import run_losses, small_program
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 from html.parser import HTMLParser
 
-from bytescope.memory.pages.frame import source_hash
+from bytescope.memory.view.frame import source_hash
 from support.oracles import CHROMIUM, require
 
 # What would end an element, an attribute or a line of a script, and what a template would run.

@@ -12,14 +12,13 @@ import queue
 import re
 from types import SimpleNamespace
 
+from bytescope.memory.compare import variants
 from bytescope.memory.devices import targets
-from bytescope.memory.plan import variants
-from bytescope.memory.plan.fit import result
-from bytescope.memory.plan.fit import space as fit_space
-from bytescope.memory.plan.fit import walk as walks
+from bytescope.memory.records import schedule_records
+from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, Kernel, Start, Wait
 from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.report_records import schedule
-from bytescope.memory.report_records.schedule import TO_DEVICE, TO_HOST, Kernel, Start, Wait
+from bytescope.train.plan.fit import fit_result, fit_space
+from bytescope.train.plan.fit import fit_walk as walks
 
 GIB = 2**30
 LAYERS, SEQ = 4, 1024
@@ -162,7 +161,7 @@ def answer(flat, target):
         "calls_per_update": 1,
         "tokens_per_update": int(flat["data.seq_len"]) * micro * steps * axes["data"] * axes["fsdp"],
         "work": work,
-        "schedule": schedule.to_json(schedule_of(work, overhead * target.hbm_bytes_per_s, steps)),
+        "schedule": schedule_records.to_json(schedule_of(work, overhead * target.hbm_bytes_per_s, steps)),
         "target": target.to_json(),
     }
 
@@ -261,4 +260,4 @@ def walk(
 def as_json(done, reach=None):
     """The JSON of a walk, and of what adapters reach."""
     flags = lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items())  # noqa: E731
-    return result.to_json(done, flags, {"jax": "9"}, reach=reach)
+    return fit_result.to_json(done, flags, {"jax": "9"}, reach=reach)

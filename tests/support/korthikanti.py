@@ -1,6 +1,6 @@
 """Table 2 of Korthikanti et al. 2022 (arXiv 2205.05198), and the trainer's step at the same sizes."""
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.train.config import load, override
 from bytescope.train.program import build

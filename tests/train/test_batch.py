@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bytescope.memory import __main__ as command
-from bytescope.memory.formulas.communication import accumulation
-from bytescope.memory.text.console import make_console
+from bytescope.memory.formulas.communication_volume import accumulation
+from bytescope.memory.view.console import make_console
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
 from bytescope.train.data.feed import feed

@@ -120,7 +120,7 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
 def test_values_are_checked_without_a_device():
     """A search checks its configs before workers start; a client of its own would take an accelerator's memory."""
     code = (
-        "from bytescope.train.planning.adapter import Adapter; Adapter().check('tiny', ()); "
+        "from bytescope.train.plan.adapter import Adapter; Adapter().check('tiny', ()); "
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -209,8 +209,8 @@ def test_fish(folder):
 
 def test_every_word_is_one_that_is_taken(words):
     """A flag, key, target or name that has gone, or a value of another table, would fail here."""
+    from bytescope.memory.compare.trainer import WEIGHTS
     from bytescope.memory.devices import targets
-    from bytescope.memory.plan.trainer import WEIGHTS
     from bytescope.train.config import describe_keys, find_file
 
     assert set(words.commands) == {name for names in cli.GROUPS.values() for name in names} == set(words.flags)

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.units import human, parse_bytes
 from bytescope.train import cli

@@ -514,9 +514,9 @@ def folder(tmp_path_factory):
     ("command", "words", "message"), ROWS, ids=[f"{command} {ascii(words)[1:40]}" for command, words, _ in ROWS]
 )
 def test_a_mistake_is_one_line(command, words, message, folder, monkeypatch, capsys):
-    from bytescope.memory.plan import pool
+    from bytescope.memory.compare import worker_pool
 
-    monkeypatch.setattr(pool.Pool, "__init__", lambda *_, **__: pytest.fail("a worker was started"))
+    monkeypatch.setattr(worker_pool.Pool, "__init__", lambda *_, **__: pytest.fail("a worker was started"))
     monkeypatch.chdir(folder)
     before = sorted(os.listdir(folder))
     code = cli.main([*filter(None, [command]), *words.split(" ")] if words or not command else [command])

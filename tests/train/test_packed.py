@@ -8,7 +8,7 @@ import pytest
 
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.feed import calls
-from bytescope.train.planning.block import trace_gradient
+from bytescope.train.plan.block_description import trace_gradient
 from bytescope.train.program import build
 from support.described import described
 from support.toy import first_state, small_config, small_program

@@ -14,7 +14,7 @@ from bytescope.model import PRECISIONS, Precision
 from bytescope.model.layers import look_up
 from bytescope.train.optimizer.rounding import apply_updates, random_bits, round_stochastic
 from bytescope.train.optimizer.rules import OPTIMIZERS
-from bytescope.train.planning.block import trace_gradient
+from bytescope.train.plan.block_description import trace_gradient
 from bytescope.train.program import build
 from support.described import described
 from support.hlo_text import collectives

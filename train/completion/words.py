@@ -132,10 +132,10 @@ def _kind(action: argparse.Action) -> str:
 
 def _lists() -> dict[str, str]:
     """Flags that take several names with commas between them."""
-    from bytescope.memory.formulas.adapters import TARGETS
-    from bytescope.memory.plan import levers
-    from bytescope.memory.plan.fit import space as fit_space
+    from bytescope.memory.formulas.adapter_formulas import TARGETS
     from bytescope.model.remat.policies import POLICIES
+    from bytescope.train.plan import levers
+    from bytescope.train.plan.fit import fit_space
 
     return {
         "--remat": " ".join(["@list", *POLICIES]),

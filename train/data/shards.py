@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.report_json import one_line, parse
+from bytescope.memory.records.report_json import one_line, parse
 from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
 from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer

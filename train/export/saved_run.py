@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.export.stored_array import Slices, StoredArray, whole

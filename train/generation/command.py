@@ -180,7 +180,7 @@ def _answer(engine: Engine, source: Source, left: Sequence[Row], total: int, out
 
 def _put(row: Row, one, text: str | None, out: Answers | None) -> None:
     """An answer to the file, or to the terminal below its prompt."""
-    from bytescope.memory.text.console import safe
+    from bytescope.memory.view.console import safe
 
     if out:
         out.add(row, one, text)

@@ -13,13 +13,13 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from bytescope.memory.compare.trainer import called
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.generation.arguments import KV
 from bytescope.memory.generation.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.memory.plan.trainer import called
-from bytescope.memory.records import Report
+from bytescope.memory.generation.budget_arguments import KV
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 from bytescope.model.paged.pool import PAGE
 from bytescope.model.quantized.table import FORMATS

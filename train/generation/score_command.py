@@ -120,8 +120,8 @@ def mean_of(found: Sequence[Scored]) -> tuple[int, float]:
 
 
 def _show(scored: dict[int, list[Scored]]) -> None:
-    from bytescope.memory.text.console import put
-    from bytescope.memory.text.table import FigureTable, figure
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_table import FigureTable, figure
 
     table = FigureTable(figure("text"), figure("tokens"), figure("nats a token"), figure("perplexity"))
     every = [one for found in scored.values() for one in found]
@@ -133,8 +133,8 @@ def _show(scored: dict[int, list[Scored]]) -> None:
 
 
 def _show_tokens(source: Source, found: Sequence[Scored]) -> None:
-    from bytescope.memory.text.console import one_line, put
-    from bytescope.memory.text.table import FigureTable, figure, label
+    from bytescope.memory.view.console import one_line, put
+    from bytescope.memory.view.text_table import FigureTable, figure, label
 
     table = FigureTable(figure("token"), label("text"), figure("log p"))
     for one in found:

@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.model.paged import step as decode
 from bytescope.model.paged.pool import PAGE, View
 from bytescope.train.errors import UserError

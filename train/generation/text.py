@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import check_readable
-from bytescope.memory.text.console import safe
+from bytescope.memory.view.console import safe
 from bytescope.train.data.examples.content import Chat, Malformed
 from bytescope.train.data.examples.template import Renderer, find_template
 from bytescope.train.data.tokenizer import Tokenizer

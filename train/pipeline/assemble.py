@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bytescope.memory.pipeline.figures import expected_bubble, full_ticks, simulate
+from bytescope.memory.pipeline.schedule_figures import expected_bubble, full_ticks, simulate
 from bytescope.train.choices import Choices
 from bytescope.train.loss_fn import make_cross_entropy, token_mask
 from bytescope.train.pipeline.forward import PipelineForward

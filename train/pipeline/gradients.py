@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.memory.pipeline.schedule_figures import full_ticks
 from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
 from bytescope.train.pipeline.ticks import Ticks

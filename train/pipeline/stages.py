@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bytescope.memory.pipeline.layers import divide_layers
 from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.memory.pipeline.stage_layers import divide_layers
 from bytescope.model import ModelConfig
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
-from bytescope.memory.generation.arguments import add_dtype
+from bytescope.memory.generation.budget_arguments import add_dtype
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Shows the memory of a quantization; returns the exit code: 3 where it does not fit."""
-    from bytescope.memory.text.console import put
+    from bytescope.memory.view.console import put
     from bytescope.train.quantize import shown
     from bytescope.train.quantize.opened import planned
 
@@ -203,7 +203,7 @@ def quantize(args: argparse.Namespace) -> None:
       UserError: what the user can mend. DoesNotFit: one layer does not.
     """
     from bytescope.memory.commands.arguments import write
-    from bytescope.memory.text.console import put
+    from bytescope.memory.view.console import put
     from bytescope.train.export.out_folder import refuse_used
     from bytescope.train.quantize import page, shown
     from bytescope.train.quantize.opened import measured, open_work

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.pages.elements import Figure, table, versions
-from bytescope.memory.pages.frame import page
 from bytescope.memory.units import human
+from bytescope.memory.view.elements import Figure, table, versions
+from bytescope.memory.view.frame import page
 from bytescope.train.quantize.result import Result
 from bytescope.train.quantize.shown import mean_error
 
@@ -107,7 +107,8 @@ def heat(result: Result) -> list[dict[str, Any]]:
                     "share": one["error"] / most,
                     "text": f"{one['error']:.2%}",
                     "power": f"{one['power']:.2f}",
-                    "title": f"layer {row['layer']}, {one['weight']}: {one['error']:.4%}, rounding {one['rounding']:.4%}",
+                    "title": f"layer {row['layer']}, {one['weight']}: {one['error']:.4%}, "
+                    f"rounding {one['rounding']:.4%}",
                 }
                 for one in row["weights"]
             ],

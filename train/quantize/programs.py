@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.model import ModelConfig, Precision, Transformer

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.model import ModelConfig
 from bytescope.model.quantized.table import Matrix
 from bytescope.train.errors import UserError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.text.layout import Prose
-from bytescope.memory.text.table import FigureTable, figure, label, words
 from bytescope.memory.units import human
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.quantize.result import Memory, Result
 
 BAR = 24  # columns of the longest bar

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.train.config import flatten
 from bytescope.train.recording.run_page import RunPage
 from bytescope.train.recording.tensorboard import Events, scalars

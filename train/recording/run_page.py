@@ -25,11 +25,14 @@ class RunPage:
     def close(self, failed: bool) -> None:
         """Writes the page; a disk that is full ends no training."""
         del failed  # the curves of a run that failed are worth a look
-        from bytescope.memory.pages import run
+        from bytescope.train.recording import run_directory_page
 
         try:
-            run.write(self._workdir)
+            run_directory_page.write(self._workdir)
         except OSError as error:
-            self._tell(f"warning: no {run.PAGE}: {error.strerror}; bytescope page {self._workdir} writes it later")
+            self._tell(
+                f"warning: no {run_directory_page.PAGE}: {error.strerror}; "
+                f"bytescope page {self._workdir} writes it later"
+            )
         except ReportError:  # nothing of a run is there yet
             return

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 from bytescope.train.step.routing import ROUTING_METRICS
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.records import Report
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
+from bytescope.memory.records.report_record import Report
 from bytescope.train.errors import UserError
 from bytescope.train.recording.tensorboard import summary
 from bytescope.train.run.workdir import write_atomically

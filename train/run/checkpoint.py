@@ -25,7 +25,7 @@ import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.errors import UserError
 from bytescope.train.export.stored_array import StoredArray

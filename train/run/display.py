@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from bytescope.memory.text.console import LineProgress, safe
-from bytescope.memory.text.layout import ignoring
+from bytescope.memory.view.console import LineProgress, safe
+from bytescope.memory.view.text_layout import ignoring
 from bytescope.train.run.summary import clock
 
 GIB = 2**30

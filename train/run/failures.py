@@ -11,7 +11,7 @@ from typing import Any
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 from bytescope.train.errors import DoesNotFit, UserError
 from bytescope.train.run.runtime import RAISE_FILES, forgive_abandoned

@@ -19,13 +19,11 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from rich.console import Console
 
-from bytescope.memory.commands.trace import prediction, to_json
+from bytescope.memory.commands.trace_command import prediction, to_json
 from bytescope.memory.errors import ReportError
-from bytescope.memory.pages import trace as trace_page
-from bytescope.memory.profile import annotate, breakdown, xplane
+from bytescope.memory.profile import annotate, breakdown, profile_text, trace_page, xplane
 from bytescope.memory.profile.xplane import HOST
-from bytescope.memory.records import Report
-from bytescope.memory.text import profile as profile_text
+from bytescope.memory.records.report_record import Report
 from bytescope.train.errors import UserError
 from bytescope.train.run.workdir import write_atomically
 

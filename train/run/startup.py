@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from bytescope.memory.analyze import report_of, with_seconds
-from bytescope.memory.commands.report import subject
-from bytescope.memory.costs import flops
+from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.commands.report_command import subject
+from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
-from bytescope.memory.pages import report as report_page
-from bytescope.memory.records import Report
-from bytescope.memory.text import report as report_text
-from bytescope.memory.text.console import put, safe
-from bytescope.memory.text.layout import Prose
+from bytescope.memory.records.report_record import Report
+from bytescope.memory.report import report_page, report_text
+from bytescope.memory.view.console import put, safe
+from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS, joined, parted, router_biases
 from bytescope.model.names import NAMES
 from bytescope.model.quantized.table import Matrix
@@ -33,9 +32,9 @@ from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.optimizer.rules import describe_scaling
 from bytescope.train.parallel.processes import Processes
-from bytescope.train.planning import remedies
-from bytescope.train.planning.adapter import Adapter
-from bytescope.train.planning.run_peak import loop_overhead
+from bytescope.train.plan import remedies
+from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program import Program
 from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
-from bytescope.memory.records import Report
-from bytescope.memory.text.console import put
-from bytescope.memory.text.layout import Command, Prose, as_text, ignoring, wrap
-from bytescope.memory.text.seconds import prediction as times
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
+from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.console import put
+from bytescope.memory.view.text_layout import Command, Prose, as_text, ignoring, wrap
 
 TITLE = 11  # columns of a title and the gap after it
 BAR = 16

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import ALONE, Processes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from bytescope.memory.errors import remedy_for
-from bytescope.memory.report_json import one_line
+from bytescope.memory.records.report_json import one_line
 from bytescope.train.errors import UserError
 from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
@@ -29,7 +29,8 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 MISSING: Mapping[str, str] = dict.fromkeys(
     ("llama4", "llama4_text"),
     (
-        "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, and "
+        "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, "
+        "and "
         "experts that weigh their input"
     ),
 ) | {"gpt_oss": ("attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}

@@ -135,7 +135,7 @@ class Pattern:
         return array.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """Returns the full span of a `paired` letter: neighbours on disk are far apart in our layout, so all are read."""
+        """Returns the full span of a `paired` letter: neighbours on disk are far apart in ours, so all are read."""
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
 from bytescope.memory.findings.remedies.case import Keys, case_of
 from bytescope.memory.findings.remedies.open_levers import Lever, open_levers, together
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import GIB, MIB, human
 
 __all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]

@@ -31,8 +31,8 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT_POLICY,
 )
-from bytescope.memory.formulas.communication import BATCH_AXES
-from bytescope.memory.records import Report
+from bytescope.memory.formulas.communication_volume import BATCH_AXES
+from bytescope.memory.records.report_record import Report
 
 # Keys of a config to change: dotted key -> text.
 Keys = Mapping[str, str]

@@ -22,7 +22,7 @@ from bytescope.memory.config_keys import (
 from bytescope.memory.findings.evidence import NOTABLE
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of
 from bytescope.memory.findings.remedies.open_levers import flags, open_levers
-from bytescope.memory.records import Finding, Report
+from bytescope.memory.records.report_record import Finding, Report
 
 Remedy = tuple[str, Keys] | None
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from bytescope.memory.config_keys import BATCH_MICRO, DATA_SEQ_LEN, MODEL_MOE_EVERY, MODEL_MOE_KERNEL
 from bytescope.memory.findings.remedies.case import Case
-from bytescope.memory.formulas.config import experts_of
-from bytescope.memory.formulas.experts import Experts, rows
+from bytescope.memory.formulas.config_formulas import experts_of
+from bytescope.memory.formulas.expert_formulas import Experts, rows
 
 # Values of model.capacity_factor to propose: those of GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961).
 FACTORS = (2.0, 1.25)

@@ -41,9 +41,9 @@ from bytescope.memory.config_keys import (
 )
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedule
 from bytescope.memory.findings.remedies.expert_room import room_of, smaller
-from bytescope.memory.formulas.adapters import BASES
+from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import STRATEGIES
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 
 # Rows of the breakdown that grow with the batch, and those that are state of the parameters.
 _BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from bytescope.memory.costs import roofline
-from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.cost import roofline
+from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.seconds.calibration import kernels, links
+from bytescope.memory.seconds.calibration import kernel_cases, links
 from bytescope.memory.seconds.calibration.cases import (
     ACCELERATOR,
     ATTENTION,
@@ -188,13 +188,13 @@ def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]
     rows = [
         list(row)
         for row in (
-            kernels.floors(devices[0]),
-            kernels.products(devices[0], units, sizes, flops),
-            kernels.memory(devices[0], sizes, moved),
-            kernels.attention(devices[0], units[0], sizes, flops / 2),
+            kernel_cases.floors(devices[0]),
+            kernel_cases.products(devices[0], units, sizes, flops),
+            kernel_cases.memory(devices[0], sizes, moved),
+            kernel_cases.attention(devices[0], units[0], sizes, flops / 2),
             links.host_link(devices[0], sizes),
             links.collectives(devices, sizes, moved / 10),
-            kernels.thin(devices[0], units[0], sizes, flops),
+            kernel_cases.thin(devices[0], units[0], sizes, flops),
         )
     ]
     turns = [row[turn] for turn in range(max(map(len, rows))) for row in rows if turn < len(row)]

@@ -7,8 +7,8 @@ import pytest
 
 from bytescope.memory.commands import github
 from bytescope.memory.errors import ReportError
-from bytescope.memory.plan import diff
-from bytescope.memory.records import ROWS, Buffer, Finding, Report
+from bytescope.memory.records import report_diff
+from bytescope.memory.records.report_record import ROWS, Buffer, Finding, Report
 from bytescope.memory.units import MIB
 from bytescope.train import cli
 
@@ -58,8 +58,8 @@ def parsed(line):
 def test_growth_is_an_error_at_the_line_that_grew_most(monkeypatch):
     monkeypatch.setenv("GITHUB_WORKSPACE", "/srv/repo")
     before, after = report_of(4 * MIB), report_of(8 * MIB, target="h200", jax="0.12.0")
-    changes = diff.diff(before, after)
-    lines = github.of_difference(before, after, changes, diff.grew_above(changes, 2.0), 2.0)
+    changes = report_diff.diff(before, after)
+    lines = github.of_difference(before, after, changes, report_diff.grew_above(changes, 2.0), 2.0)
     found = [parsed(line) for line in lines]
     assert [kind for kind, _, _ in found] == ["error", "error", "warning", "warning", "warning"]
     _, given, message = found[0]
@@ -67,8 +67,8 @@ def test_growth_is_an_error_at_the_line_that_grew_most(monkeypatch):
     assert message == "peak_bytes grew by +80.0 %25, 5.00 MiB to 9.00 MiB, above 2 %25"
     assert "h100:8 and h200" in found[2][2] and "jax, 0.10.2 and 0.12.0" in found[3][2]
     assert found[4][1]["file"] == "model/mlp.py" and "residuals/backward/Decoder/mlp/dot" in found[4][2]
-    assert github.of_difference(before, before, diff.diff(before, before), (), 0.0) == []
-    shrunk = diff.diff(after, before)
+    assert github.of_difference(before, before, report_diff.diff(before, before), (), 0.0) == []
+    shrunk = report_diff.diff(after, before)
     assert all("grew" not in line for line in github.of_difference(after, before, shrunk, (), 0.0))
 
 
@@ -145,5 +145,5 @@ def test_a_summary_that_cannot_be_written():
 )
 def test_what_makes_two_reports_hard_to_compare(fields, words):
     versions = {"versions": fields.pop("versions")} if "versions" in fields else {}
-    found = diff.warnings(report_of(MIB), dataclasses.replace(report_of(MIB, **fields), **versions))
+    found = report_diff.warnings(report_of(MIB), dataclasses.replace(report_of(MIB, **fields), **versions))
     assert len(found) == len(words) and all(word in text for word, text in zip(words, found)), found

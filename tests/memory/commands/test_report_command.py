@@ -12,17 +12,17 @@ from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
-from bytescope.memory.analyze import judge
+from bytescope.memory.analysis import judge
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.plan import diff
-from bytescope.memory.program import compilation_of
+from bytescope.memory.program.compilation import compilation_of
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
-from bytescope.memory.records import POOL, Buffer, Report, RuntimeOverhead
-from bytescope.memory.text import report as report_text
+from bytescope.memory.records import report_diff
+from bytescope.memory.records.report_record import POOL, Buffer, Report, RuntimeOverhead
+from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
-from bytescope.train.planning.adapter import Adapter
+from bytescope.train.plan.adapter import Adapter
 from support import programs
 from support.oracles import require
 
@@ -236,7 +236,7 @@ def test_diff_names_what_grew():
             size, size, {"residuals": size}, buffers=buffers, residuals_by_name={"up": size}, versions={"jax": dtype}
         )
 
-    changes = diff.diff(report(100, "a"), report(150, "b"))
+    changes = report_diff.diff(report(100, "a"), report(150, "b"))
     assert [(c.kind, c.name, c.growth) for c in changes] == [
         ("total", "peak_bytes", 50),
         ("total", "allocated_bytes", 50),
@@ -246,9 +246,9 @@ def test_diff_names_what_grew():
         ("buffer", "residuals/forward/mlp/up b[4]", 150),
         ("buffer", "residuals/forward/mlp/up a[4]", -100),
     ]
-    assert diff.version_changes(report(1, "a"), report(1, "b")) == (("jax", "a", "b"),)
+    assert report_diff.version_changes(report(1, "a"), report(1, "b")) == (("jax", "a", "b"),)
     # The compiler's own names do not matter.
-    assert all(not c.growth for c in diff.diff(report(100, "a"), report(100, "a")))
+    assert all(not c.growth for c in report_diff.diff(report(100, "a"), report(100, "a")))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.commands import xprof_export as xprof_export_command
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, Report
 
 BUFFERS = (
     Buffer(

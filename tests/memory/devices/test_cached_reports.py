@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import compile_lowered
 from support import programs
 

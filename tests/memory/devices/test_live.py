@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from bytescope.memory.devices import live
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from support.described import described
 
 GIB = 2**30

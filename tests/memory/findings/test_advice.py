@@ -7,7 +7,7 @@ import pytest
 from bytescope.configs import base
 from bytescope.memory.findings.remedies import advice
 from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
-from bytescope.memory.records import ROWS, Report
+from bytescope.memory.records.report_record import ROWS, Report
 from bytescope.memory.units import GIB
 from bytescope.train.checks import check_values
 from bytescope.train.config import flatten, override

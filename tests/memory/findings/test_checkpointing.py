@@ -5,12 +5,12 @@ import linecache
 
 import pytest
 
-from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.checkpointing import candidates, checkpoint_saves
 from bytescope.memory.findings.functions import Function, calls, wrapper
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
-from bytescope.memory.records import ROWS, Buffer, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import ROWS, Buffer, Report
 from bytescope.memory.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.quick

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.analyze import report_of
-from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.findings import experts as rule
-from bytescope.memory.findings import rules as findings
+from bytescope.memory.analysis import report_of
+from bytescope.memory.findings import expert_findings as rule
+from bytescope.memory.findings import finding_rules as findings
 from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.findings.remedies.expert_room import room_of, smaller
 from bytescope.memory.findings.remedies.open_levers import open_levers
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.records import ROWS, Buffer, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import ROWS, Buffer, Report
 from bytescope.memory.units import MIB
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES

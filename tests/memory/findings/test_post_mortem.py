@@ -7,11 +7,11 @@ import json
 import pytest
 from rich.console import Console
 
-from bytescope.memory import records
-from bytescope.memory.findings import rules
+from bytescope.memory.findings import finding_rules
 from bytescope.memory.findings.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
-from bytescope.memory.records import ROWS, Buffer, Finding, Report
-from bytescope.memory.text import post_mortem as text
+from bytescope.memory.records import report_record
+from bytescope.memory.records.report_record import ROWS, Buffer, Finding, Report
+from bytescope.memory.report import post_mortem_text as text
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.config import flatten, load
 
@@ -58,7 +58,7 @@ def test_no_finding_that_takes_more_memory_and_none_said_twice():
     saves = Finding("checkpoint_saves", 4 * GIB, "Decoder keeps 6 GiB", "wrap Decoder in jax.checkpoint")
     found = ways_out(report_of(KEPT, findings=(spare, saves)))
     assert [way.words.partition(" (")[0] for way in found] == ["wrap Decoder in jax.checkpoint", _BATCH]
-    assert {spare.kind, saves.kind} <= {rule.__name__ for rule in rules.RULES}, "the findings are called so"
+    assert {spare.kind, saves.kind} <= {rule.__name__ for rule in finding_rules.RULES}, "the findings are called so"
 
 
 def test_what_the_step_does_not_need_comes_first():
@@ -138,7 +138,7 @@ def test_the_json_is_a_report_too(tmp_path):
         "step", 3, "RESOURCE_EXHAUSTED", held=(HeldArrays((2,), "int8", 1, 2, 1, 2),), report=report_of(KEPT)
     )
     (tmp_path / "p.json").write_text(json.dumps(found.to_json()))
-    assert records.load(tmp_path / "p.json") == found.report
+    assert report_record.load(tmp_path / "p.json") == found.report
     own = json.loads((tmp_path / "p.json").read_text())["post_mortem"]
     assert (own["call"], own["other_bytes"], own["needed_bytes"]) == (3, 2, 6 * GIB + 2)
     assert own["ways_out"][0]["words"].startswith("jax.checkpoint around Decoder/layer_3")

@@ -11,21 +11,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
-from bytescope.memory.analyze import report_of
-from bytescope.memory.arguments.program_arguments import Argument, Arguments
-from bytescope.memory.attribution.batch_axes import Activation
-from bytescope.memory.attribution.placement import PlacedProgram
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.findings import rules as findings
+from bytescope.memory.findings import finding_rules as findings
 from bytescope.memory.findings.replicated import are_partial_sums, missing
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, Program
 from bytescope.memory.hlo.mesh import Layout, of_compiled
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
-from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
-from bytescope.memory.report_records.parallel import Collective
+from bytescope.memory.peak.batch_axes import Activation
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.program.program_arguments import Argument, Arguments
+from bytescope.memory.records.parallel_records import Collective
+from bytescope.memory.records.report_record import ROWS, Buffer, Report, TimelinePoint
 from bytescope.memory.units import MIB
 from support import programs
 from support.oracles import require

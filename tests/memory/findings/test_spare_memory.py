@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from bytescope.configs import llama_8b
-from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.costs.flops import count
-from bytescope.memory.costs.recomputed import recomputed_products
+from bytescope.memory.cost.flops import count
+from bytescope.memory.cost.recomputed import recomputed_products
 from bytescope.memory.findings.spare_memory import spare_memory
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.records import ROWS, Report
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import ROWS, Report
 from bytescope.memory.units import GIB
 from bytescope.train.config import flatten, override
 

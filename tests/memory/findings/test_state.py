@@ -6,17 +6,17 @@ import shlex
 import pytest
 
 from bytescope.configs import llama_70b
-from bytescope.memory.arguments.program_arguments import Argument, Arguments
-from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.findings import rules
+from bytescope.memory.findings import finding_rules
 from bytescope.memory.findings.sharding import unsharded_gradients
-from bytescope.memory.findings.state import state_too_large, whole_state
+from bytescope.memory.findings.state_findings import state_too_large, whole_state
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
-from bytescope.memory.records import ROWS, Buffer, Report
-from bytescope.memory.report_records.parallel import Collective
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.program.program_arguments import Argument, Arguments
+from bytescope.memory.records.parallel_records import Collective
+from bytescope.memory.records.report_record import ROWS, Buffer, Report
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.config import flatten, override
 
@@ -109,7 +109,7 @@ def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
     report = dataclasses.replace(report, config=config(**keys), target={"n_devices": 8})
     found = whole_state(report, program)
     assert found is None if not said else said in found.message
-    flags = [finding.flags for finding in rules.find(report, program) if finding.kind == "whole_state"]
+    flags = [finding.flags for finding in finding_rules.find(report, program) if finding.kind == "whole_state"]
     assert flags == (
         {"mesh.strategy": ["--config.mesh.strategy=zero3"], "mesh.data": ["--config.mesh.data=1 --config.mesh.fsdp=8"]}[
             next(iter(keys))
@@ -273,8 +273,8 @@ def test_a_config_has_flags(keys, rows, kind, flags):
     rows = dict.fromkeys(ROWS, 0) | {"params": 10 * GIB, **rows}
     size = sum(rows.values())
     report = Report(size, size, rows, config=config(**keys), target={"n_devices": 8})
-    (found,) = [finding for finding in rules.find(report, NOTHING) if finding.kind == kind]
+    (found,) = [finding for finding in finding_rules.find(report, NOTHING) if finding.kind == kind]
     assert found.flags == flags
     foreign = dataclasses.replace(report, config={})
-    (other,) = [finding for finding in rules.find(foreign, NOTHING) if finding.kind == kind]
+    (other,) = [finding for finding in finding_rules.find(foreign, NOTHING) if finding.kind == kind]
     assert not other.flags and "loss." not in other.remedy

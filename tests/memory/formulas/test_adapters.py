@@ -7,12 +7,18 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import adapters, flops, rematerialized, training_state, transformer
-from bytescope.memory.formulas.adapters import Adapters
-from bytescope.memory.formulas.config import question_of
-from bytescope.memory.formulas.estimate import Question, check, estimate
-from bytescope.memory.formulas.transformer import Layout, Model, gpt
-from bytescope.train.planning.adapter import Adapter
+from bytescope.memory.formulas import (
+    adapter_formulas,
+    rematerialized,
+    training_flops,
+    training_state,
+    transformer_formulas,
+)
+from bytescope.memory.formulas.adapter_formulas import Adapters
+from bytescope.memory.formulas.config_formulas import question_of
+from bytescope.memory.formulas.memory_estimate import Question, check, estimate
+from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
+from bytescope.train.plan.adapter import Adapter
 
 pytestmark = pytest.mark.quick
 
@@ -23,20 +29,22 @@ ALONE = Layout()
 GPT3 = gpt(96, 12288, 96, 50257, dropout=False)
 
 
-def with_adapters(model, rank, targets=adapters.TARGETS, base="bf16"):
+def with_adapters(model, rank, targets=adapter_formulas.TARGETS, base="bf16"):
     return dataclasses.replace(model, adapters=Adapters(rank, targets, base))
 
 
 def frozen(model, base, layout=ALONE, sharded=False):
     model = with_adapters(model, 8, base=base)
-    count = transformer.parameter_count(model)
-    return adapters.frozen_bytes(model, count, transformer.table_count(model), layout, sharded)
+    count = transformer_formulas.parameter_count(model)
+    return adapter_formulas.frozen_bytes(model, count, transformer_formulas.table_count(model), layout, sharded)
 
 
 @pytest.mark.parametrize("rank, millions", [(1, 4.7), (8, 37.7)])
 def test_adapters_of_gpt_3_are_those_of_the_paper(rank, millions):
     """Hu et al. 2021, table 4: 4.7M and 37.7M trained parameters, of queries and values."""
-    assert adapters.adapter_count(with_adapters(GPT3, rank, ("q", "v"))) / 1e6 == pytest.approx(millions, abs=0.05)
+    assert adapter_formulas.adapter_count(with_adapters(GPT3, rank, ("q", "v"))) / 1e6 == pytest.approx(
+        millions, abs=0.05
+    )
 
 
 def test_gpt_3_takes_a_third_of_the_memory():
@@ -48,12 +56,12 @@ def test_gpt_3_takes_a_third_of_the_memory():
     found = estimate(Question(count, model, precision="pure_bf16"))
     assert found.state["frozen"] == 350e9
     assert sum(found.state.values()) / 350e9 == pytest.approx(1, abs=0.001)
-    assert 2 * adapters.adapter_count(model) / 2**20 == pytest.approx(35, abs=1.1)
+    assert 2 * adapter_formulas.adapter_count(model) / 2**20 == pytest.approx(35, abs=1.1)
 
 
 def test_bits_of_nf4_are_those_of_the_paper():
     """Dettmers et al. 2023, section 3: double quantization leaves 0.127 bits a parameter for constants."""
-    assert 8 * adapters.BASES["nf4"].element - 4 == pytest.approx(0.127, abs=0.0005)
+    assert 8 * adapter_formulas.BASES["nf4"].element - 4 == pytest.approx(0.127, abs=0.0005)
 
 
 def test_65b_fits_a_card_of_48_gb():
@@ -61,7 +69,7 @@ def test_65b_fits_a_card_of_48_gb():
     whole = training_state.state_bytes_per_parameter("bf16_params", "adamw")
     assert sum(whole.values()) * 65e9 == 780e9
     asked = Question(
-        transformer.parameter_count(LLAMA_65B),
+        transformer_formulas.parameter_count(LLAMA_65B),
         with_adapters(LLAMA_65B, 64, base="nf4"),
         sequence=512,
         precision="pure_bf16",
@@ -89,7 +97,7 @@ def test_what_a_layer_keeps_for_adapters_by_hand():
     """Inputs of frozen matrices go, those of adapted ones stay, each with r numbers a token."""
 
     def kept(model, policy="none"):
-        return transformer.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
+        return transformer_formulas.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
 
     plain, every = kept(LLAMA_8B), kept(with_adapters(LLAMA_8B, 16))
     assert every == plain + 10 * 2 * 16 * 7
@@ -110,18 +118,23 @@ def test_what_a_policy_of_names_keeps():
 
 def test_frozen_matrices_take_four_flops_and_adapters_six():
     model, tokens = with_adapters(LLAMA_8B, 16), 2048
-    weights = transformer.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
-    added = 6 * adapters.adapter_count(model) * tokens
-    assert flops.model_flops(LLAMA_8B, tokens, 1) - flops.model_flops(model, tokens, 1) == 2 * weights * tokens - added
+    weights = transformer_formulas.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
+    added = 6 * adapter_formulas.adapter_count(model) * tokens
     assert (
-        flops.hardware_flops(model, tokens, 1, "full") - flops.model_flops(model, tokens, 1)
-        == flops.hardware_flops(LLAMA_8B, tokens, 1, "full") - flops.model_flops(LLAMA_8B, tokens, 1) + added / 3
+        training_flops.model_flops(LLAMA_8B, tokens, 1) - training_flops.model_flops(model, tokens, 1)
+        == 2 * weights * tokens - added
+    )
+    assert (
+        training_flops.hardware_flops(model, tokens, 1, "full") - training_flops.model_flops(model, tokens, 1)
+        == training_flops.hardware_flops(LLAMA_8B, tokens, 1, "full")
+        - training_flops.model_flops(LLAMA_8B, tokens, 1)
+        + added / 3
     )
 
 
 def test_only_adapters_have_gradients_and_moments():
     asked = Question(8e9, with_adapters(LLAMA_8B, 16, base="nf4"), precision="bf16", offload="none")
-    found, count = estimate(asked), adapters.adapter_count(asked.model)
+    found, count = estimate(asked), adapter_formulas.adapter_count(asked.model)
     assert {role: found.state[role] / count for role in training_state.ROLES} == {
         "params": 4,
         "gradients": 4,

@@ -13,16 +13,16 @@ import pytest
 from bytescope.memory.__main__ import main
 from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.memory.formulas import transformer
-from bytescope.memory.formulas.adapters import Adapters
+from bytescope.memory.formulas import transformer_formulas
+from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.assumed import parse_count
-from bytescope.memory.formulas.config import question_of
-from bytescope.memory.formulas.estimate import Question, check, estimate, shape_for
-from bytescope.memory.formulas.experts import Experts
-from bytescope.memory.formulas.latent import Latent
-from bytescope.memory.formulas.transformer import Layout, Model
-from bytescope.memory.pages import estimate as estimate_page
-from bytescope.train.planning.adapter import Adapter
+from bytescope.memory.formulas.config_formulas import question_of
+from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
+from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.train.plan import estimate_page
+from bytescope.train.plan.adapter import Adapter
 from support.browser import browse, one_file
 
 LLAMA_8B = Question(
@@ -67,7 +67,7 @@ DEEPSEEK = Question(
 )
 DROPOUT = Question(
     1e9,
-    transformer.gpt(24, 2048, 16, 50304),
+    transformer_formulas.gpt(24, 2048, 16, 50304),
     Layout(tensor=4, sequence=True, data=2, zero=1),
     1024,
     4,
@@ -200,7 +200,7 @@ def test_counts_as_people_write_them(text, count):
 @pytest.mark.parametrize("parameters", [20e6, 124e6, 7e9, 70e9, 175e9, 1e12])
 def test_a_shape_of_about_as_many_parameters(parameters):
     model = shape_for(parameters)
-    in_layers = transformer.parameter_count(model) - model.vocabulary * model.width
+    in_layers = transformer_formulas.parameter_count(model) - model.vocabulary * model.width
     assert in_layers == pytest.approx(parameters, rel=0.1) and model.heads * model.head_width == model.width
     assert shape_for(parameters, layers=48).layers == 48 and shape_for(parameters, width=4096).width == 4096
 
@@ -289,7 +289,7 @@ def test_a_config_says_its_levers(capsys):
 )
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
-    assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
+    assert same(found, question) and list(found["policies"]) == list(transformer_formulas.RECOMPUTE)
     assert f"{estimate(question).total('none') / 1e9:,.2f} GB" in document and 'class="plot chart"' in document
 
 
@@ -315,7 +315,9 @@ def test_the_shape_follows_the_count_and_the_count_the_shape(tmp_path):
     assert same(found, dataclasses.replace(DROPOUT, parameters=13e9, model=model))
     found, _ = computed(tmp_path, DROPOUT, script=TYPE + 'type("layers", "30");')
     model = dataclasses.replace(DROPOUT.model, layers=30)
-    assert same(found, dataclasses.replace(DROPOUT, parameters=transformer.parameter_count(model), model=model))
+    assert same(
+        found, dataclasses.replace(DROPOUT, parameters=transformer_formulas.parameter_count(model), model=model)
+    )
 
 
 CHOICES = """

@@ -2,18 +2,18 @@
 
 import pytest
 
-from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import flops
-from bytescope.memory.formulas import communication, reconcile
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost import flops
+from bytescope.memory.formulas import communication_volume, reconcile
 from bytescope.memory.formulas.expert_exchange import DISPATCHES, chosen_dispatch, repeats, sent
-from bytescope.memory.formulas.experts import Experts
-from bytescope.memory.pages import report as report_page
+from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
 from bytescope.train.config import flatten
-from bytescope.train.planning.adapter import Adapter
+from bytescope.train.plan.adapter import Adapter
 from support.toy import small_config, small_program
 
 MOE = {
@@ -67,12 +67,12 @@ def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
     total, routed = 100_000, 2 * 8 * 3 * 32 * 32
     found = {
         (one.kind, one.axes): one.bytes
-        for one in communication.of_config(config, {"fsdp": 2, "expert": 4}, total, "cpu")
+        for one in communication_volume.of_config(config, {"fsdp": 2, "expert": 4}, total, "cpu")
     }
     assert found["all-gather", ("fsdp", "expert")] == 2 * 4 * (total - routed)
     assert found["all-gather", ("fsdp",)] == 2 * 4 * routed // 4
     assert found["reduce-scatter", ("fsdp",)] == 4 * routed // 4
-    alone = communication.of_config(config, {"fsdp": 1, "expert": 4}, total, "cuda")
+    alone = communication_volume.of_config(config, {"fsdp": 1, "expert": 4}, total, "cuda")
     assert {one.axes for one in alone} == {("expert",)}
 
 

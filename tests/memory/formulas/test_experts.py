@@ -8,19 +8,26 @@ import jax.numpy as jnp
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.costs.flops import count
-from bytescope.memory.formulas import experts, flops, reconcile, rematerialized, training_state, transformer
-from bytescope.memory.formulas.config import question_of
-from bytescope.memory.formulas.estimate import Question, estimate
-from bytescope.memory.formulas.experts import Experts
-from bytescope.memory.formulas.latent import Latent
-from bytescope.memory.formulas.transformer import Layout, Model
+from bytescope.memory.cost.flops import count
+from bytescope.memory.formulas import (
+    expert_formulas,
+    reconcile,
+    rematerialized,
+    training_flops,
+    training_state,
+    transformer_formulas,
+)
+from bytescope.memory.formulas.config_formulas import question_of
+from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.memory_estimate import Question, estimate
+from bytescope.memory.formulas.transformer_formulas import Layout, Model
 from bytescope.model import ModelConfig
 from bytescope.model.experts import rows
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.kernels import KERNELS
 from bytescope.model.placement import Peers
-from bytescope.train.planning.adapter import Adapter
+from bytescope.train.plan.adapter import Adapter
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
 pytestmark = pytest.mark.quick
@@ -64,45 +71,45 @@ def norms(model):
 def test_published_counts(model, total, active):
     """The weights on Hugging Face, DeepSeek-V3 without its multi-token head and the routers' biases; active as their
     papers round them."""
-    assert transformer.parameter_count(model) + norms(model) == total
-    assert transformer.active_count(model) == pytest.approx(active, rel=0.02)
+    assert transformer_formulas.parameter_count(model) + norms(model) == total
+    assert transformer_formulas.active_count(model) == pytest.approx(active, rel=0.02)
 
 
 def test_layers_of_two_kinds_by_hand():
     assert [MIXED.experts.has(layer) for layer in range(5)] == [False, False, True, False, True]
     attention, expert = 4 * 64 * 64, 3 * 64 * 32
     dense, mixture = attention + 3 * 64 * 96, attention + 64 * 8 + expert + 8 * expert
-    kinds = experts.by_kind(MIXED)
+    kinds = expert_formulas.by_kind(MIXED)
     assert [kind.layers for kind in kinds] == [3, 2] and kinds[0].experts is None
-    assert [kind.layers for kind in experts.by_kind(MIXED, 2, 4)] == [1, 1]
-    assert list(map(transformer.layer_count, kinds)) == [dense, mixture]
-    assert transformer.parameter_count(MIXED) == 3 * dense + 2 * mixture + 128 * 64
-    assert transformer.active_count(MIXED) == transformer.parameter_count(MIXED) - 2 * 6 * expert
-    assert experts.routed_count(MIXED) == 2 * 8 * expert
+    assert [kind.layers for kind in expert_formulas.by_kind(MIXED, 2, 4)] == [1, 1]
+    assert list(map(transformer_formulas.layer_count, kinds)) == [dense, mixture]
+    assert transformer_formulas.parameter_count(MIXED) == 3 * dense + 2 * mixture + 128 * 64
+    assert transformer_formulas.active_count(MIXED) == transformer_formulas.parameter_count(MIXED) - 2 * 6 * expert
+    assert expert_formulas.routed_count(MIXED) == 2 * 8 * expert
 
 
 def test_flops_are_those_of_active_parameters():
     """6 a parameter and token, the look-up aside; and 12 a s for each width of a head."""
     tokens = 16 * 32
     core = 12 * 5 * 64 * 32 * tokens
-    assert flops.model_flops(MIXED, 32, 16) == 6 * transformer.active_count(MIXED) * tokens + core
+    assert training_flops.model_flops(MIXED, 32, 16) == 6 * transformer_formulas.active_count(MIXED) * tokens + core
     crammed = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, capacity=1.25, slots=True))
-    assert flops.model_flops(crammed, 32, 16) == flops.model_flops(MIXED, 32, 16)
-    full = flops.hardware_flops(MIXED, 32, 16, "full") - flops.model_flops(MIXED, 32, 16)
-    assert full == 2 * (transformer.active_count(MIXED) - 128 * 64) * tokens + core / 3
+    assert training_flops.model_flops(crammed, 32, 16) == training_flops.model_flops(MIXED, 32, 16)
+    full = training_flops.hardware_flops(MIXED, 32, 16, "full") - training_flops.model_flops(MIXED, 32, 16)
+    assert full == 2 * (transformer_formulas.active_count(MIXED) - 128 * 64) * tokens + core / 3
 
 
 def test_activations_of_a_layer_by_hand():
     """Router's logits in float32, rows of k experts a token that fill tiles of 16, and the shared expert's MLP."""
-    _, mixture = experts.by_kind(MIXED)
-    kept = transformer.layer_bytes(mixture, Layout(), 32, 1, attention="flash")
+    _, mixture = expert_formulas.by_kind(MIXED)
+    kept = transformer_formulas.layer_bytes(mixture, Layout(), 32, 1, attention="flash")
     attention = 2 * 64 + 3 * 64 + 64 + 2 * 4  # norm, input, queries, keys, values, context, sums of the softmax
     rows = 32 * 2 + 8 * 16
     assert kept == 2 * (32 * (attention + 2 * 64 + 3 * 32 + 2 * 8) + rows * (64 + 3 * 32))
     slotted = dataclasses.replace(mixture, experts=dataclasses.replace(mixture.experts, capacity=1.5, slots=True))
-    fewer = kept - transformer.layer_bytes(slotted, Layout(), 32, 1, attention="flash")
+    fewer = kept - transformer_formulas.layer_bytes(slotted, Layout(), 32, 1, attention="flash")
     assert fewer == 2 * (rows - 8 * 16) * (64 + 3 * 32)  # 1.5 x 8 rows each, a multiple of 8
-    sharded = transformer.layer_bytes(mixture, Layout(2, True), 32, 1, attention="flash")
+    sharded = transformer_formulas.layer_bytes(mixture, Layout(2, True), 32, 1, attention="flash")
     assert sharded == kept / 2 + 2 * rows * 64 / 2  # rows are as wide as before
 
 
@@ -115,30 +122,30 @@ def test_rows_are_those_of_the_model(kernel, factor, tokens, k, count, ranks):
     dispatches = ("slots", "all_to_all") if slotted else ("local", "allgather", "ragged_all_to_all")
     for name in dispatches[:1] if ranks == 1 else dispatches[1:]:
         shape = EXCHANGES[name].shape(tokens, k, count, factor, Peers(size=ranks))
-        assert experts.rows(asked, tokens, ranks) == shape.rows
+        assert expert_formulas.rows(asked, tokens, ranks) == shape.rows
 
 
 def test_latent_attention_by_hand():
     """Keys and values of 128 heads, and the latents before and after their norms."""
-    kind, _ = experts.by_kind(DEEPSEEK)
-    kept = transformer.layer_bytes(kind, Layout(), 4096, 1, attention="flash")
+    kind, _ = expert_formulas.by_kind(DEEPSEEK)
+    kept = transformer_formulas.layer_bytes(kind, Layout(), 4096, 1, attention="flash")
     attention = 2 * 7168 + 2 * 1536 + 2 * 512 + 2 * 128 * 192 + 2 * 128 * 128 + 2 * 128
     assert kept == 4096 * 2 * (attention + 2 * 7168 + 3 * 18432)
     tokens, core = 4096, 6 * 61 * 4096 * 128 * (192 + 128)
-    matrices = transformer.active_count(DEEPSEEK) - 129280 * 7168
-    assert flops.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
+    matrices = transformer_formulas.active_count(DEEPSEEK) - 129280 * 7168
+    assert training_flops.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK, MIXED], ids=["mixtral", "deepseek", "mixed"])
 def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_products(model):
     """2 FLOPs a parameter that a token meets, and the core; nothing reads what the down projections give."""
-    for kind in experts.by_kind(model):
+    for kind in expert_formulas.by_kind(model):
         core = 2 * kind.heads * (kind.score_width + kind.value_width) * 4096
-        active = transformer.layer_count(kind) - experts.idle_count(kind) // kind.layers
+        active = transformer_formulas.layer_count(kind) - expert_formulas.idle_count(kind) // kind.layers
         forward = rematerialized.forward_flops(kind, "flash", 4096)
         assert forward == 2 * active + core
         again = rematerialized.walk(kind, "flash", ()).recomputed
-        down = kind.width * experts.mlp_width(kind)
+        down = kind.width * expert_formulas.mlp_width(kind)
         if kind.experts:
             down += kind.width * kind.experts.width * kind.experts.per_token
         assert rematerialized.recomputed_flops(kind, "flash", again, 4096) == forward - 2 * down
@@ -157,7 +164,7 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
 )
 def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
     """Float32 masters, gradients and moments: 16 bytes a parameter of a device."""
-    share = experts.routed_count(MIXTRAL) / transformer.parameter_count(MIXTRAL)
+    share = expert_formulas.routed_count(MIXTRAL) / transformer_formulas.parameter_count(MIXTRAL)
     each = training_state.state_bytes_per_parameter("bf16", "adamw", layout, share)
     assert sum(each.values()) == pytest.approx(16 * ((1 - share) * dense + share * routed))
 
@@ -227,7 +234,7 @@ def test_a_runs_utilization_counts_the_same_flops(overrides):
     model = ModelConfig.from_dict(
         {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
     )
-    assert model_flops_per_token(model, 64) * 64 == flops.model_flops(question_of(config).model, 64, 1)
+    assert model_flops_per_token(model, 64) * 64 == training_flops.model_flops(question_of(config).model, 64, 1)
     matrices = [f"blocks.{name}" for name in ("attention.w_o", "experts.w_router", "experts.w_up", "shared.w_down")]
     frozen = [name for name in matrices if model.experts or "attention" in name]
     assert frozen_matmul_parameters(model, frozen) > 0
@@ -239,7 +246,7 @@ def test_capacity_and_padding_are_no_model_flops():
     config = Adapter().config("tiny", [("model.experts", "8"), ("model.moe_kernel", "capacity")])
     settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
     length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
-    expected = flops.model_flops(question_of(config).model, length, sequences)
+    expected = training_flops.model_flops(question_of(config).model, length, sequences)
     assert reconcile.model_flops(config, settled, 1e30) == expected
     assert reconcile.model_flops({**config, "model.experts": 0}, settled, 7) == 7
 

@@ -8,11 +8,11 @@ import re
 from rich.console import Console
 
 from bytescope.memory.__main__ import main
+from bytescope.memory.compare import formulas_text
+from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import Line
-from bytescope.memory.plan.rows import Row
-from bytescope.memory.records import load
-from bytescope.memory.text import formulas as formulas_text
+from bytescope.memory.records.report_record import load
 
 MIB = 2**20
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import flops
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost import flops
 from bytescope.memory.formulas import reconcile, rematerialized
-from bytescope.memory.formulas.transformer import Layout, Model, gpt
+from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
 from bytescope.train.config import flatten
-from bytescope.train.planning.adapter import Adapter
+from bytescope.train.plan.adapter import Adapter
 from bytescope.train.program import build
 from support.described import described
 from support.toy import small_config, small_program

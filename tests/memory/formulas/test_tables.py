@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from bytescope.memory.formulas import config, rematerialized, training_state
+from bytescope.memory.formulas import config_formulas, rematerialized, training_state
 from bytescope.memory.formulas.reconcile import NAMED_POLICIES, PRODUCT_POLICIES
-from bytescope.memory.formulas.transformer import ATTENTION
+from bytescope.memory.formulas.transformer_formulas import ATTENTION
 from bytescope.model import precision
 from bytescope.model.attention.kernels import KERNELS
 from bytescope.model.layers import MLPS
@@ -54,9 +54,9 @@ def test_precisions(preset):
 
 
 def test_gated_mlps():
-    assert set(config.GATED) == {name for name, (gated, _) in MLPS.items() if gated}
+    assert set(config_formulas.GATED) == {name for name, (gated, _) in MLPS.items() if gated}
 
 
 def test_attention_kernels():
-    assert set(config.KERNELS) == {*KERNELS, "auto"}
-    assert {core for core in config.KERNELS.values() if core} == set(ATTENTION)
+    assert set(config_formulas.KERNELS) == {*KERNELS, "auto"}
+    assert {core for core in config_formulas.KERNELS.values() if core} == set(ATTENTION)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.formulas import flops, training_state, transformer
-from bytescope.memory.formulas.transformer import Layout, gpt
+from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
+from bytescope.memory.formulas.transformer_formulas import Layout, gpt
 
 pytestmark = pytest.mark.quick
 
@@ -23,7 +23,7 @@ LAYER_22B = gpt(48, 6144, 64, V)
 
 
 def in_sbh(tensor, sequence, recompute):
-    size = transformer.layer_bytes(LAYER_22B, Layout(tensor, sequence), S, 4, recompute=recompute)
+    size = transformer_formulas.layer_bytes(LAYER_22B, Layout(tensor, sequence), S, 4, recompute=recompute)
     return size / (S * 4 * LAYER_22B.width)
 
 
@@ -32,26 +32,26 @@ def test_mfu_and_hfu_of_the_paper(name):
     shape, devices, batch, seconds, mfu, hfu = RUNS[name]
     model = gpt(*shape, V)
     for computed, published in (
-        (flops.model_flops(model, S, batch), mfu),
-        (flops.published_selective_flops(model, S, batch), hfu),
+        (training_flops.model_flops(model, S, batch), mfu),
+        (training_flops.published_selective_flops(model, S, batch), hfu),
     ):
-        assert 100 * flops.utilization(computed, seconds, devices, A100) == pytest.approx(published, abs=0.2)
+        assert 100 * training_flops.utilization(computed, seconds, devices, A100) == pytest.approx(published, abs=0.2)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_flops_are_the_papers_closed_form(name):
     (L, h, a), _, B, *_ = RUNS[name]
     model = gpt(L, h, a, V)
-    assert flops.model_flops(model, S, B) == pytest.approx(
+    assert training_flops.model_flops(model, S, B) == pytest.approx(
         72 * B * L * S * h**2 * (1 + S / (6 * h) + V / (12 * h * L)), rel=1e-12
     )
-    assert flops.published_selective_flops(model, S, B) == pytest.approx(
+    assert training_flops.published_selective_flops(model, S, B) == pytest.approx(
         72 * B * L * S * h**2 * (1 + S / (3 * h) + V / (12 * h * L)), rel=1e-12
     )
-    assert flops.hardware_flops(model, S, B, "selective") == pytest.approx(
+    assert training_flops.hardware_flops(model, S, B, "selective") == pytest.approx(
         72 * B * L * S * h**2 * (1 + 2 * S / (9 * h) + V / (12 * h * L)), rel=1e-12
     )
-    assert flops.hardware_flops(model, S, B, "full") == pytest.approx(
+    assert training_flops.hardware_flops(model, S, B, "full") == pytest.approx(
         96 * B * L * S * h**2 * (1 + S / (6 * h)) + 6 * B * S * h * V, rel=1e-12
     )
 
@@ -78,34 +78,38 @@ def test_what_lies_outside_the_layers_and_on_the_first_stage():
     h, L, b, t = LAYER_22B.width, LAYER_22B.layers, 4, 8
     for p in (1, 4):
         closed = S * b * h * L / t * (p / L + (p == 1) * 4 / L * (1 + V / h))
-        assert transformer.outside_bytes(LAYER_22B, Layout(t, True, pipeline=p), S, b) == pytest.approx(closed)
-    assert transformer.layers_in_flight(96, Layout(pipeline=8)) == 96
-    assert transformer.layers_in_flight(96, Layout(pipeline=8, interleave=3)) == pytest.approx(96 * (1 + 7 / 24))
-    chunked = transformer.outside_bytes(LAYER_22B, Layout(), S, b, logit_tokens=1024)
-    assert transformer.outside_bytes(LAYER_22B, Layout(), S, b) - chunked == 4 * V * (S * b - 1024)
+        assert transformer_formulas.outside_bytes(LAYER_22B, Layout(t, True, pipeline=p), S, b) == pytest.approx(closed)
+    assert transformer_formulas.layers_in_flight(96, Layout(pipeline=8)) == 96
+    assert transformer_formulas.layers_in_flight(96, Layout(pipeline=8, interleave=3)) == pytest.approx(
+        96 * (1 + 7 / 24)
+    )
+    chunked = transformer_formulas.outside_bytes(LAYER_22B, Layout(), S, b, logit_tokens=1024)
+    assert transformer_formulas.outside_bytes(LAYER_22B, Layout(), S, b) - chunked == 4 * V * (S * b - 1024)
 
 
 def test_llama_and_flash_forms_by_hand():
     """One token of Llama 3 8B: norms and what they give, queries, context, keys, values, the MLP's three, sums."""
-    llama = transformer.Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
-    kept = transformer.layer_bytes(llama, Layout(), S, 1, attention="flash")
+    llama = transformer_formulas.Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+    kept = transformer_formulas.layer_bytes(llama, Layout(), S, 1, attention="flash")
     assert kept == S * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32)
-    assert transformer.layer_bytes(llama, Layout(), S, 1, attention="flash", recompute="selective") == kept
-    naive = transformer.layer_bytes(llama, Layout(), S, 1)
+    assert transformer_formulas.layer_bytes(llama, Layout(), S, 1, attention="flash", recompute="selective") == kept
+    naive = transformer_formulas.layer_bytes(llama, Layout(), S, 1)
     assert naive == kept - 4 * 32 * S + 2 * 32 * S * S
-    assert transformer.layer_bytes(llama, Layout(), S, 1, itemsize=4, recompute="selective") == 2 * (kept - 4 * 32 * S)
-    assert transformer.recomputed_bytes(llama, Layout(), S, 1, recompute="full") == naive - 2 * 4096 * S
-    assert transformer.recomputed_bytes(llama, Layout(), S, 1, recompute="none") == 0
-    assert transformer.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
+    assert transformer_formulas.layer_bytes(llama, Layout(), S, 1, itemsize=4, recompute="selective") == 2 * (
+        kept - 4 * 32 * S
+    )
+    assert transformer_formulas.recomputed_bytes(llama, Layout(), S, 1, recompute="full") == naive - 2 * 4096 * S
+    assert transformer_formulas.recomputed_bytes(llama, Layout(), S, 1, recompute="none") == 0
+    assert transformer_formulas.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
     # 6 FLOPs a matrix parameter and token, the look-up table apart, and 12 s for each of 4096 in 32 layers.
-    assert flops.model_flops(llama, S, 1) == pytest.approx(
-        S * (6 * (transformer.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S)
+    assert training_flops.model_flops(llama, S, 1) == pytest.approx(
+        S * (6 * (transformer_formulas.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S)
     )
 
 
 def test_dropout_is_what_its_masks_cost():
     dry = dataclasses.replace(LAYER_22B, dropout=False)
-    assert transformer.layer_bytes(dry, Layout(), S, 1) == pytest.approx(S * 6144 * (32 + 2 * 64 * S / 6144))
+    assert transformer_formulas.layer_bytes(dry, Layout(), S, 1) == pytest.approx(S * 6144 * (32 + 2 * 64 * S / 6144))
 
 
 def test_published_sizes_of_states():
@@ -113,7 +117,7 @@ def test_published_sizes_of_states():
     assert sum(adam.values()) * 7e9 == 112e9
     assert sum(training_state.state_bytes_per_parameter("mixed_fp32_grads", "adamw").values()) == 20
     gpt3 = gpt(96, 12288, 96, 50257)
-    assert transformer.parameter_count(gpt3) == pytest.approx(175e9, rel=0.005)
+    assert transformer_formulas.parameter_count(gpt3) == pytest.approx(175e9, rel=0.005)
     assert training_state.PRECISIONS["fp32"].params * 175e9 == 700e9
 
 

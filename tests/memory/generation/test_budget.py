@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bytescope.memory.generation import arguments, page
+from bytescope.memory.generation import budget_arguments
+from bytescope.memory.generation import budget_page as page
 from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.model.paged import pool
 from bytescope.model.paged.kernels import KERNELS
@@ -45,8 +46,8 @@ def test_figures():
 
 @pytest.mark.quick
 def test_flags_name_what_there_is():
-    assert arguments.PAGE == pool.PAGE
-    assert set(arguments.KERNELS) == set(KERNELS) and set(arguments.DTYPES) == set(DTYPES)
+    assert budget_arguments.PAGE == pool.PAGE
+    assert set(budget_arguments.KERNELS) == set(KERNELS) and set(budget_arguments.DTYPES) == set(DTYPES)
 
 
 @pytest.mark.quick

@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 
 from bytescope import memory
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.hlo import dumps
-from bytescope.memory.program import compiled_for
+from bytescope.memory.program.compilation import compiled_for
 from support.formats import field
 
 pytestmark = pytest.mark.quick

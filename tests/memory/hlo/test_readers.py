@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.wire import WireError
-from bytescope.memory.records import (
+from bytescope.memory.records.report_record import (
     Buffer,
     Collective,
     Communication,

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescope.memory.arguments.roles import role
-from bytescope.memory.attribution.checkpoint_names import NamedPlace, Names
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import first_of_merged, is_operation, locate, parse
 from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line
+from bytescope.memory.peak.checkpoint_names import NamedPlace, Names
+from bytescope.memory.program.roles import role
 
 pytestmark = pytest.mark.quick
 
@@ -147,7 +147,7 @@ def test_einsums_functions_and_merged_names_are_no_scopes():
         (
             (
                 "/usr/lib/python3.11/functools.py:3 wrapped",
-                "/x/bytescope/memory/program.py:9 _lowered",
+                "/x/bytescope/memory/program/compilation.py:9 _lowered",
                 "mine.py:1 report",
             ),
             "",
@@ -201,7 +201,7 @@ def test_source_lines_skip_libraries():
 
 def test_source_lines_are_of_model_libraries_too_but_not_of_what_compiles():
     """A model that is installed is code to open; the line that asks for the report comes last, jax's own never."""
-    asking = (Frame("/x/bytescope/memory/program.py", 9), Frame("report.py", 1, function="<module>"))
+    asking = (Frame("/x/bytescope/memory/program/compilation.py", 9), Frame("report.py", 1, function="<module>"))
     model = Frame(SITE + "maxtext/layers/attentions.py", 5, function="Attention.__call__")
     framework = Frame(SITE + "numpyro/infer/svi.py", 5, function="SVI.update")
     own = Frame("train.py", 7, function="train_step")

@@ -10,13 +10,13 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from bytescope.memory import ReportError
-from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import flops
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost import flops
 from bytescope.memory.remat.block_graph import Block, Step, block_of
 from bytescope.memory.remat.patterns import Rates, everything, kept_under, patterns_of
 from bytescope.train.config import load, override
-from bytescope.train.planning.block import describe_block
-from bytescope.train.planning.remat_auto import fixed_policies
+from bytescope.train.plan.block_description import describe_block
+from bytescope.train.plan.remat_auto import fixed_policies
 from bytescope.train.program import build
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described, described

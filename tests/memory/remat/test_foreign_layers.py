@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from bytescope.memory import ReportError
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.memory.remat.gradient import Loss
 from bytescope.memory.remat.layers import layers_of
 from bytescope.memory.remat.patterns import Rates, kept_under

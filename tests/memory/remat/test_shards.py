@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.analyze import analyze
+from bytescope.memory.analysis import analyze
 from bytescope.memory.remat.gradient import Loss
 from bytescope.memory.remat.layers import layers_of
 from bytescope.memory.remat.recognition import RematPolicy

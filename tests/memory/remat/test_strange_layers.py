@@ -6,7 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.memory.remat.gradient import Loss
 from bytescope.memory.remat.layers import layers_of
 from bytescope.memory.remat.patterns import Rates, kept_under

@@ -7,10 +7,11 @@ import re
 
 import pytest
 
-from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.commands import calibration_text as view
+from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.report_json import plain
+from bytescope.memory.records.report_json import plain
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import measure
 from bytescope.memory.seconds.calibration.cases import (
@@ -34,9 +35,8 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
 from bytescope.memory.seconds.kernel_seconds import seconds
 from bytescope.memory.seconds.rate_records import WAYS
-from bytescope.memory.seconds.schedule import MOVING, PRODUCT, Kernel
-from bytescope.memory.text.console import plain_text
-from bytescope.memory.text.seconds import calibration as view
+from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Kernel
+from bytescope.memory.view.console import plain_text
 from bytescope.train import cli
 from support.described import described
 

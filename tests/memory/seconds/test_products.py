@@ -8,7 +8,7 @@ from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
 from bytescope.memory.seconds import products
 from bytescope.memory.seconds.products import Work
-from bytescope.memory.seconds.schedule import Kernel
+from bytescope.memory.seconds.step_schedule import Kernel
 from support.formats import field
 
 pytestmark = pytest.mark.quick

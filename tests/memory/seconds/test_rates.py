@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved, chip_rates, collective_seconds, constants, kernel_seconds, rates
-from bytescope.memory.seconds.schedule import Kernel, Start
+from bytescope.memory.seconds.step_schedule import Kernel, Start
 
 pytestmark = pytest.mark.quick
 

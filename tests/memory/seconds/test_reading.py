@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from bytescope import memory
-from bytescope.memory.costs import kernels
-from bytescope.memory.costs.flops import FlopCount, count
+from bytescope.memory.cost import kernel_costs
+from bytescope.memory.cost.flops import FlopCount, count
 from bytescope.memory.devices import targets
-from bytescope.memory.seconds import reading, schedule
-from bytescope.memory.seconds.schedule import Kernel, Loop, Start, Wait
+from bytescope.memory.seconds import reading, step_schedule
+from bytescope.memory.seconds.step_schedule import Kernel, Loop, Start, Wait
 from support import programs
 from support.formats import field
 
@@ -82,8 +82,8 @@ START = Start("all-gather-start.2", "all-gather", "forward", 8 * SIZE, 8)
 @pytest.mark.quick
 def test_what_a_kernel_moves_is_found_once_for_a_report(monkeypatch):
     """The sums by phase and the schedule both ask for it."""
-    asked, moved = Counter(), kernels.moved
-    monkeypatch.setattr(kernels, "moved", lambda module, one: asked.update([one.name]) or moved(module, one))
+    asked, moved = Counter(), kernel_costs.moved
+    monkeypatch.setattr(kernel_costs, "moved", lambda module, one: asked.update([one.name]) or moved(module, one))
     report = memory.analyze(proto(computation(1, X, item(2, "dot", 1, 1, more=DOT), item(3, "sine", 2), root=3)))
     assert report.schedule == (SQUARE, SIN)
     assert asked["dot.2"] == asked["sine.3"] == 1
@@ -290,20 +290,20 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
     experts = Kernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
     unknown = Kernel("foreign", "forward", 30, 0, "bfloat16")
     found = reading._settled((Loop(1, (experts,)), experts, unknown), {"forward": counted})
-    assert tuple(kernel.flops for kernel, _ in schedule.kernels(found)) == expected
-    assert [kernel.kind for kernel, _ in schedule.kernels(found)][:2] == ["grouped_product"] * 2
+    assert tuple(kernel.flops for kernel, _ in step_schedule.kernels(found)) == expected
+    assert [kernel.kind for kernel, _ in step_schedule.kernels(found)][:2] == ["grouped_product"] * 2
     (alone,) = reading._settled((experts,), {})
     assert alone == experts, "nobody counted"
 
 
 def _look(data):
-    from bytescope.memory.arguments import program_arguments
-    from bytescope.memory.arguments.roles import checked_roles
-    from bytescope.memory.attribution import assemble
-    from bytescope.memory.attribution.checkpoint_names import Names
-    from bytescope.memory.attribution.schedule import derive
     from bytescope.memory.hlo import buffers
     from bytescope.memory.hlo.dataflow import Flow
+    from bytescope.memory.peak import assemble
+    from bytescope.memory.peak.checkpoint_names import Names
+    from bytescope.memory.peak.live_schedule import derive
+    from bytescope.memory.program import program_arguments
+    from bytescope.memory.program.roles import checked_roles
 
     program = derive(buffers.read(data).module)
     flow = Flow(program.module)
@@ -314,7 +314,7 @@ def _look(data):
 def sums(report):
     """(phase, dtype) -> FLOPs, and phase -> bytes of all kernels, of a report's schedule."""
     flops, size = Counter(), Counter()
-    for kernel, times in schedule.kernels(report.schedule):
+    for kernel, times in step_schedule.kernels(report.schedule):
         flops[kernel.phase] += times * kernel.flops
         size[kernel.phase] += times * kernel.bytes
     return flops, size

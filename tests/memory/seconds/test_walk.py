@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from bytescope.memory.seconds import collective_seconds, constants, kernel_seconds
-from bytescope.memory.seconds.schedule import (
+from bytescope.memory.seconds.schedule_walk import STREAMS, TERMS, walk
+from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,
@@ -21,7 +22,6 @@ from bytescope.memory.seconds.schedule import (
     Start,
     Wait,
 )
-from bytescope.memory.seconds.walk import STREAMS, TERMS, walk
 
 pytestmark = pytest.mark.quick
 

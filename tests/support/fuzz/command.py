@@ -68,7 +68,7 @@ def override_lines() -> list[bytes]:
 
 def read_overrides(data: bytes, folder: Path) -> None:
     from bytescope.train import config
-    from bytescope.train.planning.adapter import Adapter
+    from bytescope.train.plan.adapter import Adapter
 
     _, overrides = config.split_overrides(words(data).split("\n"))
     Adapter().check(CONFIG, overrides)
@@ -83,11 +83,12 @@ def read_target(data: bytes, folder: Path) -> None:
 
 def read_words(data: bytes, folder: Path) -> None:
     """What flags hold: sizes, counts, grids, policies, levers, stages, updates. The first letter says which."""
+    from bytescope.memory.compare import grids
     from bytescope.memory.devices.limits import budget_of
     from bytescope.memory.formulas.assumed import parse_count
-    from bytescope.memory.plan import grids, levers
-    from bytescope.memory.plan.fit import space as fit_space
     from bytescope.memory.units import human, parse_bytes
+    from bytescope.train.plan import levers
+    from bytescope.train.plan.fit import fit_space
     from bytescope.train.run.profile import Asked
 
     def every_policy(text: str) -> None:

@@ -50,10 +50,10 @@ def read_trace(data: bytes, folder: Path) -> None:
 @functools.cache
 def report() -> bytes:
     """The JSON of a report on the program, with a step's work, on a target whose rates are known."""
-    from bytescope.memory.analyze import report_of, with_seconds
-    from bytescope.memory.costs import roofline
+    from bytescope.memory.analysis import report_of, with_seconds
+    from bytescope.memory.cost import roofline
     from bytescope.memory.devices import targets
-    from bytescope.memory.program import compilation_of
+    from bytescope.memory.program.compilation import compilation_of
 
     found = with_seconds(report_of(compilation_of(program()), target=targets.parse("h100:8"))).to_json()
     assert found["prediction"] and found["schedule"]
@@ -89,10 +89,10 @@ def read_report(data: bytes, folder: Path) -> None:
     page = [f"--html={folder / 'd.html'}"] if rarely(data) else []
     command("diff", str(good / "good.json"), str(path), *page)
     if rarely(data):
-        from bytescope.memory import records
-        from bytescope.memory.pages import report as report_page
+        from bytescope.memory.records import report_record
+        from bytescope.memory.report import report_page
 
-        found = records.load(path)
+        found = report_record.load(path)
         strict(report_page.page_data(found))
         report_page.render(found)
     command("trace", str(good / "good.xplane.pb"), f"--report={path}", f"--json={folder / 't.json'}")

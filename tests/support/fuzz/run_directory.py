@@ -75,8 +75,8 @@ def damaged_file(data: bytes, rng: Random) -> bytes:
 
 def read_run(data: bytes, folder: Path) -> None:
     """Files that are damaged are left out, with a warning; nothing is refused."""
-    from bytescope.memory.pages import run as run_page
-    from bytescope.memory.profile import run_directory
+    from bytescope.train.recording import run_directory
+    from bytescope.train.recording import run_directory_page as run_page
 
     for file in (*run_files(), data):
         name, content = file.split(b"\n", 1)
@@ -88,7 +88,7 @@ def read_run(data: bytes, folder: Path) -> None:
 
 @functools.cache
 def row() -> bytes:
-    from bytescope.memory.plan import cache
+    from bytescope.memory.compare import row_cache
 
     found = json.loads(report())
     kept = ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits", "work", "target", "versions")
@@ -100,15 +100,16 @@ def row() -> bytes:
         **{key: found[key] for key in kept},
     }
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    cache.write(folder, "row", answer)
+    row_cache.write(folder, "row", answer)
     return (folder / "row.json").read_bytes()
 
 
 def read_row(data: bytes, folder: Path) -> None:
     """A damaged row counts as absent; nothing is refused."""
-    from bytescope.memory.plan import cache, rows
+    from bytescope.memory.compare import compare_rows as rows
+    from bytescope.memory.compare import row_cache
 
     (folder / "row.json").write_bytes(data)
-    answer = cache.read(folder, "row")
+    answer = row_cache.read(folder, "row")
     if answer is not None:
         strict(rows.to_json([rows.Row.of({"remat.policy": "full"}, answer)], answer["target"], answer["versions"]))

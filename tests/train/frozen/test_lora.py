@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.adapters import is_adapter
 from bytescope.model.frozen import names_of
 from bytescope.train.program import build

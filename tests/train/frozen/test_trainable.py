@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from bytescope.memory.costs import flops
+from bytescope.memory.cost import flops
 from bytescope.model.frozen import dotted, joined, parted
 from bytescope.train.optimizer.trainable import frozen_names
 from bytescope.train.program import build

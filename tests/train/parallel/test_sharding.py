@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.model.attention.kernels import KERNELS
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh

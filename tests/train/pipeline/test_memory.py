@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import flops
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
-from bytescope.memory.pipeline.figures import full_ticks
+from bytescope.memory.pipeline.schedule_figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.config import flatten
 from bytescope.train.pipeline.assemble import notes_on

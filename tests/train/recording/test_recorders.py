@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescope.memory.records import Report
+from bytescope.memory.records.report_record import Report
 from bytescope.train import loop
 from bytescope.train.errors import UserError
 from bytescope.train.recording import wandb_run

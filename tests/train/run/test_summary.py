@@ -8,9 +8,9 @@ import pytest
 from rich.cells import cell_len
 
 from bytescope.memory.devices.live import LiveMemory
-from bytescope.memory.records import Report, Subject, load
-from bytescope.memory.text.console import make_console
+from bytescope.memory.records.report_record import Report, Subject, load
 from bytescope.memory.units import GIB, MIB
+from bytescope.memory.view.console import make_console
 from bytescope.train.__main__ import parse
 from bytescope.train.command import Command
 from bytescope.train.run import startup, summary

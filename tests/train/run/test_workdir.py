@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bytescope.memory.costs import flops
-from bytescope.memory.formulas.adapters import matrices
-from bytescope.memory.formulas.config import question_of
+from bytescope.memory.cost import flops
+from bytescope.memory.formulas.adapter_formulas import matrices
+from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.train.config import flatten, override
 from bytescope.train.errors import UserError
 from bytescope.train.export.out_folder import refuse_used

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bytescope.memory.plan.trainer import called
+from bytescope.memory.compare.trainer import called
 from bytescope.train import config as configs
 from bytescope.train.errors import UserError
 from bytescope.train.weights.families import FAMILIES

@@ -1,0 +1,178 @@
+"""What `bytescope calibrate` measured, each kernel beside the data sheet and the share of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from bytescope.memory.cost.collectives import WIRE
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.seconds.calibration.cases import (
+    ATTENTION,
+    CALL,
+    COLLECTIVES,
+    FLOOR,
+    HOST_LINK,
+    MEMORY,
+    PARTS,
+    PRODUCTS,
+    SHORT,
+    THIN,
+    TO_DEVICE,
+    TO_HOST,
+)
+from bytescope.memory.seconds.calibration.measure import Calibration, Sample
+from bytescope.memory.seconds.kernel_seconds import seconds
+from bytescope.memory.seconds.rate_records import Rates
+from bytescope.memory.seconds.step_schedule import PRODUCT, Kernel
+from bytescope.memory.units import human
+from bytescope.memory.view.console import put
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, label
+
+_T, _G = 1e12, 1e9
+# HLO's dtype of a unit's operands, and their bytes.
+_OPERANDS = {
+    "bf16": ("bfloat16", 2),
+    "fp16": ("float16", 2),
+    "fp8": ("float8_e4m3fn", 1),
+    "tf32": ("tf32", 4),
+    "fp32": ("float32", 4),
+}
+_MOST_LEFT_OUT = 3
+# A spread, in the middle of all, above which something else ran on the devices or the host.
+_BUSY = 0.2
+
+
+def show(found: Calibration, target: Target, console: Any = None) -> None:
+    """Prints what was measured, to stdout when no console is given. target: with its data sheet, where it has one."""
+    put(render(found, target), console)
+
+
+def render(found: Calibration, target: Target) -> Group:
+    """The samples as a table, in the order of `PARTS`, and what was left out.
+
+    A rate is the work over the seconds, the floor of the kernel included; those of the data sheet are of one device.
+    """
+    table = FigureTable(
+        label("kernel", least=17), label("size", least=12), *map(figure, ("time", "spread", "rate", "sheet", "share"))
+    )
+    for sample in sorted(found.samples, key=_order):
+        name, size = _NAMES[sample.part](sample)
+        rate, sheet = _rate(sample), _sheet(sample, target)
+        table.add(
+            name,
+            size,
+            _time(sample.seconds),
+            "" if sample.spread is None else f"{sample.spread:.0%}",
+            _shown(rate, sample) if rate else "",
+            _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
+            f"{rate / sheet:.0%}" if rate and sheet else "",
+        )
+    return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
+
+
+def _thin(found: Calibration) -> Iterator[Any]:
+    """What the rates of cubes, by which all products are predicted, say of the thin ones."""
+    thin = sorted((sample for sample in found.samples if sample.part == THIN), key=_order)
+    if not thin:
+        return
+    table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
+    for sample in thin:
+        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, found.rates))
+    yield Text()
+    yield table
+
+
+def _order(sample: Sample) -> tuple:
+    """By part, then by what it is, then by size; numbers of a key as numbers."""
+    return (
+        PARTS.index(sample.part),
+        tuple((str(part), 0) if isinstance(part, str) else ("", part) for part in sample.key),
+        sample.size,
+    )
+
+
+def _notes(found: Calibration) -> Iterator[Any]:
+    yield Prose(
+        "spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate", "dim"
+    )
+    spreads = [sample.spread for sample in found.samples if sample.spread is not None]
+    if spreads and (middle := statistics.median(spreads)) > _BUSY:
+        yield Prose(
+            f"half of the spreads are above {middle:.0%}: something else ran here; measure again when nothing does",
+            "yellow",
+        )
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, why in found.left_out.items():
+        reasons[why].append(name)
+    for why, names in reasons.items():
+        more = f" and {len(names) - _MOST_LEFT_OUT} more" if len(names) > _MOST_LEFT_OUT else ""
+        yield Prose(f"not measured: {', '.join(names[:_MOST_LEFT_OUT])}{more}: {why}", "yellow")
+
+
+def _rate(sample: Sample) -> float:
+    """FLOP/s, or bytes per second; of collectives those on the wire of one device; 0 for what is latency alone."""
+    if not sample.work or (sample.part in (COLLECTIVES, HOST_LINK) and sample.size <= SHORT):
+        return 0.0
+    share = WIRE[sample.key[0]](sample.key[1]) if sample.part == COLLECTIVES else 1.0
+    return share * sample.work / sample.seconds
+
+
+# Part -> the data sheet's figure, 0 where it has none. Attention is computed in bfloat16 where there are units for it.
+_SHEET: Mapping[str, Callable[[Sample, Target], float]] = {
+    PRODUCTS: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
+    THIN: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
+    ATTENTION: lambda sample, target: target.peak_flops.get("bf16", 0.0),
+    MEMORY: lambda sample, target: target.hbm_bytes_per_s,
+    COLLECTIVES: lambda sample, target: target.interconnect_bytes_per_s.get("in_host", 0.0),
+    HOST_LINK: lambda sample, target: target.host_link_bytes_per_s,
+}
+
+
+def _sheet(sample: Sample, target: Target) -> float:
+    return _SHEET[sample.part](sample, target) if sample.part in _SHEET else 0.0
+
+
+def _shown(rate: float, sample: Sample) -> str:
+    of = "FLOP/s" if sample.part in (PRODUCTS, THIN, ATTENTION) else "B/s"
+    if sample.part in (COLLECTIVES, HOST_LINK) or rate < _T:
+        return f"{rate / _G:,.3g} G{of}"
+    return f"{rate / _T:,.4g} T{of}"
+
+
+def _time(value: float) -> str:
+    return f"{value * 1e3:,.4g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _by_cubes(sample: Sample, rates: Rates) -> str:
+    """The time of a pair of thin products by the rates that were measured on cubes."""
+    unit, m, k, n = sample.key
+    dtype, wide = _OPERANDS[unit]
+    pair = (
+        Kernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
+        for size in ((1, m, n, k), (1, m, k, n))
+    )
+    return _time(sum(seconds(kernel, rates) for kernel in pair))
+
+
+_WAYS = {"forward": "attention fwd", "backward": "attention bwd"}
+_COPIES = {TO_HOST: "device to host", TO_DEVICE: "host to device"}
+_NAMES: Mapping[str, Callable[[Sample], tuple[str, str]]] = {
+    PRODUCTS: lambda s: (f"product, {s.key[0]}", f"{s.size} cubed"),
+    THIN: lambda s: (f"thin pair, {s.key[0]}", "x".join(map(str, s.key[1:]))),
+    ATTENTION: lambda s: (
+        _WAYS[s.key[0].removesuffix("_causal")],
+        f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}",
+    ),
+    MEMORY: lambda s: (f"memory, {s.key[0]}", human(s.size)),
+    FLOOR: lambda s: ("chained kernel", ""),
+    CALL: lambda s: ("program call", ""),
+    COLLECTIVES: lambda s: (f"{s.key[0].removeprefix('collective-')} x{s.key[1]}", human(s.size)),
+    HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size)),
+}

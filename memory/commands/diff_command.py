@@ -1,0 +1,84 @@
+"""bytescope diff: the JSON files of two reports compared."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bytescope.memory.commands import github
+from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records import report_diff, report_record
+from bytescope.memory.report import diff_text
+from bytescope.memory.view.console import put
+from bytescope.memory.view.text_layout import Prose
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "before",
+        metavar="BEFORE.json",
+        help="the report to compare with, written by bytescope report --json, or a run directory",
+    )
+    parser.add_argument("after", metavar="AFTER.json", help="the report to compare, or a run directory")
+    parser.add_argument(
+        "--fail-above",
+        metavar="PERCENT",
+        type=_percent,
+        default=None,
+        help="exit with 1 if peak or allocated bytes grew by more than this",
+    )
+    parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write the difference as a page that opens offline: both timelines, and what grew",
+    )
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:  # nor nan
+        raise argparse.ArgumentTypeError(f"{text}: give a number of per cent, 0 or more")
+    return value
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the table; 1 when memory grew by more than --fail-above, else 0."""
+    if overrides:
+        raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
+    check_files(args)
+    before, after = (report_record.load(name) for name in (args.before, args.after))
+    changes = report_diff.diff(before, after)
+    put(diff_text.render(before, after, changes))
+    if args.html:
+        from bytescope.memory.report import diff_page
+
+        write(args.html, diff_page.render(before, after, _names(args.before, args.after)))
+    failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
+    if args.github:
+        github.tell(github.of_difference(before, after, changes, failed, args.fail_above or 0.0))
+        github.add_summary(github.summary_of_difference(before, after, changes, _names(args.before, args.after)))
+    for change in failed:
+        percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
+        put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))
+    return 1 if failed else 0
+
+
+def _names(before: str, after: str) -> tuple[str, str]:
+    """What the page calls two files: their names, with the folder where those are the same."""
+    paths = Path(before), Path(after)
+    if paths[0].name != paths[1].name:
+        return paths[0].name, paths[1].name
+    return tuple(str(Path(path.absolute().parent.name) / path.name) for path in paths)

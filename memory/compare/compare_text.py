@@ -1,0 +1,194 @@
+"""A comparison on the terminal: one line per row; what is too wide goes on in a second block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.compare.compare_rows import (
+    MEASURED,
+    PREDICTED,
+    RECOMPUTED,
+    Row,
+    best,
+    best_of_each,
+    cost_of,
+    flags,
+    label,
+    tied,
+    unit_of,
+    value_text,
+    varying,
+)
+from bytescope.memory.report.report_text import limit_line, versions_text
+from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.units import human
+from bytescope.memory.view.console import one_line, put, safe
+from bytescope.memory.view.prediction_text import with_spread
+from bytescope.memory.view.text_layout import Command, Items, Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, value
+
+# What rows are ranked by, in words.
+COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
+# So many rows that tie with the best one are named.
+MOST_TIES = 3
+
+
+def _measured(key: str) -> Callable[[Row], Any]:
+    return lambda row: (row.measured or {}).get(key)
+
+
+def _predicted(row: Row) -> str | None:
+    return with_spread(row.predicted_seconds, row.predicted_seconds_low, row.predicted_seconds_high) or None
+
+
+# Title, figure of a row, format: "" for bytes in the table's unit.
+COLUMNS = (
+    ("peak", lambda row: row.peak_bytes, ""),
+    ("alloc", lambda row: row.allocated_bytes, ""),
+    ("temp", lambda row: row.temp_bytes, ""),
+    ("host", lambda row: row.host_bytes or None, ""),
+    ("resid", lambda row: row.residual_bytes, ""),
+    ("recomp", lambda row: row.recompute_flops_fraction, "{:.1%}"),
+    ("HFU/MFU", lambda row: row.hfu_over_mfu, "{:.3f}"),
+    ("comp s", lambda row: row.compile_seconds, "{:.1f}"),
+    ("predicted s", _predicted, "{}"),
+    ("tokens/s", lambda row: row.predicted_tokens_per_s, "{:,.0f}"),
+    ("MFU", lambda row: row.predicted_mfu, "{:.1%}"),
+    ("step s", _measured("step_seconds"), "{:.4g}"),
+    ("real tokens/s", _measured("tokens_per_s"), "{:,.0f}"),
+    ("real", _measured("peak_bytes"), ""),
+)
+
+
+def verdict(row: Row) -> tuple[str, str]:
+    """(word, style) for a row: fits, exceeds, ok without a limit, failed."""
+    if not row.ok:
+        return "failed", "red"
+    return {True: ("fits", "green"), False: ("exceeds", "red"), None: ("ok", "")}[row.fits]
+
+
+def show(
+    rows: Sequence[Row],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    *,
+    cached: int = 0,
+    missing: int = 0,
+    console: Console | None = None,
+) -> None:
+    """Prints the table, to stdout when no console is given; rows as `mark_pareto` gives them."""
+    put(render(rows, target, versions, cached, missing), console)
+
+
+def render(
+    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
+) -> RenderableType:
+    """The table, the failures, the best row, and what the marks mean."""
+    keys, winners = varying(rows), best_of_each(rows)
+    unit, size = unit_of(rows)
+    table = FigureTable(
+        *(value(key.rsplit(".", 1)[-1]) for key in keys), fixed(), *(figure(title) for title, _, _ in COLUMNS)
+    )
+    for row in rows:
+        word, style = verdict(row)
+        mark = Text.assemble((word, style), (" ★" if row.pareto else "", "yellow"))
+        cells = [_cell(read(row), form, size) for _, read, form in COLUMNS]
+        table.add(
+            *(value_text(row, key) for key in keys),
+            mark,
+            *cells,
+            style="bold" if any(row is winner for winner in winners) else "",
+        )
+    return blocks(Group(*_head(rows, target, versions, unit, cached), table), _below(rows, keys, len(winners), missing))
+
+
+def _head(
+    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str, cached: int
+) -> list[RenderableType]:
+    limits = {row.limit_bytes for row in rows if row.limit_bytes}
+    common = limits.pop() if len(limits) == 1 else None
+    limit = f", limit {human(common)}" if common else ""
+    kept = f" ({cached} from the cache)" if cached else ""
+    title = Text.assemble(
+        (f"{len(rows)} combinations", "bold"), (kept, "dim"), f" on {one_line(str(target.get('name')))}{limit}"
+    )
+    return [
+        Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+        *limit_line(target, common),
+        Text(f"{unit} on each device:"),
+    ]
+
+
+def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
+    out = [
+        *_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
+        *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"),
+    ]
+    out += [
+        Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
+        for source in dict.fromkeys(row.rates for row in rows if row.rates)
+    ]
+    if any(row.pareto for row in rows):
+        out.append(
+            Prose(
+                "★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
+                f"{COSTS[cost_of(rows)[0]]}",
+                "dim",
+            )
+        )
+    winner = best(rows)
+    if tasks and winner is None:  # rows of several tasks have no best in common
+        out.append(Prose("bold: the best of each task that fits", "dim"))
+    if winner is not None:
+        out += [Text("best that fits:", style="bold"), Command(flags(winner) or "as configured")]
+        if text := as_fast([label(row, keys) for row in tied(rows, winner)]):
+            out.append(Prose(text, "dim"))
+    elif not tasks and any(row.ok for row in rows):
+        out.append(Text("none of these fits", style="bold red"))
+    if missing:
+        out.append(Prose(f"stopped: {missing} combinations left; run the same command to continue", "yellow"))
+    return Group(*out) if out else None
+
+
+def as_fast(others: Sequence[str]) -> str:
+    """What is said of those that are predicted to be as fast as a choice, by their names; "" for none."""
+    if not others:
+        return ""
+    named = "; ".join(map(one_line, others[:MOST_TIES])) + (
+        f" and {len(others) - MOST_TIES} more" if len(others) > MOST_TIES else ""
+    )
+    return f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory"
+
+
+def _reasons(
+    rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str], style: str
+) -> list[RenderableType]:
+    """Returns a line for each distinct reason, with its first row and the number of other rows; rows whose reason is ""
+    are left out."""
+    failed: dict[str, list[Row]] = {}
+    for row in rows:
+        if reason(row):
+            failed.setdefault(reason(row), []).append(row)
+    out: list[RenderableType] = []
+    for why, alike in failed.items():
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why), style=style)))
+    return out
+
+
+def cell(value: Any, form: str, size: int) -> str:
+    """A figure in its format, or with form "" as bytes in units of `size`; "" for None."""
+    if value is None:
+        return ""
+    return form.format(value) if form else f"{value / size:,.2f}"
+
+
+def _cell(value: Any, form: str, size: int) -> str:
+    """As `cell`, without commas, and whole bytes where bytes are the unit."""
+    if value is None or form:
+        return cell(value, form, size)
+    return f"{value / size:.2f}" if size > 1 else str(value)

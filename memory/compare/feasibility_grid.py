@@ -1,0 +1,148 @@
+"""What fits, as one table: tasks down, ways to run them across, a cell for each combination.
+
+The data of `templates/feasibility_grid.html`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from bytescope.memory.compare.compare_rows import Row, best_of_each, is_how, label, unit_of, value_text, varying
+from bytescope.memory.compare.grids import CONFIG, POLICY, TARGET
+
+# The share of the limit above which a combination is only just within it.
+NEAR = 0.9
+# Class of a cell -> what it means, with a limit and where none is known.
+WITH_LIMIT = {"room": "fits", "near": f"above {NEAR:.0%} of the limit", "over": "exceeds", "failed": "failed"}
+WITHOUT = {"free": "darker: more bytes", "failed": "failed"}
+
+Values = tuple[str, ...]
+
+
+class Square(NamedTuple):
+    """A cell: its figure in the unit of the table, its class, its share of the limit in percent, the text on hover."""
+
+    text: str
+    kind: str
+    share: int
+    title: str
+
+
+class HeadLine(NamedTuple):
+    """Headings of one key across: names over the columns of names, the corner, then (value, columns it spans)."""
+
+    left: list[str]
+    corner: str
+    spans: list[tuple[str, int]]
+
+
+class Line(NamedTuple):
+    """A task: its names, its cells (None for a combination that was not run), whether the first name is a new one."""
+
+    names: list[str]
+    squares: list[Square | None]
+    first: bool
+
+
+class Grid(NamedTuple):
+    """The table: the unit of its figures, (class, meaning) of its cells, its headings and its lines."""
+
+    unit: str
+    legend: list[tuple[str, str]]
+    heads: list[HeadLine]
+    lines: list[Line]
+
+
+def grid(rows: Sequence[Row]) -> Grid | None:
+    """The table of a comparison's rows, None where either side would have one line only."""
+    keys = sorted(varying(rows), key=lambda key: key == POLICY)  # policies stand side by side
+    down, across = ([key for key in keys if is_how(key) is how] for how in (False, True))
+    cells = {(_values(row, down), _values(row, across)): row for row in rows}
+    names, columns = _ordered(rows, down), _ordered(rows, across)
+    if min(len(names), len(columns)) < 2:
+        return None
+    winners = [row.overrides for row in best_of_each(rows)]
+    most = max((row.allocated_bytes or 0 for row in rows), default=0)
+    unit, size = unit_of(rows)
+    lines = []
+    for before, line in zip([None, *names], names):
+        squares = [_square(cells.get((line, column)), keys, size, most, winners) for column in columns]
+        new = before is not None and len(line) > 1 and before[0] != line[0]
+        lines.append(Line(_names(line, before), squares, new))
+    return Grid(unit, _legend(rows), _heads(down, across, columns), lines)
+
+
+def _legend(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    kinds = WITH_LIMIT if any(row.limit_bytes for row in rows) else WITHOUT
+    failed = any(not row.ok for row in rows)
+    return [(kind, meaning) for kind, meaning in kinds.items() if failed or kind != "failed"]
+
+
+def _values(row: Row, keys: Sequence[str]) -> Values:
+    return tuple(value_text(row, key) for key in keys)
+
+
+def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
+    """What the rows hold under `keys`, sorted by each key's values in the order of the grid."""
+    order = [list(dict.fromkeys(value_text(row, key) for row in rows)) for key in keys]
+    return sorted(
+        {_values(row, keys) for row in rows},
+        key=lambda values: [texts.index(text) for texts, text in zip(order, values)],
+    )
+
+
+def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]) -> list[HeadLine]:
+    """A line of headings for each key across; neighbours that share a value, and all above it, share a heading."""
+    heads = []
+    for level, key in enumerate(across):
+        last = level == len(across) - 1
+        runs = groupby(values[: level + 1] for values in columns)
+        heads.append(
+            HeadLine(
+                [_short(name) if last else "" for name in down[:-1]],
+                f"{_short(down[-1])} \\ {_short(key)}" if last else _short(key),
+                [(values[-1], len(list(run))) for values, run in runs],
+            )
+        )
+    return heads
+
+
+def _names(line: Values, before: Values | None) -> list[str]:
+    """The headings of a line; what the line above has as well is left empty."""
+    return ["" if before and before[: i + 1] == line[: i + 1] else text for i, text in enumerate(line)]
+
+
+def _square(row: Row | None, keys: Sequence[str], size: int, most: int, winners: Sequence[Mapping]) -> Square | None:
+    if row is None:
+        return None
+    if not row.ok or row.allocated_bytes is None:
+        return Square("failed", "failed", 0, f"{label(row, keys)}: {row.status}")
+    share = row.allocated_bytes / (row.limit_bytes or most or 1)
+    title = f"{label(row, keys)}: {100 * share:.0f} % of {'the limit' if row.limit_bytes else 'the largest'}"
+    if row.recompute_flops_fraction is not None:
+        title += f", {100 * row.recompute_flops_fraction:.1f} % recomputed"
+    kind = _kind(row, share) + (" best" if row.overrides in winners else "")
+    return Square(_figure(row.allocated_bytes / size, whole=size == 1), kind, round(100 * min(share, 1)), title)
+
+
+def _kind(row: Row, share: float) -> str:
+    if row.limit_bytes is None:
+        return "free"
+    if share > 1:
+        return "over"
+    return "near" if share > NEAR else "room"
+
+
+def _figure(value: float, whole: bool) -> str:
+    """Three digits or so: 342, 76.0, 0.38."""
+    if whole or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _short(key: str) -> str:
+    if key == POLICY:
+        return "policy"
+    return key if key in (CONFIG, TARGET) else key.rsplit(".", 1)[-1]

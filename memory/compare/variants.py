@@ -1,0 +1,193 @@
+"""Variants of one config, compiled by workers: each once, cached, in parallel, until the search or its user stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError
+from bytescope.memory.remat.block_graph import Block
+from bytescope.memory.remat.ilp import Plan, remat_keys
+from bytescope.memory.remat.problem import Compiled, Tried, problem_of
+from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.seconds import ranking, step_prediction
+from bytescope.memory.seconds.step_prediction import Prediction
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+# Keys as the command line gives them: dotted key -> text.
+Keys = Mapping[str, str]
+
+
+class Stopped(Exception):
+    """The search ends with what it has: Ctrl-C, its time or its compiles are used up. The argument says which."""
+
+
+@dataclasses.dataclass
+class Trials:
+    """Compiles variants of a config on a target.
+
+    Fields:
+        config, overrides: as the command line gives them. A variant that sets the same key replaces an override.
+        pool: the workers. cache: the folder of finished rows, None for none.
+        progress: called with the labels of the jobs under way and the number of finished ones.
+        most, seconds: `Stopped` is raised instead of one more compile after so many (those in the cache do not count)
+            or after so many seconds.
+        compiles: programs compiled so far, those in the cache left out.
+
+    Raises ReportError for a target whose rates are unknown.
+    """
+
+    config: str
+    target: Target
+    overrides: Sequence[tuple[str, str]]
+    trainer: Trainer
+    pool: worker_pool.Pool
+    cache: Path | None
+    progress: worker_pool.Progress = lambda labels, done: None
+    most: float = math.inf
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.compiles, self._began = 0, time.monotonic()
+        self._jobs = Jobs(self.trainer)
+        self._done: dict[str, dict[str, Any]] = {}
+        rates = ranking.large(self.target)
+        if rates is None:
+            raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
+        self.rates = rates
+
+    def flat(self, keys: Keys) -> dict[str, Any]:
+        """The whole config of a variant, dotted key -> value. Raises the trainer's errors."""
+        return self._jobs.resolve(self.config, [*self.overrides, *keys.items()])
+
+    def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
+        """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
+        return self._ask([self.job(keys) for keys in variants])
+
+    def done(self, keys: Keys) -> dict[str, Any] | None:
+        """The answer for a variant that was compiled, None for one that was not."""
+        return self._done.get(self.job(keys).name)
+
+    def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
+        """What compiles a variant, for another target than the search's where one is given."""
+        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
+        return self._jobs.job(
+            self.config,
+            target or self.target.name,
+            [*self.overrides, *keys.items()],
+            label[:60],
+            describe=describe,
+            measure=measure,
+        )
+
+    def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
+        new = list({job.name: job for job in jobs if job.name not in self._done}.values())
+        cached = {job.name: found for job in new if self.cache and (found := row_cache.read(self.cache, job.name))}
+        self._done |= cached
+        left = [job for job in new if job.name not in cached]
+        if left and self.compiles >= self.most:
+            raise Stopped(self._limit())
+        if left and time.monotonic() - self._began > self.seconds:
+            raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
+        if left:
+            now = left[: int(min(self.most - self.compiles, len(left)))]
+            answers, interrupted = worker_pool.ask(self.pool, now, cache=self.cache, progress=self.progress)
+            self._done |= answers
+            self.compiles += sum(not job.describe for job in now if job.name in answers)
+            if interrupted:
+                raise Stopped("Ctrl-C")
+            if now != left:
+                raise Stopped(self._limit())
+        return [self._done[job.name] for job in jobs]
+
+    def _limit(self) -> str:
+        return f"the limit on compiles ({self.compiles}) was reached"
+
+    # ---- the least recomputation of a variant ------------------------------------------------------------------
+
+    def search(
+        self,
+        keys: Keys,
+        *,
+        cost: str = "time",
+        offload: bool = False,
+        tell: Callable[[Tried], None] = lambda tried: None,
+    ) -> Search:
+        """The search for the least recomputation of a variant.
+
+        Args:
+            cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+            tell: called with each plan as it is compiled.
+
+        Raises:
+            ReportError: the variant cannot run, or nothing is known of its blocks.
+            Stopped: no more compiles are allowed.
+        """
+        full_keys = {**keys, **remat_keys(FULL)}
+        full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
+        for answer in (described, full):
+            if answer["status"] != "ok":
+                raise ReportError(answer["status"])
+        policies = described["policies"]
+        if offload:
+            policies = {**policies, **described["moving"]}
+        micro_steps = described["micro_steps"] * full["calls_per_update"]
+        problem = problem_of(
+            Block.from_json(described["block"]),
+            self.predicted(full).by_phase,
+            micro_steps,
+            self.rates,
+            self.target,
+            cost=cost,
+            offload=offload,
+            policies=policies,
+            ranges=described["ranges"],
+        )
+
+        def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
+            variants = [{**keys, **plan.keys()} for plan in plans]
+            try:
+                return [self.compiled(answer) for answer in self.compile(variants)]
+            except Stopped:  # plans that were finished count all the same
+                for plan, answer in zip(plans, map(self.done, variants)):
+                    if answer is not None:
+                        tell(Tried(plan, 0, self.compiled(answer)))
+                raise
+
+        return Search(problem, compile_plans, tell)
+
+    def predicted(self, answer: Mapping[str, Any]) -> Prediction:
+        """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
+        found = step_prediction.of_answer(answer)
+        if found is None:
+            why = (
+                step_prediction.missing(bool(answer.get("schedule")), self.target.to_json())
+                or "nothing in this program takes time"
+            )
+            raise ReportError(f"target {self.target.name}: no seconds are predicted: {why}")
+        return found
+
+    @property
+    def host_budget(self) -> float:
+        """Bytes of host memory for one device."""
+        return self.target.host_bytes_per_device
+
+    def compiled(self, answer: Mapping[str, Any]) -> Compiled:
+        """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
+        if answer["status"] != "ok":
+            return Compiled(status=answer["status"])
+        return Compiled(
+            answer["allocated_bytes"],
+            answer["host_bytes"],
+            self.predicted(answer).seconds,
+            answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"],
+        )

@@ -1,0 +1,75 @@
+"""What a compiled step moves between device and host memory: bytes by direction and phase, and the link's seconds.
+
+Read from the scheduled module: every copy, slice and update of a slice whose two ends lie in different memories, times
+the trip counts of the loops around it. What a loop without a known trip count moves (state that is updated only in
+some calls) is taken as one pass over the whole array: that of a call that updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bytescope.memory.hlo import loops, scopes
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.records.report_record import Transfer
+
+HOST_SPACE = 5
+TO_DEVICE, TO_HOST = "to device", "to host"
+
+
+def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
+    """Transfers of one step and device, most bytes first; seconds at `bytes_per_s` in each direction, 0 if unknown."""
+    counts, whole = loops.runs(module), uncounted(module)
+    sums: dict[tuple[str, str], int] = {}
+    for computation, times in counts.items():
+        for id in module.computations[computation].instructions if computation in module.computations else ():
+            instruction = module.instructions[id]
+            for direction, size, array in moved(module, instruction):
+                scope = scopes.parse(module.metadata(instruction).op_name)
+                where = "optimizer" if "optimizer" in scope.path else scope.phase
+                size = array if computation in whole else size * times
+                sums[where, direction] = sums.get((where, direction), 0) + size
+    return tuple(
+        Transfer(where, direction, size, size / bytes_per_s if bytes_per_s else 0.0)
+        for (where, direction), size in sorted(sums.items(), key=lambda item: -item[1])
+    )
+
+
+def uncounted(module: Module) -> set[int]:
+    """Computations inside loops without a known trip count."""
+    pending = [
+        called
+        for instruction in module.instructions.values()
+        if instruction.opcode == "while" and not loops.trip_count(module, instruction)
+        for called in instruction.called
+    ]
+    found: set[int] = set()
+    while pending:
+        computation = pending.pop()
+        if computation not in found and computation in module.computations:
+            found.add(computation)
+            pending += [
+                called
+                for id in module.computations[computation].instructions
+                for called in module.instructions[id].called
+            ]
+    return found
+
+
+# Opcode -> which operand crosses, whole or in part, to the result.
+CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1}
+
+
+def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
+    """(direction, bytes of one execution, bytes of the array that they are part of) of what crosses the link."""
+    target = module.shape(instruction)
+    if instruction.opcode == "copy-start":
+        source, target = target.leaf((1,)), target.leaf((0,))
+    elif (operand := module.operand(instruction, CROSSING.get(instruction.opcode, -1))) is not None:
+        source = module.shape(operand)
+    else:
+        return
+    if (source.memory_space == HOST_SPACE) != (target.memory_space == HOST_SPACE):
+        # A slice moves what comes out of it, an update what goes in: the smaller end.
+        part, whole = sorted((source.bytes, target.bytes))
+        yield TO_DEVICE if source.memory_space == HOST_SPACE else TO_HOST, part, whole

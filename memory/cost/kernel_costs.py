@@ -1,0 +1,215 @@
+"""What the kernels of a compiled step read and write in device memory, by phase.
+
+Each operation of the schedule that is a kernel (a fusion, a product, a reduction, a copy ...) reads its operands and
+writes its results once; one that takes a slice out of an operand reads the slice, one that updates a slice in place
+writes the slice. Loops count by their trips, a conditional by its largest branch. Left out: what caches save, and
+what a kernel reads twice; a loop without a known trip count counts once. Of what goes to host or on-chip memory, or
+comes from there, the end in device memory counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from bytescope.memory.cost.overlap import IDLE
+from bytescope.memory.hlo.dataflow import is_collective
+from bytescope.memory.hlo.loops import trip_count
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import Shape, leaves
+from bytescope.memory.peak.buffer_rules import Attribution
+
+# Calls that run on the computations they name; other operations that name one only say how to combine two values.
+_CALLING = frozenset(("while", "call", "conditional", "async-start"))
+PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
+_PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
+_MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
+# Operations inside a fusion through which only what is asked for is computed.
+_PASSING = frozenset(("bitcast", "convert", "reshape", "transpose", "copy", "negate"))
+_SLICING = frozenset(("slice", "dynamic-slice", "gather"))
+# Opcode -> operand that is written over a part of the first one.
+_UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
+_WORKSPACE = ("int8", "uint8")
+
+Sums = dict[str, list[int]]
+
+
+def find(look: Attribution) -> dict[str, dict[str, int]]:
+    """Phase -> {"product_bytes", "other_bytes"} of one step and device: of kernels with a matrix product, of others."""
+    walk = _Walk(look)
+    sums = walk.computation(look.module.entry, "")
+    return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
+
+
+class _Walk:
+    """Sums of computations, each counted once for every phase that it is called in."""
+
+    def __init__(self, look: Attribution):
+        self.look, self.module = look, look.module
+        self.known: dict[tuple[int, str], Sums] = {}
+
+    def computation(self, id: int, around: str) -> Sums:
+        """Phase -> [bytes of products, of others] of one run; `around`: the phase of the call."""
+        if (id, around) not in self.known:
+            self.known[id, around] = sums = {}  # a damaged module may call in circles
+            found = self.module.computations.get(id)
+            for instruction in (self.module.instructions[i] for i in found.instructions) if found else ():
+                phase = phase_of(self.look, instruction, around)
+                if instruction.opcode in _CALLING:
+                    _add(sums, self.called(instruction, phase))
+                else:
+                    size, product = traffic(self.module, instruction)
+                    if size:
+                        _add(sums, {phase: [size, 0] if product else [0, size]})
+        return self.known[id, around]
+
+    def called(self, call: Instruction, phase: str) -> Sums:
+        """Sums of what an operation calls: of a conditional its largest branch, of a loop all its trips."""
+        inner = [self.computation(id, phase) for id in call.called]
+        if call.opcode == "conditional":
+            return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
+        trips = trip_count(self.module, call) or 1 if call.opcode == "while" else 1
+        out: Sums = {}
+        for sums in inner:
+            _add(out, sums, trips)
+        return out
+
+
+def phase_of(look: Attribution, instruction: Instruction, around: str) -> str:
+    """The phase of an operation; one that carries no name, as copies of the compiler's own, is of what calls it:
+    `around`, "" in the entry."""
+    scope = look.scope(instruction)
+    if "optimizer" in scope.path:
+        return "optimizer"
+    if scope.phase or not around or look.module.metadata(instruction).op_name:
+        return look.phase(scope, instruction)
+    return around
+
+
+def _add(sums: Sums, other: Sums, times: int = 1) -> None:
+    for phase, both in other.items():
+        mine = sums.setdefault(phase, [0, 0])
+        for i, size in enumerate(both):
+            mine[i] += times * size
+
+
+def is_product(module: Module, instruction: Instruction) -> bool:
+    """Whether a kernel has a matrix product or a convolution in it: its own, its fusion's, a library's by its name."""
+    if instruction.opcode == "custom-call":
+        return bool(_PRODUCT_CALLS.search(instruction.target))
+    if instruction.opcode == "fusion":
+        return any(
+            is_product(module, module.instructions[id])
+            for called in instruction.called
+            if called in module.computations
+            for id in module.computations[called].instructions
+        )
+    return instruction.opcode in PRODUCTS
+
+
+def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
+    """(`moved`, `is_product`) of an operation, found once for a module; (0, False) for what is not a kernel."""
+    known = module.kernels.get(instruction.id)
+    if known is None:
+        size = moved(module, instruction)
+        known = module.kernels[instruction.id] = size, bool(size) and is_product(module, instruction)
+    return known
+
+
+def moved(module: Module, instruction: Instruction) -> int:
+    """Bytes of device memory that one run of an operation reads and writes; 0 for what is not a kernel."""
+    opcode, result = instruction.opcode, module.shape(instruction)
+    if opcode == "copy-start":
+        return _held(result.leaf((0,))) + _held(result.leaf((1,)))
+    if opcode in IDLE or is_collective(opcode) or instruction.target in _MARKERS:
+        return 0
+    operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
+    if opcode == "fusion" and instruction.called and instruction.called[0] in module.computations:
+        return _fusion(module, instruction, operands)
+    read = sum(
+        _part(module, instruction, i, module.shape(operand))
+        for i, operand in enumerate(operands)
+        if operand.id not in instruction.operands[:i]
+    )
+    if opcode in _UPDATING:
+        return read + _written(module, instruction, result)
+    # A library's product has its workspace as a second result.
+    library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
+    return read + sum(
+        _held(leaf) for index, leaf in leaves(result) if not (library and index != (0,) and leaf.dtype in _WORKSPACE)
+    )
+
+
+def _held(shape: Shape) -> int:
+    """Bytes of an array, or all arrays of a tuple, that lie in device memory."""
+    return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
+
+
+def _part(module: Module, user: Instruction, position: int, source: Shape) -> int:
+    """Bytes that an operation reads of its operand at `position`, an array of shape `source`."""
+    touched = None
+    if position == 0 and user.opcode in _SLICING:
+        touched = module.shape(user).elements
+    elif position == 0 and user.opcode == "dynamic-update-slice":
+        touched = 0
+    elif position == 0 and user.opcode == "scatter":  # it adds to what is there
+        touched = _elements(module, module.operand(user, _UPDATING["scatter"]))
+    whole = _held(source)
+    return whole if touched is None else min(whole, touched * source.bits // 8)
+
+
+def _elements(module: Module, instruction: Instruction | None) -> int:
+    return module.shape(instruction).elements if instruction else 0
+
+
+def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
+    """Bytes that a fusion reads and writes: of its operands what the fused operations need."""
+    inside = module.computations[fusion.called[0]]
+    users: dict[int, list[Instruction]] = {}
+    for id in inside.instructions:
+        for operand in dict.fromkeys(module.instructions[id].operands):
+            users.setdefault(operand, []).append(module.instructions[id])
+    read = 0
+    for i, operand in enumerate(operands):
+        parameter = module.instructions.get(inside.parameters.get(i, -1))
+        shape = module.shape(operand)
+        read += min(_held(shape), _needed(module, parameter, shape, users, inside.root)) if parameter else _held(shape)
+    root = module.instructions.get(inside.root)
+    result = module.shape(fusion)
+    if root is None or result.parts is None:
+        return read + _written(module, root, result)
+    made = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
+    made += [None] * (len(result.parts) - len(made))
+    return read + sum(_written(module, maker, part) for maker, part in zip(made, result.parts))
+
+
+def _needed(
+    module: Module,
+    value: Instruction,
+    source: Shape,
+    users: dict[int, list[Instruction]],
+    root: int,
+    itself: bool = True,
+) -> int:
+    """Bytes of a fusion's operand that the fused operations ask for; `itself`: the value is the operand still."""
+    if value.id == root:
+        return _held(source)
+    total = 0
+    for user in users.get(value.id, ()):
+        if user.opcode in _PASSING:
+            total += _needed(module, user, source, users, root, itself and user.opcode == "bitcast")
+        elif user.opcode in _UPDATING and user.operands[0] == value.id and not itself:
+            total += _held(source)  # what is converted first is written anew
+        else:
+            total += sum(_part(module, user, i, source) for i, id in enumerate(user.operands) if id == value.id)
+    return total
+
+
+def _written(module: Module, maker: Instruction | None, result: Shape) -> int:
+    """Bytes of a result that are written: of one that is updated in place, the update."""
+    while maker is not None and maker.opcode == "bitcast":
+        maker = module.operand(maker, 0)
+    whole = _held(result)
+    if maker is None or maker.opcode not in _UPDATING:
+        return whole
+    return min(whole, _elements(module, module.operand(maker, _UPDATING[maker.opcode])) * result.bits // 8)

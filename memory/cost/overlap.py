@@ -1,0 +1,154 @@
+"""What overlaps a collective: the compute between its start and its done in the schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.dataflow import is_collective
+from bytescope.memory.hlo.loops import backend_config, trip_count
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.peak.buffer_rules import Attribution
+
+# Opcodes that compute nothing: views, bookkeeping, copies by the DMA engines, the ends of other transfers.
+IDLE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "opt-barrier",
+        "optimization-barrier",
+        "after-all",
+        "add-dependency",
+        "domain",
+        "partition-id",
+        "replica-id",
+        "copy-start",
+        "copy-done",
+        "async-start",
+        "async-update",
+        "async-done",
+        "send",
+        "send-done",
+        "recv",
+        "recv-done",
+    )
+)
+_DONE = re.compile(r"-(done|update)$")
+_MOST_DEPTH = 24
+
+
+class Overlap(NamedTuple):
+    """What overlaps a collective.
+
+    asynchronous: it has a start and a done, and the runtime does not wait at the start. instructions: operations
+    of compute scheduled between the two. flops: matrix-product FLOPs among them, loops between counted in full.
+    """
+
+    asynchronous: bool
+    instructions: int = 0
+    flops: int = 0
+
+
+def of(look: Attribution, start: Instruction) -> Overlap:
+    """What is scheduled between an asynchronous start and its done, on one device."""
+    module = look.module
+    settings = backend_config(module, start).get("collective_backend_config")
+    if isinstance(settings, dict) and settings.get("is_sync") is True:
+        return Overlap(False)
+    computation = module.computations.get(start.computation)
+    order = (computation.schedule if computation else None) or []
+    positions = {id: position for position, id in enumerate(order)}
+    done = _done(look, start)
+    if start.id not in positions or done is None or done.id not in positions:
+        return Overlap(True)
+    inside = [
+        module.instructions[id]
+        for id in order[positions[start.id] + 1 : positions[done.id]]
+        if id in module.instructions
+    ]
+    inside = [item for item in inside if item.opcode not in IDLE and not is_collective(item.opcode)]
+    return Overlap(True, len(inside), sum(flops(module, item) for item in inside))
+
+
+def _done(look: Attribution, start: Instruction) -> Instruction | None:
+    """The end of an asynchronous operation, through its updates."""
+    for _ in range(_MOST_DEPTH):
+        after = [user for user in look.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
+        if not after:
+            return None
+        if after[0].opcode.endswith("-done"):
+            return after[0]
+        start = after[0]
+    return None
+
+
+def flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
+    """Matrix-product FLOPs of one execution: dots, GEMM and attention calls, and what loops and fusions run.
+
+    A multiply-add counts as two; elementwise work, convolutions and foreign kernels count as nothing. `known`:
+    FLOPs of computations already counted.
+    """
+    known = {} if known is None else known
+    total = _PRODUCTS[instruction.opcode](module, instruction) if instruction.opcode in _PRODUCTS else 0
+    trips = trip_count(module, instruction) or 1 if instruction.opcode == "while" else 1
+    for called in instruction.called:
+        if called not in known and called in module.computations:
+            known[called] = 0  # a damaged module may call in circles
+            known[called] = sum(
+                flops(module, module.instructions[id], known) for id in module.computations[called].instructions
+            )
+        total += trips * known.get(called, 0)
+    return total
+
+
+def _dot(module: Module, instruction: Instruction) -> int:
+    """2 x result values x contracted values: dot_dimension_numbers 30 {lhs_contracting 1}."""
+    contracted: list[int] = []
+    for field, value in wire.fields(module.data, instruction.span):
+        if field == 30:
+            for part, item in wire.fields(module.data, wire.message(value)):
+                contracted += wire.numbers(module.data, item) if part == 1 else []
+    return _product(module, instruction, contracted)
+
+
+def _product(module: Module, instruction: Instruction, contracted: list[int]) -> int:
+    left, result = module.operand(instruction, 0), module.shape(instruction)
+    if result.parts is not None:  # a GEMM call gives its workspace too
+        result = result.leaf((0,))
+    dims = module.shape(left).dims if left else ()
+    return 2 * result.elements * math.prod(dims[axis] for axis in contracted if axis < len(dims))
+
+
+def _call(module: Module, instruction: Instruction) -> int:
+    """FLOPs of a library's call: a GEMM's settings tell the contracted axes, an attention call's the shape of the
+    scores."""
+    config = backend_config(module, instruction)
+    gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
+    if gemm:
+        return _product(module, instruction, _numbers(gemm.get("lhs_contracting_dimensions")))
+    scores = _inner(config, "cudnn_fmha_backend_config", "intermediate_tensor_shape")
+    query = module.operand(instruction, 0)
+    if not scores or query is None:
+        return 0
+    # Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al. 2022, arXiv 2205.14135).
+    products = 10 if "Backward" in instruction.target else 4
+    return products * math.prod(_numbers(scores.get("dimensions"))) * (module.shape(query).dims or (0,))[-1]
+
+
+_PRODUCTS = {"dot": _dot, "custom-call": _call}
+
+
+def _inner(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    for key in keys:
+        value = config.get(key)
+        config = value if isinstance(value, dict) else {}
+    return config
+
+
+def _numbers(values: Any) -> list[int]:
+    return [int(value) for value in values if str(value).isdigit()] if isinstance(values, list) else []

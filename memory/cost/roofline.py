@@ -1,0 +1,275 @@
+"""What a step takes at least, by a roofline: what it computes and moves, over what the target can (Williams, Waterman
+and Patterson 2009, "Roofline", Communications of the ACM 52(4)). `memory.seconds` predicts what it takes.
+
+A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `costs.step_work`:
+
+- `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
+- `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
+- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends at least over that link in
+  collectives that are not overlapped; `hidden_collective_bytes`: in those with compute between start and done.
+- `to_host_bytes`, `to_device_bytes`: over the host link.
+
+A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
+its collectives. Overlapped collectives and transfers run at the same time, each direction of the host link by itself;
+what the longest of them takes longer is waited for. Recompute and backward share one such window.
+
+Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
+reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
+Rates are peaks, so no program reaches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_json import is_count, is_number
+from bytescope.memory.records.report_record import STEP_PHASES, Report
+
+TERMS = ("products", "memory", "collectives", "host_link")
+LINKS = ("in_host", "between_hosts")
+# Phases that overlap with transfers together.
+_WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
+# Keys of `Target.peak_flops`. Where a chip has no unit for a dtype, the next one computes it.
+UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
+# A chip with bfloat16 units alone needs so many passes for float32 (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
+_PASSES = {"fp32": 6}
+DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
+# A machine is measured by a product of matrices of this side and a copy of these bytes, the best of so many runs.
+_SIDE, _COPY, _TIMES = 1024, 2**26, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Rates of one device: FLOP/s by dtype, bytes per second of its memory, of its host link in each direction and of
+    the links to other devices (`LINKS`); `source`: where they are from.
+
+    Raises ReportError for a rate that is not a positive number, or a device that computes in no dtype.
+    """
+
+    peak_flops: Mapping[str, float]
+    hbm_bytes_per_s: float
+    host_link_bytes_per_s: float
+    interconnect_bytes_per_s: Mapping[str, float]
+    source: str = DATA_SHEET
+
+    def __post_init__(self) -> None:
+        rates = {
+            **self.peak_flops,
+            **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
+            "memory": self.hbm_bytes_per_s,
+            "host link": self.host_link_bytes_per_s,
+        }
+        wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
+        if wrong or not any(unit in self.peak_flops for unit in UNITS):
+            raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
+
+    def flops_per_s(self, dtype: str) -> float:
+        """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else the next wider one, else passes of
+        bfloat16."""
+        wider = UNITS[UNITS.index(dtype) :]
+        unit = next((unit for unit in wider if unit in self.peak_flops), None)
+        if unit:
+            return self.peak_flops[unit]
+        narrower = next(unit for unit in reversed(UNITS) if unit in self.peak_flops)
+        return self.peak_flops[narrower] / _PASSES.get(dtype, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one call of a step. `by_phase` (`records.STEP_PHASES`) and `by_term` (`TERMS`) each add up to `total`.
+
+    host_link: what is waited for transfers that take longer than the compute that overlaps them. bound_by: the term
+    that takes the most. source: of the rates.
+    """
+
+    total: float
+    by_phase: Mapping[str, float]
+    by_term: Mapping[str, float]
+    bound_by: str
+    source: str = DATA_SHEET
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtBest:
+    """What the rates allow at best: `update_seconds` at least, `tokens_per_s` over all devices and `mfu`, the share of
+    the peak rate that the model's own FLOPs use, at most. None for what the trainer did not tell. source: of the rates.
+    """
+
+    update_seconds: float
+    tokens_per_s: float | None
+    mfu: float | None
+    source: str
+
+
+def at_best(report: Report) -> AtBest | None:
+    """What the roofline of a report allows at best; None where it has none."""
+    call, of = report.roofline.get("total"), report.subject
+    if not call or not call > 0:
+        return None
+    rates = figures(report.target) if of.model_flops and report.work else None
+    share = None
+    if rates:
+        share = mfu(of.model_flops / max(report.target.get("n_devices", 1), 1), report.work, rates, call) or None
+    update = call * of.calls
+    return AtBest(update, of.tokens / update if of.tokens else None, share, report.roofline.get("source", DATA_SHEET))
+
+
+def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
+    """The seconds of one call of a step by its work (see the module) at these rates."""
+    by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
+    for window in _WINDOWS:
+        parts = [work[phase] for phase in window if phase in work]
+        for phase in window:
+            for term, value in _on_device(work.get(phase, {}), figures).items():
+                by_term[term] += value
+                by_phase[phase] += value
+        overlapped = _overlapped(parts, figures)
+        longest = max(overlapped, key=lambda term: overlapped[term])
+        wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
+        by_term[longest] += wait
+        by_phase[window[-1]] += wait
+    return Prediction(
+        sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]), figures.source
+    )
+
+
+def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of one phase, transfers aside."""
+    flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
+    return {
+        "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
+        "memory": part.get("other_bytes", 0) / figures.hbm_bytes_per_s,
+        "collectives": _sent(part.get("collective_bytes", {}), figures),
+    }
+
+
+def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of what the compute of some phases overlaps."""
+    moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
+    return {
+        "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
+        "host_link": max(moved) / figures.host_link_bytes_per_s,
+    }
+
+
+def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
+    return sum(size / figures.interconnect_bytes_per_s[link] for link, size in sizes.items())
+
+
+def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figures, taken: float) -> float:
+    """The share of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv 2204.02311).
+
+    The peak rate is that of the dtypes in which the step multiplies. With a roofline's seconds it is the most that can
+    be hoped for, as those are the least.
+
+    Args:
+        model_flops: of one device and one call, nothing recomputed.
+        work: of the same (see the module). taken: seconds of the call.
+    """
+    counts = [item for part in work.values() for item in part.get("flops", {}).items()]
+    least, executed = sum(count / figures.flops_per_s(dtype) for dtype, count in counts), sum(n for _, n in counts)
+    return model_flops / executed * least / taken if executed and taken > 0 else 0.0
+
+
+def figures(target: Any) -> Figures | None:
+    """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without any.
+
+    A CPU's are measured, once per process: the devices that it simulates share them, and what they send to each other
+    and to the host are copies of memory.
+    """
+    known = target if isinstance(target, Mapping) else target.to_json()
+    if known.get("platform") == "cpu":
+        sharing = known.get("n_devices", 1)
+        if not is_count(sharing):
+            raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
+        flops, copied = (rate / max(sharing, 1) for rate in machine_rates())
+        return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
+    rates = {
+        key: known.get(key)
+        for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s", "interconnect_bytes_per_s")
+    }
+    for key in ("peak_flops", "interconnect_bytes_per_s"):
+        if rates[key] and not isinstance(rates[key], Mapping):
+            raise ReportError(f"a damaged report (target.{key} is {rates[key]!r:.40}): write it again")
+    return Figures(**rates) if all(rates.values()) else None
+
+
+@functools.lru_cache(maxsize=1)
+def machine_rates() -> tuple[float, float]:
+    """(float32 FLOP/s of a matrix product, bytes per second read and written by a copy) of this machine, by numpy."""
+    import numpy as np
+
+    left, right = np.ones((2, _SIDE, _SIDE), np.float32)
+    source = np.ones(_COPY // 4, np.float32)
+    copy = np.zeros_like(source)
+    product = np.empty_like(left)
+    return (
+        2 * _SIDE**3 / _best(lambda: np.matmul(left, right, out=product)),
+        2 * _COPY / _best(lambda: np.copyto(copy, source)),
+    )
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """The fewest seconds of some runs, a first one aside."""
+    run()
+    taken = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+    """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
+
+    None where the program was not traced, or the target's rates are not known. Raises ReportError where they are not
+    what `step_work` and `Target.to_json` write.
+    """
+    if not answer.get("work") or not answer.get("target"):
+        return None
+    rates = figures(answer["target"])
+    if rates is None:
+        return None
+    found = seconds(_checked(answer["work"]), rates)
+    if not math.isfinite(found.total):
+        raise ReportError("a damaged report (its work takes for ever at the target's rates): write it again")
+    return found
+
+
+# Key of a phase's work -> the names of its parts, () for a single number.
+_WORK = {
+    "flops": UNITS,
+    "collective_bytes": LINKS,
+    "hidden_collective_bytes": LINKS,
+    "product_bytes": (),
+    "other_bytes": (),
+    "to_host_bytes": (),
+    "to_device_bytes": (),
+}
+
+
+def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The work as it is. Raises ReportError for what is not numbers from 0 up, by phase and key."""
+    for phase, part in work.items():
+        if not isinstance(part, Mapping):
+            raise ReportError(f"a damaged report (work.{phase} is {part!r:.40}): write it again")
+        for key, names in _WORK.items():
+            amounts = part.get(key, {} if names else 0)
+            if names:
+                right = isinstance(amounts, Mapping) and set(amounts) <= set(names)
+            else:
+                right, amounts = True, {key: amounts}
+            if not right or not all(is_number(amount) and amount >= 0 for amount in amounts.values()):
+                raise ReportError(f"a damaged report (work.{phase}.{key} is {part[key]!r:.40}): write it again")
+    return work

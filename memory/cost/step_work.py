@@ -1,0 +1,95 @@
+"""The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
+
+Counts the FLOPs and bytes of the kernels that the compiler scheduled for one device: a replicated product counts fully
+on every device, and the masked part of causal attention does not count. `memory.cost.roofline` lists the keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.cost.collectives import WIRE
+from bytescope.memory.cost.host_transfers import TO_DEVICE, TO_HOST
+from bytescope.memory.cost.roofline import LINKS
+from bytescope.memory.hlo.mesh import Axes
+from bytescope.memory.records.report_record import STEP_PHASES, Collective, Report
+
+_WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
+
+
+def by_phase(
+    report: Report,
+    kernel_bytes: Mapping[str, Mapping[str, int]],
+    flops: Mapping[tuple[str, str], float],
+    mesh: Axes,
+    per_host: int,
+) -> dict[str, dict[str, Any]]:
+    """Phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
+
+    Args:
+        report: its collectives and transfers are read.
+        kernel_bytes: phase -> bytes, from `memory.cost.kernel_costs.find`.
+        flops: (phase, unit) -> FLOPs of one device.
+        mesh: names and sizes of the mesh axes, the last axis over neighbouring devices.
+        per_host: number of devices of a host, 0 if all are in one host.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for phase in STEP_PHASES:
+        out[phase] = {
+            "flops": {},
+            "product_bytes": 0,
+            "other_bytes": 0,
+            **kernel_bytes.get(phase, {}),
+            "collective_bytes": dict.fromkeys(LINKS, 0),
+            "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
+            "to_host_bytes": 0,
+            "to_device_bytes": 0,
+        }
+    for (phase, unit), count in flops.items():
+        out[phase]["flops"][unit] = count
+    for item in report.collectives:
+        hosts = hosts_of(item.axes, item.group, mesh, per_host)
+        kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
+        out[_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_sent(item, hosts))
+    for row in report.transfers:
+        out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
+    return out
+
+
+def _phase(name: str) -> str:
+    """The phase of the work: what carries no mark of a transformation is done before and for the forward pass."""
+    return name if name in STEP_PHASES else "forward"
+
+
+# Kinds that send the same bytes to all devices of a group, so that the network cards of a host can share them.
+_SHARED = frozenset(("all-gather", "reduce-scatter", "all-reduce", "collective-broadcast"))
+_EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
+
+
+def _sent(item: Collective, hosts: int) -> float:
+    """Bytes that a device sends at least over the slowest link of a collective: in a host those on the wire, over hosts
+    those through the network card beside it. A ring over a group crosses from host to host once for all its devices
+    there, so each of their cards carries a share (NCCL runs as many rings)."""
+    inside = max(item.group // hosts, 1)
+    if hosts > 1 and item.kind in _SHARED:
+        return WIRE[item.kind](hosts) * item.bytes / inside
+    if hosts > 1 and item.kind in _EACH_TO_EACH:
+        return item.bytes * (item.group - inside) / item.group
+    return item.wire_bytes
+
+
+def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
+    """Over how many hosts of `per_host` devices, counted row by row, a group of devices along `axes` of a mesh is
+    spread at most; without the mesh's axes, how many `group` devices need.
+    """
+    if not per_host:
+        return 1
+    if not axes or not set(axes) <= {name for name, _ in mesh}:
+        return max(-(-group // per_host), 1)
+    hosts: dict[tuple[int, ...], set[int]] = {}
+    for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
+        others = tuple(at for at, (name, _) in zip(place, mesh) if name not in axes)
+        hosts.setdefault(others, set()).add(device // per_host)
+    return max(map(len, hosts.values()))

@@ -1,0 +1,31 @@
+"""Files that are written completely or not at all."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes `text` to a temporary file beside `path` and renames it: a reader sees the old file or the new.
+
+    Devices and pipes, such as /dev/null, are written to directly. Raises OSError with the path; leaves no partial file.
+    """
+    if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
+    path = Path(os.path.realpath(path))  # a link stays one
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk does not tell it
+        raise

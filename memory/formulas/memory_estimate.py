@@ -1,0 +1,316 @@
+"""The instant calculator: what a training step should need by the formulas, nothing compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.formulas import (
+    adapter_formulas,
+    expert_formulas,
+    training_flops,
+    training_state,
+    transformer_formulas,
+)
+from bytescope.memory.formulas.transformer_formulas import Layout, Model
+
+ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
+
+NOTES = (
+    "Formulas only: kernels' workspace, gathered parameters, fragmentation and what else the compiler keeps are "
+    "left out; bytescope report compiles the step.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What to estimate.
+
+    Fields:
+        parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
+        logit_tokens: tokens of a replica that have logits at once, None for all.
+        attention: of `transformer.ATTENTION`; precision, optimizer, offload: rows of the tables of `training_state`.
+        mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
+        the backward pass.
+    """
+
+    parameters: float
+    model: Model
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    sequence: int = 2048
+    batch: int = 1
+    precision: str = "mixed"
+    optimizer: str = "adamw"
+    attention: str = "naive"
+    logit_tokens: int | None = None
+    mlp_tokens: int = 0
+    offload: str = "none"
+    fused: bool = False
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token meets."""
+        total, active = transformer_formulas.parameter_count(self.model), transformer_formulas.active_count(self.model)
+        return active if self.parameters == total else self.parameters * active / total
+
+    @property
+    def routed(self) -> float:
+        """The share of routed experts in the parameters."""
+        return expert_formulas.routed_count(self.model) / transformer_formulas.parameter_count(self.model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes on a device under one policy.
+
+    kept: what all layers keep; recomputed: what is recomputed for one layer at a time; outside: embedding, final norm,
+    head and logits.
+    """
+
+    kept: float
+    recomputed: float
+    outside: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all activations on a device."""
+        return self.kept + self.recomputed + self.outside
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """`state`: bytes on a device by role, `frozen` only with adapters; `activations` and `hardware_flops` by
+    recomputation policy.
+
+    `host`: bytes of state in host memory, in no total. FLOPs are of one micro-step over all replicas.
+    """
+
+    question: Question
+    state: Mapping[str, float]
+    host: float
+    activations: Mapping[str, Activations]
+    model_flops: float
+    hardware_flops: Mapping[str, float]
+    notes: tuple[str, ...] = NOTES
+
+    def total(self, policy: str) -> float:
+        """Bytes on a device under a policy."""
+        return sum(self.state.values()) + self.activations[policy].total
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: `question`, `parameters` {total, active}, `per_parameter` (bytes), `policies` {policy: {role:
+        bytes, ..., host, total}}, FLOPs."""
+        q = self.question
+        policies = {
+            policy: {
+                **self.state,
+                **dataclasses.asdict(found),
+                "activations": found.total,
+                "host": self.host,
+                "total": self.total(policy),
+                "hardware_flops": self.hardware_flops[policy],
+            }
+            for policy, found in self.activations.items()
+        }
+        return {
+            "question": dataclasses.asdict(q),
+            "parameters": {"total": q.parameters, "active": q.active},
+            "model_flops": self.model_flops,
+            "policies": policies,
+            "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
+            "notes": list(self.notes),
+        }
+
+
+def estimate(question: Question) -> Estimate:
+    """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
+    pipeline)."""
+    q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
+    held = training_state.state_bytes(
+        trained_parameters(q),
+        fused_parameters(q.model),
+        precision=q.precision,
+        optimizer=q.optimizer,
+        layout=layout,
+        offload=q.offload,
+        fused=q.fused,
+        routed=trained_share(q),
+    )
+    state = {role: held[role] for role in training_state.ROLES}
+    if q.model.adapters:
+        state["frozen"] = frozen_bytes(q)
+    kinds = expert_formulas.by_kind(q.model)
+    outside = transformer_formulas.outside_bytes(
+        q.model, layout, q.sequence, q.batch, itemsize=precision.activation, logit_tokens=q.logit_tokens
+    )
+    shape = {
+        "attention": q.attention,
+        "itemsize": precision.activation,
+        "operand": precision.operand,
+        "tile": q.mlp_tokens,
+    }
+    sequences = q.batch * layout.data
+    activations, hardware = {}, {}
+    for policy in transformer_formulas.RECOMPUTE:
+        kept = sum(
+            transformer_formulas.layers_in_flight(kind.layers, layout)
+            * transformer_formulas.layer_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
+            for kind in kinds
+        )
+        recomputed = max(
+            transformer_formulas.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
+            for kind in kinds
+        )
+        activations[policy] = Activations(kept, recomputed, outside)
+        hardware[policy] = training_flops.hardware_flops(
+            q.model, q.sequence, sequences, _recomputing(policy, q.attention), q.mlp_tokens > 0
+        )
+    return Estimate(
+        q,
+        state,
+        held["host"],
+        activations,
+        training_flops.model_flops(q.model, q.sequence, sequences),
+        hardware,
+        NOTES + _notes(q),
+    )
+
+
+def _notes(question: Question) -> tuple[str, ...]:
+    """What else this estimate leaves out."""
+    notes: tuple[str, ...] = ()
+    if question.attention == "flash":
+        notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
+    if question.model.experts:
+        notes += ("Experts: a device has buffers for all rows that can come to it, or for so many as --capacity says.",)
+    return notes
+
+
+def trained_parameters(question: Question) -> float:
+    """Parameters that are trained: all of them, or the adapters'."""
+    model = question.model
+    return adapter_formulas.adapter_count(model) if model.adapters else question.parameters
+
+
+def trained_share(question: Question) -> float:
+    """The share of routed experts in what is trained: none have adapters."""
+    return 0.0 if question.model.adapters else question.routed
+
+
+def frozen_bytes(question: Question) -> float:
+    """Bytes of the frozen weights on a device, 0 without adapters."""
+    q = question
+    return adapter_formulas.frozen_bytes(
+        q.model,
+        q.parameters,
+        transformer_formulas.table_count(q.model),
+        q.layout,
+        "params" in training_state.ZERO[q.layout.zero],
+        training_state.PRECISIONS[q.precision].activation,
+    )
+
+
+def fused_parameters(model: Model) -> int:
+    """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
+    update until the layers have theirs, and one layer's or an untied token table's; of adapters one layer's."""
+    if model.adapters:
+        return adapter_formulas.adapter_count(model) // model.layers
+    table = model.vocabulary * model.width
+    layer = max(map(transformer_formulas.layer_count, expert_formulas.by_kind(model)))
+    return table + max(layer, 0 if model.tied else table)
+
+
+def _recomputing(policy: str, attention: str) -> str:
+    """The policy whose FLOPs are recomputed: under a flash kernel `selective` leaves nothing for the policy to do."""
+    return "none" if (policy, attention) == ("selective", "flash") else policy
+
+
+def check(question: Question) -> Question:
+    """The question itself.
+
+    Raises:
+      ReportError: a size below 1, one that does not divide what it shards, adapters without a matrix.
+    """
+    q, layout, model = question, question.layout, question.model
+    sizes = {
+        "params": q.parameters,
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "kv-heads": model.kv_heads,
+        "sequence": q.sequence,
+        "batch": q.batch,
+        "tensor": layout.tensor,
+        "data": layout.data,
+        "vocabulary": model.vocabulary,
+    }
+    for name, size in sizes.items():
+        if not 1 <= size < 1e18:
+            raise ReportError(f"--{name}={size:g}: give 1 or more, below 1e18")
+    if model.heads % model.kv_heads:
+        raise ReportError(f"--kv-heads={model.kv_heads}: give a divisor of the {model.heads} heads")
+    if model.kv_heads % layout.tensor:
+        raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
+    if model.adapters:
+        _check_adapters(model)
+    _check_experts(question)
+    if layout.sequence and layout.tensor == 1:
+        raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
+    return question
+
+
+def _check_experts(question: Question) -> None:
+    found, layout = question.model.experts, question.layout
+    if layout.expert > 1 and found is None:
+        raise ReportError(f"--expert-parallel={layout.expert} without experts: give --experts=8 too, or leave it out")
+    if found is None:
+        return
+    if found.per_token > found.count:
+        raise ReportError(f"--experts-per-token={found.per_token}: give at most the {found.count} experts")
+    if not expert_formulas.routed_count(question.model):
+        raise ReportError(
+            f"--dense-layers={found.dense_layers} --moe-every={found.every}: none of the "
+            f"{question.model.layers} layers has experts: lower one of them"
+        )
+    if found.count % layout.expert:
+        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {found.count} experts")
+    if layout.data % layout.expert:
+        raise ReportError(
+            f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks (--data)"
+        )
+    if question.mlp_tokens:
+        raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
+
+
+def _check_adapters(model: Model) -> None:
+    asked = model.adapters
+    if not 1 <= asked.rank < 1e9:
+        raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
+    for name in asked.targets:
+        if name not in adapter_formulas.TARGETS:
+            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapter_formulas.TARGETS)}")
+    if not adapter_formulas.adapted_anywhere(model):
+        raise ReportError(
+            f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
+            f"some of {','.join(adapter_formulas.matrices(model))}"
+        )
+
+
+def shape_for(
+    parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
+) -> Model:
+    """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
+
+    `layers`, `width`: given ones stay.
+    """
+
+    def rounded(exact: float) -> int:
+        return max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
+
+    if width is None:
+        width = rounded((parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5)
+    layers = layers or max(1, math.floor(parameters / 12 / width**2 + 0.5))
+    return transformer_formulas.gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)

@@ -1,0 +1,243 @@
+"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
+from bytescope.memory.hlo.dataflow import Flow, flatten
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
+from bytescope.memory.hlo.sources import source_line
+from bytescope.memory.peak import lifetimes, naming
+from bytescope.memory.peak.buffer_rules import Attribution, buffer_of, categorize
+from bytescope.memory.peak.checkpoint_names import Names
+from bytescope.memory.peak.ledger import rows as ledger_rows
+from bytescope.memory.peak.lifetimes import Curve, Life, Value
+from bytescope.memory.program import program_arguments
+from bytescope.memory.program.program_arguments import Arguments
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, Report, TimelinePoint
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeldBuffer:
+    """An allocation that is held through the step, as a buffer with the number of its values."""
+
+    buffer: Buffer
+    elements: int
+
+
+def attribution_of(
+    program: Program, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
+) -> Attribution:
+    """The attribution of a program's buffers and operations.
+
+    `known`: its arguments, where they are read already; `names`: checkpoint names; `flow`: of its module.
+    """
+    flow = flow or Flow(program.module)
+    known = known or program_arguments.read(program, flow)
+    return Attribution(program, flow, flatten(program.module), known, names or Names())
+
+
+def report(look: Attribution, method: str = "heap_trace") -> Report:
+    """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
+
+    Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
+    """
+    program = look.program
+    curve = lifetimes.walk(program, look.order)
+    last = len(curve.points) - 1
+    traced = {event[1] for trace in program.traces for event in trace.events}
+    held = [
+        _held(look, allocation, last)
+        for allocation in program.allocations
+        if not allocation.thread_local and (allocation.indefinite or _untraced(allocation, traced))
+    ]
+    base = sum(item.buffer.bytes for item in held if item.buffer.memory == "device")
+    points = _points(program, curve, look, base)
+    temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
+    buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
+    elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
+    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+
+
+def _assemble(
+    program: Program,
+    curve: Curve,
+    points: tuple[TimelinePoint, ...],
+    base: int,
+    buffers: tuple[Buffer, ...],
+    elements: dict[int, int],
+    method: str,
+) -> Report:
+    peak = base + curve.peak_bytes
+    allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
+    live = [b for b in buffers if b.at_peak and b.memory == "device"]
+    breakdown = {row: sum(b.bytes for b in live if b.category == row) for row in CATEGORIES}
+    breakdown["fragmentation"] = allocated - peak
+    elsewhere = {"host": 0, "on_chip": 0, "device": 0}
+    for allocation in program.allocations:
+        if not allocation.thread_local:
+            elsewhere[_memory(allocation.color)] += allocation.size
+    return Report(
+        peak_bytes=peak,
+        allocated_bytes=allocated,
+        breakdown=breakdown,
+        method=method,
+        timeline=points,
+        buffers=buffers,
+        ledger=ledger_rows(buffers, elements),
+        residuals_by_name=_sums((naming.label(b), b.bytes) for b in live if b.category == "residuals"),
+        workspace_by_scope=_sums((naming.label(b), b.bytes) for b in live if b.category == "workspace"),
+        host_bytes=elsewhere["host"],
+        on_chip_bytes=elsewhere["on_chip"],
+        peak_index=curve.peak_index,
+        program=program.module.name,
+    )
+
+
+def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Bytes by key, most first."""
+    out: dict[str, int] = {}
+    for key, size in items:
+        out[key] = out.get(key, 0) + size
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def _memory(color: int) -> str:
+    """Which memory a color is: 0 the device's main memory, 5 the host's, the others lie on the chip."""
+    return {0: "device", HOST_COLOR: "host"}.get(color, "on_chip")
+
+
+def _untraced(allocation: Allocation, traced: set[int]) -> bool:
+    """Whether no heap trace mentions this temporary memory: it is taken as held through the step."""
+    return not any(id in traced for id, _, _ in allocation.assigned)
+
+
+def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
+    """An argument, output, constant or untraced allocation as a buffer alive at every point."""
+    module = look.module
+    values = [buffer_of(look.program, id) for id, _, _ in allocation.assigned]
+    values = [(b, i) for b, i in values if b is not None and i is not None]
+    values.sort(key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter"))
+    common = {"bytes": allocation.size, "start": 0, "end": last, "at_peak": True, "memory": _memory(allocation.color)}
+    if allocation.entry_parameter:
+        entry = module.computations.get(module.entry)
+        parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
+        if parameter is not None:
+            shape = module.shape(parameter).leaf(allocation.parameter_index)
+            known = look.arguments.by_number[allocation.parameter]
+            return _HeldBuffer(
+                Buffer(
+                    name=known.path,
+                    shape=shape.dims,
+                    dtype=shape.dtype,
+                    phase="argument",
+                    category=known.role,
+                    module=known.path,
+                    parameter=known.owner,
+                    **common,
+                ),
+                shape.elements,
+            )
+        return _HeldBuffer(
+            Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument", **common), 0
+        )
+    if not values:
+        return _HeldBuffer(
+            Buffer(name=f"allocation {allocation.index}", category=_category_of(allocation), **common), 0
+        )
+    logical, instruction = values[0]
+    description = _describe(look, instruction, logical.index)
+    if allocation.live_out:
+        description.update(
+            category="outputs",
+            phase="output",
+            checkpoint_name="",
+            parameter=look.gradient_of(instruction, logical.index),
+        )
+    elif allocation.constant:
+        description.update(category="workspace", component="constants", checkpoint_name="")
+    shape = look.flow.shape(instruction, logical.index)
+    return _HeldBuffer(Buffer(**description, **common), shape.elements)
+
+
+def _category_of(allocation: Allocation) -> str:
+    """The row of an allocation of which no value is known."""
+    if allocation.live_out:
+        return "outputs"
+    return "workspace" if allocation.constant else "unattributed"
+
+
+def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...], nearby: str = "") -> dict:
+    """Everything but size and life that a report says about a value; `nearby` is the phase it appears in."""
+    fact = look.fact(instruction, index)
+    named, metadata, scope = look.best_named(instruction, index)
+    category = categorize(fact)
+    phase = look.phase(Scope(fact.phase, scope.path, scope.component), named or instruction)
+    if named is None and nearby:
+        phase = nearby
+    if category == "gradients" and phase not in ("recompute", "backward"):
+        phase = "backward"
+    name = ""
+    if category == "residuals" and fact.origin.carried:
+        name = f"({_container(scope)} input)"
+    elif category == "residuals":
+        name = look.names.of(look.module.metadata(maker) for maker in (*fact.origin.chain, instruction))
+    component, module = "param_copy" if fact.of_parameter else scope.component, "/".join(scope.path)
+    if named is None and (argument := look.argument_of(fact.origin)):
+        component, module = component or "argument_copy", argument
+    return {
+        "name": instruction.name,
+        "shape": fact.shape.dims,
+        "dtype": fact.shape.dtype,
+        "category": category,
+        "phase": phase,
+        "component": component,
+        "module": module,
+        "op_name": first_of_merged(metadata.op_name),
+        "source": source_line(metadata),
+        "checkpoint_name": name,
+        "parameter": look.gradient_of(instruction, index) if category == "gradients" else "",
+    }
+
+
+def _container(scope: Scope) -> str:
+    """The scope of the stack of blocks: the outmost container, else the outmost scope."""
+    outmost = scope.path[0] if scope.path else "loop"
+    return next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+
+
+def _temporary(look: Attribution, life: Life, curve: Curve, points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
+    """A stretch of temporary memory as a buffer, described by the value it holds at the peak, and its elements."""
+    at_peak = life.start <= curve.peak_index <= life.end
+    value = _representative(look.program, life, curve.peak_index if at_peak else None)
+    common = {"bytes": life.bytes, "start": life.start, "end": life.end, "at_peak": at_peak}
+    logical, instruction = buffer_of(look.program, value.buffer)
+    if logical is None or instruction is None:
+        return Buffer(name=f"buffer {value.buffer}", **common), 0
+    description = _describe(look, instruction, logical.index, points[value.start].phase)
+    return Buffer(**description, **common), look.flow.shape(instruction, logical.index).elements
+
+
+def _representative(program: Program, life: Life, point: int | None) -> Value:
+    """The value that a stretch of memory holds at a point; without a point, the one that holds it longest."""
+    if point is not None:
+        alive = [v for v in life.values if v.start <= point <= v.end] or list(life.values)
+        return max(alive, key=lambda v: (v.start, v.end))
+    return max(life.values, key=lambda v: (v.end - v.start, v.start))
+
+
+def _points(program: Program, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
+    """The timeline: what is held through the step added to the curve, phases from the instructions."""
+    out, phase, component = [], "forward", ""
+    for index, (size, name) in enumerate(curve.points):
+        instruction = program.module.instructions.get(program.module.by_name.get(name, -1))
+        if instruction is not None:
+            metadata = program.module.metadata(instruction)
+            if metadata.op_name:
+                scope = look.scope(instruction)
+                phase, component = look.phase(scope, instruction), scope.component
+        out.append(TimelinePoint(index, base + size, phase if name[1] else "argument", name[1], component))
+    return tuple(out)

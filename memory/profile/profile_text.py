@@ -1,0 +1,168 @@
+"""Where a step's time went, on one screen of a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.profile.breakdown import PHASES, PICO, Breakdown
+from bytescope.memory.profile.op_scopes import COPIES, LOOPS
+from bytescope.memory.report.report_text import PHASE_STYLE
+from bytescope.memory.view.console import one_line, put
+from bytescope.memory.view.prediction_text import rounded
+from bytescope.memory.view.text_layout import Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, label
+
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+# Components of less than this share of the total are one row; so many of the longest instructions are shown.
+_SMALL, _LONGEST = 0.001, 10
+_LEGEND = {
+    "blocks": "blocks: reads and writes the stacks of the loop over layers",
+    LOOPS: "loops: time between the instructions of a loop",
+    COPIES: "copies: added by the compiler",
+}
+
+
+def show(found: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
+    """Prints the breakdown, to stdout when no console is given. `predicted`: see `prediction`."""
+    put(render(found, predicted), console)
+
+
+def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
+    """Phases and components, the host, the longest instructions, and the predicted time."""
+    unit, scale = next(((name, size) for name, size in _UNITS if found.wall * PICO / found.updates >= size), _UNITS[-1])
+
+    def shown(seconds: float) -> str:
+        return f"{seconds / scale:.3f}" if seconds else ""
+
+    return blocks(
+        Group(_head(found, unit), _cells(found, shown), *_legend(found)),
+        _host(found, shown),
+        _longest(found, shown),
+        Prose(prediction(found, predicted)) if predicted else None,
+    )
+
+
+def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
+    """Predicted and measured seconds per update in one line; `predicted`: of one call (`commands.trace.prediction`)."""
+    measured = found.measured
+    aside = " without pauses" if found.paused else ""  # evaluations and checkpoints: between updates
+    once, bound = predicted["seconds"], predicted["at_least"]
+    least = f"at least {bound * found.calls:.4g} s by {predicted['bound']}" if bound else ""
+    if not once:
+        return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * found.calls):.3g} x"
+    low, high = (rounded(predicted[end] * found.calls, 2) for end in ("low", "high"))
+    rates = one_line(predicted["rates"])
+    return (
+        f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {rates}), measured "
+        f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}"
+    )
+
+
+def _head(found: Breakdown, unit: str) -> RenderableType:
+    many = f" and device, mean of {found.devices} devices" if found.devices > 1 else ""
+    return Prose(
+        Text.assemble(
+            ("where an update's time goes", "bold"),
+            f": {one_line(found.program)}, {_updates(found.steps)}, {unit} per update{many}",
+        )
+    )
+
+
+def _updates(steps: Sequence[int]) -> str:
+    """The traced updates in words."""
+    if not steps:
+        return "the whole trace as one update"
+    return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
+
+
+def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
+    """Components down, phases across; the phases and components each add up to busy, with idle to the total."""
+    phases = [phase for phase in PHASES if any(phase == other for other, _ in found.cells)]
+    heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)
+    table = FigureTable(label(Text("device", style="bold")), *heads, figure("all"), figure("%"), heading="dim")
+    rows: dict[str, dict[str, int]] = {}
+    for (phase, component), taken in found.cells.items():
+        rows.setdefault(component, {})[phase] = taken
+    whole = found.devices * found.wall
+
+    def add(name: str, row: Mapping[str, int], total: int, style: str = "") -> None:
+        table.add(
+            name,
+            *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
+            shown(found.seconds(total)),
+            f"{total / whole:.1%}".rstrip("%"),
+            style=style,
+        )
+
+    small: dict[str, int] = {}
+    for component, row in sorted(rows.items(), key=lambda item: -sum(item[1].values())):
+        if sum(row.values()) >= _SMALL * whole:
+            add(component, row, sum(row.values()))
+        else:
+            small = {phase: small.get(phase, 0) + row.get(phase, 0) for phase in phases}
+    if small:
+        add("smaller", small, sum(small.values()), "dim")
+    sums = {phase: sum(row.get(phase, 0) for row in rows.values()) for phase in phases}
+    add("busy", sums, found.busy, "bold")
+    add("idle", {}, found.idle)
+    add("total", {}, whole, "bold")
+    return table
+
+
+def _legend(found: Breakdown) -> list[Prose]:
+    components = {component for _, component in found.cells}
+    lines = ["; ".join(text for word, text in _LEGEND.items() if word in components)]
+    lines += [
+        f"{name} hidden behind compute: {found.seconds(taken):.4g} s" for name, taken in found.hidden.items() if taken
+    ]
+    return [Prose(line, "dim") for line in lines if line]
+
+
+def _host(found: Breakdown, shown: Callable[[float], str]) -> RenderableType:
+    if not found.host:
+        return Prose("the trace has no annotated work of the host", "dim")
+    table = FigureTable(
+        label(Text("host", style="bold")),
+        figure("all"),
+        figure("%"),
+        figure("device idle meanwhile"),
+        figure("times"),
+        heading="dim",
+    )
+    for row in found.host:
+        table.add(
+            row.name.replace("_", " "),
+            shown(row.taken * PICO / found.updates),
+            f"{row.taken / found.wall:.1%}".rstrip("%"),
+            shown(row.idle * PICO / found.updates),
+            str(row.count or ""),
+        )
+    return table
+
+
+def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType | None:
+    if not found.instructions:
+        return None
+    table = FigureTable(
+        label(Text("longest instructions", style="bold")),
+        figure("all"),
+        figure("%"),
+        figure("runs"),
+        label("phase"),
+        label("where", "dim"),
+        heading="dim",
+    )
+    for row in found.instructions[:_LONGEST]:
+        table.add(
+            row.name,
+            shown(found.seconds(row.taken)),
+            f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
+            f"{row.count / (found.devices * found.updates):.3g}",
+            row.scope.phase,
+            row.scope.path or row.scope.component,
+        )
+    return table

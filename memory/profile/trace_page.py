@@ -1,0 +1,185 @@
+"""Where an update's time went as one HTML file that opens offline: phases and components, the host, the longest
+operations.
+
+It reads the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`, which a run keeps as profile.json).
+Tables are prepared here for `templates/trace.html`; the bars are drawn by `static/trace.js`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.profile.breakdown import PHASES
+from bytescope.memory.profile.op_scopes import COPIES, LOOPS
+from bytescope.memory.records.report_record import Report
+from bytescope.memory.view.elements import Cell, Figure, Table, program_facts, subject, table, versions
+from bytescope.memory.view.frame import page
+
+# Rows of the table of operations, and bars of components, at most; the rest is one row.
+MAX_OPERATIONS, MAX_BARS = 250, 24
+NOTES = (
+    "Seconds per update and device. An instant shared by several instructions is shared evenly between them, so the "
+    "cells add up to the busy time, and that with the idle time to the whole.",
+    "Collectives and transfers that run behind compute take no time of their own here: they are listed as hidden.",
+    f"blocks: reads and writes the stacks of the loop over layers. {LOOPS}: time between the instructions of a loop. "
+    f"{COPIES}: added by the compiler.",
+    "Idle meanwhile: how much of the host's work the devices waited for.",
+)
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
+def render(found: Mapping[str, Any], name: str = "", report: Report | None = None) -> str:
+    """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory; `report`: of the
+    program, for what the header says of it."""
+    title = name or str(found["program"])
+    return page(
+        "trace",
+        f"{title} · where the time went",
+        page_data(found),
+        heading=title,
+        where=" · ".join(filter(None, (report and subject(report), where_text(found)))),
+        facts=program_facts(report) if report else [],
+        versions=versions(report.versions) if report else "",
+        figures=figures(found),
+        cells=cells(found),
+        operations=_operations(found),
+        left=max(len(found["instructions"]) - MAX_OPERATIONS, 0),
+        has_host=bool(found["host"]),
+        phases=PHASES,
+        notes=NOTES,
+    )
+
+
+def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values: seconds per update and device, by component, phase and work of the
+    host."""
+    parts = _components(found)
+    shown, rest = parts[:MAX_BARS], parts[MAX_BARS:]
+    if rest:
+        summed = {phase: sum(row.get(phase, 0.0) for _, row in rest) for phase in PHASES}
+        shown.append((f"{len(rest)} smaller", summed))
+    return {
+        "unit": unit(found["total"]),
+        "total": found["total"],
+        "idle": found["idle"],
+        "phases": list(PHASES),
+        "components": [
+            {"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]} for component, row in shown
+        ],
+        "sums": [sum(row.get(phase, 0.0) for _, row in parts) for phase in PHASES],
+        "host": [
+            {
+                "name": row["name"].replace("_", " "),
+                "seconds": row["seconds"],
+                "idle": min(row["device_idle_seconds"], row["seconds"]),
+                "count": row["count"],
+            }
+            for row in found["host"]
+        ],
+    }
+
+
+def unit(seconds: float) -> tuple[str, float]:
+    """(name, seconds) of the unit that figures of at most `seconds` are written in."""
+    return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
+
+
+def written(seconds: float) -> str:
+    """Seconds as people read them, in the unit that suits them."""
+    name, scale = unit(seconds)
+    return f"{seconds / scale:.4g} {name}"
+
+
+def cells(found: Mapping[str, Any]) -> Table:
+    """Components down, phases across, with busy, idle and the whole below, and the share of it."""
+    whole, (_, scale) = found["total"], unit(found["total"])
+    used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in found["cells"])]
+    parts = _components(found)
+    sums = {phase: sum(row.get(phase, 0.0) for _, row in parts) for phase in used}
+    rows = [*parts, ("busy", sums), ("idle", {"": found["idle"]}), ("whole update", {"": whole})]
+
+    def seconds(value: float) -> Cell:
+        return Cell(f"{value / scale:.3f}" if value else "", value=value)
+
+    columns = [
+        ("component", "name", lambda row: row[0]),
+        *((phase, "num", lambda row, phase=phase: seconds(row[1].get(phase, 0.0))) for phase in used),
+        (f"all, {unit(whole)[0]}", "num", lambda row: seconds(sum(row[1].values()))),
+        ("%", "num", lambda row: share(sum(row[1].values()), whole)),
+    ]
+    return table(columns, rows, lambda row: "total" if row[0] in ("busy", "whole update") else "")
+
+
+def share(seconds: float, whole: float) -> Cell:
+    """Per cent of the whole."""
+    return Cell(f"{100 * seconds / whole:.1f}" if whole else "", value=seconds)
+
+
+def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """(component, phase -> seconds), the longest first."""
+    rows: dict[str, dict[str, float]] = {}
+    for cell in found["cells"]:
+        row = rows.setdefault(cell["component"], {})
+        row[cell["phase"]] = row.get(cell["phase"], 0.0) + cell["seconds"]
+    return sorted(rows.items(), key=lambda item: -sum(item[1].values()))
+
+
+# ---- the header -----------------------------------------------------------------------------------------------
+
+
+def where_text(found: Mapping[str, Any]) -> str:
+    """What was traced, in one line: the program, its updates, its devices."""
+    devices = found["devices"]
+    on = "1 device" if devices == 1 else f"mean of {devices} devices"
+    return " · ".join((str(found["program"]), steps_text(found["steps"]), on))
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """The traced updates in words."""
+    if not steps:
+        return "the whole trace as one update"
+    return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """An update in a few large figures."""
+    whole, alone = found["total"], found["without_pauses"]
+    waits = next((row["device_idle_seconds"] for row in found["host"] if row["name"] == "wait_for_data"), None)
+    pause = f"and {written(whole - alone)} of evaluation and checkpoint"
+    shown = [
+        Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
+        Figure("device busy", _percent(found["busy"], whole)),
+        Figure("device idle", _percent(found["idle"], whole)),
+    ]
+    if waits is not None:
+        shown.append(Figure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
+    predicted = found.get("predicted_seconds")
+    if predicted:
+        times = alone / predicted
+        low, high = found.get("predicted_seconds_low"), found.get("predicted_seconds_high")
+        spread = f"{written(low)} to {written(high)}; " if low and high else ""
+        shown.append(Figure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
+    return shown
+
+
+def _percent(seconds: float, whole: float) -> str:
+    return f"{100 * seconds / whole:.1f} %" if whole else "-"
+
+
+# ---- operations -----------------------------------------------------------------------------------------------
+
+
+def _operations(found: Mapping[str, Any]) -> Table:
+    whole, (name, scale) = found["total"], unit(found["total"])
+    per_update = found["devices"] * (len(found["steps"]) or 1)
+    columns = (
+        ("operation", "name", lambda row: row["name"]),
+        ("phase", "text", lambda row: row["phase"]),
+        ("component", "text", lambda row: row["component"]),
+        ("where", "text where", lambda row: row["path"] or row["opcode"]),
+        ("runs", "num", lambda row: Cell(f"{row['count'] / per_update:.3g}", value=row["count"])),
+        (name, "num", lambda row: Cell(f"{row['seconds'] / scale:.3f}", value=row["seconds"])),
+        ("%", "num", lambda row: share(row["seconds"], whole)),
+    )
+    return table(columns, found["instructions"][:MAX_OPERATIONS])

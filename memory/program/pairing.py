@@ -1,0 +1,168 @@
+"""Which results are arguments that come back: by path, shape and dtype first, then by how the result is made. Pure.
+
+Paths are split into keys: `state.params['w']` is the root `state` with the keys params and w, `args[0]['w']` the root
+`args[0]` with the key w; results have no root of their own. Places in tuples ("[0]") are keys that prove little: they
+count where all the leaves of an argument come back together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from bytescope.memory.devices.signature import Leaf
+from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
+
+_KEY = re.compile(r"\.(\w+)|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]|\[([^\]]*)\]")
+# Roots that say only that an argument came by its place.
+_PLACED = ("args", "flat_args")
+
+Keys = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A result that belongs to an argument: its update, or its gradient (`gradient`), by their places in the lists."""
+
+    argument: int
+    result: int
+    gradient: bool = False
+
+
+def keys_of(path: str) -> Keys:
+    """The keys of a path without its root: `state.params['w'][0]` is ("params", "w", "0")."""
+    return tuple(next(filter(None, match), "") for match in _KEY.findall(path[len(root_of(path)) :]))
+
+
+def root_of(path: str) -> str:
+    """The argument that a path is a leaf of: "state", "args[1]"; "" for a result's path."""
+    found = re.match(r"\w*", path)[0]
+    if found in _PLACED:
+        place = re.match(r"\[\d+\]", path[len(found) :])
+        return found + (place[0] if place else "")
+    return found
+
+
+def pairs(
+    arguments: Sequence[Leaf],
+    results: Sequence[Leaf],
+    updates: Sequence[Update],
+    trained: bool,
+    aliased: Mapping[int, int],
+) -> list[Pair]:
+    """The results that are updates or gradients of arguments, each result used once.
+
+    Args:
+        arguments, results: leaves; results of a dump have no paths.
+        updates: of each result, what it is made of. trained: whether the program has a backward pass.
+        aliased: place of a result -> place of the argument whose memory it takes.
+    """
+    look = _Pairing(arguments, results, updates, trained)
+    for found in (look.whole_arguments(), look.by_keys(), look.by_flow(), aliased.items()):
+        look.take(found)
+    return [Pair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
+
+
+class _Pairing:
+    """Results paired with arguments so far: `taken`, place of a result -> place of its argument."""
+
+    def __init__(self, arguments: Sequence[Leaf], results: Sequence[Leaf], updates: Sequence[Update], trained: bool):
+        self.arguments, self.results, self.updates, self.trained = arguments, results, updates, trained
+        self.taken: dict[int, int] = {}
+        self.back: set[int] = set()
+        self.inside = [keys_of(leaf.path) for leaf in arguments]
+        self.outside = [keys_of(leaf.path) for leaf in results]
+        self.by_array: dict[tuple, list[int]] = {}
+        for place, leaf in enumerate(results):
+            self.by_array.setdefault(_array(leaf), []).append(place)
+
+    def take(self, found: Iterator[tuple[int, int]]) -> None:
+        """Keeps (result, argument) pairs, the first of each."""
+        for result, argument in found:
+            if result not in self.taken and argument not in self.back and self._same(argument, result):
+                self.taken[result] = argument
+                self.back.add(argument)
+
+    def is_gradient(self, argument: int, result: int) -> bool:
+        """Whether a result is made by the backward pass, and is no update of the argument."""
+        update = self.updates[result]
+        return update.phase == "backward" and self.arguments[argument].parameter not in update.arguments
+
+    def _same(self, argument: int, result: int) -> bool:
+        return _array(self.arguments[argument]) == _array(self.results[result])
+
+    def whole_arguments(self) -> Iterator[tuple[int, int]]:
+        """Arguments all of whose leaves come back below one place of the results, updates before gradients."""
+        roots: dict[str, list[int]] = {}
+        for place, leaf in enumerate(self.arguments):
+            roots.setdefault(root_of(leaf.path), []).append(place)
+        below = {keys: place for place, keys in enumerate(self.outside)}
+        for places in roots.values():
+            if len(places) < 2 and not _named(self.inside[places[0]]):
+                continue
+            found = []
+            for result in self.by_array.get(_array(self.arguments[places[0]]), ()):
+                own, mine = self.outside[result], self.inside[places[0]]
+                if own[len(own) - len(mine) :] != mine:
+                    continue
+                trunk = own[: len(own) - len(mine)]
+                there = [below.get(trunk + self.inside[place], -1) for place in places]
+                if all(at >= 0 and self._same(place, at) for place, at in zip(places, there)):
+                    found.append((self.is_gradient(places[0], result), trunk, list(zip(there, places))))
+            for _, _, both in sorted(found, key=lambda item: item[0]):
+                yield from both
+
+    def by_keys(self) -> Iterator[tuple[int, int]]:
+        """Leaves whose last keys are the same, a name among them, those with most first."""
+        found = []
+        for argument, leaf in enumerate(self.arguments):
+            for result in self.by_array.get(_array(leaf), ()):
+                common = common_keys(self.inside[argument], self.outside[result])
+                if _named(self.inside[argument][len(self.inside[argument]) - common :]):
+                    found.append((-common, result, argument))
+        yield from ((result, argument) for _, result, argument in sorted(found))
+
+    def by_flow(self) -> Iterator[tuple[int, int]]:
+        """Results that are made of one argument place by place; what is made of fewest arguments first."""
+        numbers = {leaf.parameter: place for place, leaf in enumerate(self.arguments)}
+        for result in sorted(range(len(self.results)), key=lambda at: len(self.updates[at].arguments)):
+            made = self.updates[result]
+            for number, how in made.arguments.items():
+                if number in numbers and self._is_update(how, made, self.results[result]):
+                    yield result, numbers[number]
+        if self.trained:
+            yield from self._gradients()
+
+    def _is_update(self, how: str, made: Update, result: Leaf) -> bool:
+        """Whether what a result is made of proves an update. Sums of activations are made of arguments as well: they
+        count where the step has a backward pass, and outside of the two passes."""
+        if how == ELEMENTWISE:
+            return self.trained and made.phase == "" and (bool(result.shape) or "int" in result.dtype)
+        return how in (SAME, WRITTEN)
+
+    def _gradients(self) -> Iterator[tuple[int, int]]:
+        """What the backward pass returns is a gradient of the first argument of its shape that has none."""
+        for result, leaf in enumerate(self.results):
+            if self.updates[result].phase == "backward" and leaf.shape:
+                yield from (
+                    (result, place)
+                    for place in range(len(self.arguments))
+                    if "float" in leaf.dtype and self._same(place, result)
+                )
+
+
+def _array(leaf: Leaf) -> tuple:
+    return leaf.shape, leaf.dtype
+
+
+def _named(keys: Keys) -> bool:
+    return any(not key.isdigit() for key in keys)
+
+
+def common_keys(one: Keys, other: Keys) -> int:
+    """How many of the last keys are the same."""
+    count = 0
+    while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return count

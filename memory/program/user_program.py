@@ -1,0 +1,314 @@
+"""A step of anyone's repository, by the name of a function that makes it: `module:function` or `path/file.py:function`.
+
+The function takes no arguments and returns one of
+
+    step, (state, batch)                                       # arrays or ShapeDtypeStructs
+    step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs" are the step's
+    jax.jit(step).trace(state, batch)                          # or .lower(...): a stage of jax
+    config                                                     # an object or a dict with such a function as `program`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bytescope.memory.errors import ReportError, did_you_mean, message_of
+
+# What the options of a program may be besides those of jax.jit.
+OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names")
+# What a config factory's result has the function as.
+FUNCTION = "program"
+_RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
+_SHOWN = 6
+# What jax says of a mesh that is larger than the devices there are.
+_FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
+
+
+@dataclasses.dataclass(frozen=True)
+class UserProgram:
+    """What a function of a user's made: a step with its arguments, or a stage of jax without; `options` of
+    `memory.analyze`."""
+
+    name: str
+    program: Any
+    args: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def load(name: str) -> UserProgram:
+    """The program of `module:function` or `file.py:function`, found from the current folder too.
+
+    Raises ReportError, in one line, for a module or function that is not there or fails, and for what it returns.
+    """
+    where, function = split(name)
+    arguments, sys.argv = sys.argv, [where]  # ours are not those that a script of the user's may read
+    try:
+        with one_line_errors(name):  # reading an attribute may run the user's code too
+            module = _module(where)
+            return _made(name, _called(name, _function(module, function)), module)
+    finally:
+        sys.argv = arguments
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str) -> Iterator[None]:
+    """Turns every exception of the user's code, SystemExit included, into a ReportError that begins with `what`; lets
+    KeyboardInterrupt (Ctrl-C) pass."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except BaseException as error:
+        if type(error) is KeyboardInterrupt:
+            raise
+        raise ReportError(f"{what}: {told(error)}") from error
+
+
+def split(name: str) -> tuple[str, str]:
+    """(module or file, function) of a name. Raises ReportError for one that is not written so."""
+    where, colon, function = name.rpartition(":")
+    if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
+        raise ReportError(f"--program={name}: write it as module:function or path/to/file.py:function")
+    return where, function
+
+
+def told(error: BaseException) -> str:
+    """An error of a user's code in one line: its kind, its first line, and the last place that is not a library's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    lines = message_of(error).strip().splitlines() or [""]
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{kind}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{kind}{': ' if lines[0] else ''}{lines[0]}{place}"
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file is neither this package's, nor Python's, nor an installed library's."""
+    libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
+    return not (path.startswith(libraries) or "site-packages" in path)
+
+
+# ---- the module and the function -------------------------------------------------------------------------------------
+
+
+def _module(where: str) -> ModuleType:
+    """A module by its name, or by its file. Raises ReportError where there is none, or where it fails."""
+    if where.endswith(".py") or "/" in where or os.sep in where:
+        return _of_file(Path(os.path.expanduser(where)))
+    if os.path.isfile(where):
+        raise ReportError(f"{where} is not a Python file: give path/to/file.py:function")
+    if not all(map(str.isidentifier, where.split("."))):
+        raise ReportError(
+            f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
+            "path/to/file.py:function"
+        )
+    _look_in(Path.cwd())
+    return _imported(where, where)
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, by its full name where it lies in a package: its relative imports work then."""
+    if not os.path.isfile(path):
+        folder = path.parent if os.path.isdir(path.parent) else Path(".")
+        near = did_you_mean(path.name, [found.name for found in folder.glob("*.py")])
+        raise ReportError(f"no file {path}: {near or 'give path/to/file.py:function'}")
+    path = path.resolve()
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # inside of a package: it has siblings
+        folder, parts = folder.parent, [folder.name, *parts]
+    _look_in(folder)
+    if len(parts) > 1:
+        return _imported(".".join(parts[:-1] if path.stem == "__init__" else parts), str(path))
+    name = parts[0] if parts[0].isidentifier() and parts[0] not in sys.modules else f"bytescope_program_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ReportError(f"{path} is not a Python file: give path/to/file.py:function")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with contextlib.ExitStack() as failed:
+        failed.callback(sys.modules.pop, name, None)
+        with one_line_errors(f"{path.name} cannot be imported"):
+            spec.loader.exec_module(module)
+        failed.pop_all()
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    """Makes a folder the first that modules are looked for in."""
+    if str(folder) not in sys.path[:1]:
+        sys.path.insert(0, str(folder))
+
+
+def _imported(module: str, shown: str) -> ModuleType:
+    """A module by its dotted name; `shown`: as the user wrote it, for messages."""
+    importlib.invalidate_caches()
+    with one_line_errors(f"{shown} cannot be imported"):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if module == missing or module.startswith(f"{missing}."):
+                remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
+                raise ReportError(
+                    f"no module {missing}, in {Path.cwd()} or among what is installed: {remedy}"
+                ) from error
+            raise ReportError(f"{shown} cannot be imported: {told(error)}: install it here") from error
+
+
+def _near_module(missing: str) -> str:
+    """The modules of the folder, or of the package, that a missing one may stand for."""
+    parent, _, last = missing.rpartition(".")
+    paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),)
+    folders = [Path(path) for path in paths]
+    names = [
+        found.stem
+        for folder in folders
+        for found in folder.iterdir()
+        if found.suffix == ".py" or (found / "__init__.py").is_file()
+    ]
+    return did_you_mean(last, [name for name in names if name != "__init__"])
+
+
+def _function(module: ModuleType, name: str) -> Any:
+    """A function of a module, or of a class in it. Raises ReportError, with the nearest name, where there is none."""
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ReportError(f"{module.__name__} has no {name}: {_near_function(found, part, module)}")
+        found = getattr(found, part)
+    return found
+
+
+def _near_function(holder: Any, name: str, module: ModuleType) -> str:
+    """The functions that a name may stand for, else those there are."""
+    own = [
+        key
+        for key, value in vars(holder).items()
+        if callable(value)
+        and not key.startswith("_")
+        and (holder is not module or getattr(value, "__module__", module.__name__) == module.__name__)
+    ]
+    if not own:
+        return "it has no function; define one that returns (step, (state, batch))"
+    more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+    return did_you_mean(name, own) or f"it has {', '.join(own[:_SHOWN])}{more}"
+
+
+# ---- what it returns -------------------------------------------------------------------------------------------------
+
+
+def _called(name: str, function: Any) -> Any:
+    """What a function without arguments returns; what is no function is taken as it is."""
+    from bytescope.memory.program.compilation import is_stage
+
+    if not callable(function) or is_stage(function):
+        return function
+    try:
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # a function of C
+        needed = []
+    if needed:
+        raise ReportError(
+            f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
+            "step with them, (step, (state, batch))"
+        )
+    with one_line_errors(f"{name}() fails"):
+        try:
+            return function()
+        except Exception as error:
+            if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
+                raise
+            raise ReportError(
+                f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or cpu:8"
+            ) from error
+
+
+def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
+    """What a function returned, as a program. `within`: it came from a config already."""
+    from bytescope.memory.program.compilation import is_stage, takes_arguments
+
+    if is_stage(result):
+        return UserProgram(name, result)
+    if isinstance(result, (tuple, list)):
+        return _of_parts(name, result)
+    inner = getattr(result, FUNCTION, None)
+    if inner is None and isinstance(result, Mapping):
+        inner = result.get(FUNCTION)
+    if inner is not None and not within:
+        return _made(f"{name}().{FUNCTION}", _called(f"{name}().{FUNCTION}", inner), module, within=True)
+    if takes_arguments(result):
+        raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
+    if all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch")) and _is_config_file(module):
+        raise ReportError(
+            f"{name} returns a config of bytescope train: give its file as the config, bytescope report "
+            f"{os.path.relpath(module.__file__)}"
+        )
+    raise ReportError(
+        f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as `{FUNCTION}`"
+    )
+
+
+def _is_config_file(module: ModuleType) -> bool:
+    return callable(getattr(module, "get_config", None)) and bool(getattr(module, "__file__", None))
+
+
+def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
+    """A step with its arguments, and options."""
+    from bytescope.memory.program.compilation import takes_arguments
+
+    if not parts or not takes_arguments(parts[0]):
+        raise ReportError(f"{name} returns ({', '.join(map(_kind, parts))}), whose first is not a step: {_RETURN}")
+    step, *rest = parts
+    if not rest or not isinstance(rest[0], (tuple, list)):
+        raise ReportError(
+            f"{name} returns ({', '.join(map(_kind, parts))}): the second is a tuple of the step's "
+            "arguments, as in (step, (state, batch))"
+        )
+    if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
+        raise ReportError(
+            f"{name} returns ({', '.join(map(_kind, parts))}): return (step, arguments) or (step, "
+            "arguments, {option: value})"
+        )
+    options = dict(rest[1]) if len(rest) == 2 else {}
+    return UserProgram(name, step, tuple(rest[0]), _checked(name, options))
+
+
+def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
+    """The options. Raises ReportError for one that neither jax.jit nor memory.analyze knows."""
+    from bytescope.memory.program.tracing import OPTIONS
+
+    for key in options:
+        if key not in (*OPTIONS, *OWN_OPTIONS):
+            near = did_you_mean(str(key), (*OPTIONS, *OWN_OPTIONS))
+            raise ReportError(
+                f"{name} returns the option {key!r}: {near or 'there is none of that name.'} Keyword "
+                "arguments of the step go into {'kwargs': {...}}"
+            )
+    if not isinstance(options.get("kwargs", {}), Mapping):
+        raise ReportError(f"{name} returns kwargs as {_kind(options['kwargs'])}: give a dict")
+    return options
+
+
+def _kind(value: Any) -> str:
+    """What a value is called in a message: a function by its name, all else by its type."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return getattr(value, "__name__", kind) if inspect.isroutine(value) else kind

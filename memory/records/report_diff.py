@@ -1,0 +1,133 @@
+"""Two reports compared: which categories and buffers grew or shrank. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from bytescope.memory.records.report_record import ROWS, Buffer, Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Bytes of one thing in the first and the second report; `kind`: total, category, residual, workspace, buffer."""
+
+    kind: str
+    name: str
+    before: int
+    after: int
+
+    @property
+    def growth(self) -> int:
+        """Bytes gained, negative for bytes saved."""
+        return self.after - self.before
+
+    @property
+    def percent(self) -> float:
+        """Growth in per cent of the first report; infinite for what it did not hold."""
+        if not self.before:
+            return float("inf") if self.after else 0.0
+        return 100.0 * self.growth / self.before
+
+    @property
+    def percent_text(self) -> str:
+        """The growth in per cent as text: "+6.1"; "new" for what was not there, ">999" for what was next to nothing."""
+        if self.percent == float("inf"):
+            return "new"
+        return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
+
+
+def diff(before: Report, after: Report) -> tuple[Change, ...]:
+    """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of
+    each the largest change first.
+
+    Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
+    compiler's names for them change from one compile to the next.
+    """
+    totals = [
+        Change("total", name, getattr(before, name), getattr(after, name))
+        for name in ("peak_bytes", "allocated_bytes", "host_bytes")
+    ]
+    parts = [
+        *_changes("category", before.breakdown, after.breakdown, ROWS),
+        *_changes("residual", before.residuals_by_name, after.residuals_by_name),
+        *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
+        *_changes("buffer", _by_identity(before), _by_identity(after)),
+    ]
+    changed = [change for change in parts if change.growth]
+    order = ("category", "residual", "workspace", "buffer")
+    return (*totals, *sorted(changed, key=lambda c: (order.index(c.kind), -abs(c.growth), c.name)))
+
+
+def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
+    """Of the totals peak and allocated bytes, those that grew by more than `percent` per cent."""
+    return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
+
+
+def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str], ...]:
+    """(package, version before, version after) of each package whose version differs; "none" for a missing one."""
+    names = dict.fromkeys((*before.versions, *after.versions))
+    pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
+    return tuple(pair for pair in pairs if pair[1] != pair[2])
+
+
+def warnings(before: Report, after: Report) -> tuple[str, ...]:
+    """What makes two programs hard to compare, a sentence each: other targets, other versions of jax, other methods."""
+    found = []
+    targets = [str(report.target.get("name") or "no target") for report in (before, after)]
+    if targets[0] != targets[1]:
+        found.append(
+            f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
+            "kernels are part of this difference."
+        )
+    for package in ("jax", "jaxlib"):
+        versions = [str(report.versions.get(package) or "an unknown version") for report in (before, after)]
+        if versions[0] != versions[1]:
+            found.append(
+                f"Compiled by different versions of {package}, {versions[0]} and {versions[1]}: the compiler "
+                "is part of this difference."
+            )
+            break
+    if before.method != after.method:
+        found.append(
+            "One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+            "differ by some per cent for the same program."
+        )
+    return tuple(found)
+
+
+def grown_buffers(changes: Iterable[Change]) -> list[Change]:
+    """The buffers at the peak that grew, the one that grew most first."""
+    return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
+
+
+def sources(report: Report) -> dict[str, str]:
+    """Name of a buffer's change -> "file.py:line" that makes the largest buffer of that name at the peak."""
+    found: dict[str, str] = {}
+    for b in report.alive_at(report.peak_index):  # the largest first
+        if b.source:
+            found.setdefault(_identity(b), b.source)
+    return found
+
+
+def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], names: Iterable[str] = ()) -> list[Change]:
+    keys = dict.fromkeys((*names, *before, *after))
+    return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
+
+
+def _by_identity(report: Report) -> dict[str, int]:
+    """Bytes at the peak by what a buffer is."""
+    out: dict[str, int] = {}
+    for b in report.alive_at(report.peak_index):
+        out[_identity(b)] = out.get(_identity(b), 0) + b.bytes
+    return out
+
+
+def _identity(b: Buffer) -> str:
+    """What a buffer is, in words that stay from one compile to the next."""
+    if b.phase == "argument":
+        words = (b.category, b.name)
+    else:
+        what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
+        words = (b.category, b.phase, b.module, what)
+    return f"{'/'.join(filter(None, words))} {b.dtype}{list(b.shape)}"

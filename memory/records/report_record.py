@@ -1,0 +1,385 @@
+"""The report as plain records: what every reader fills and every renderer reads.
+
+All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1):
+
+- `schema`: the number of this layout. It rises when a key changes its meaning or goes away.
+- `versions`: name -> version of what compiled the program (jax, jaxlib, plugin, python).
+- `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
+- `config`: the configuration the caller passed; {} when there is none.
+- `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
+- `parameters`: over all devices: `total`, frozen ones too, and `active`, which a token meets; {} where there are none.
+- `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
+- `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
+- `peak_bytes`: the most that is live at once in main memory (XProf's), at the point `peak_index` of `timeline`.
+- `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, packed temporaries.
+- `unseen`: what the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
+  attribution/runtime_overheads.py), part of no figure above; `predicted_bytes`: allocated plus those of them that lie
+  in the allocator's pool.
+- `limit_bytes`, `fits`, `verdict`: what is available on the device and the judgement of `predicted_bytes`; null, null
+  and "unknown" when no target was given.
+- `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
+- `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
+  to `allocated_bytes`. Of the arguments: params; frozen, parameters that a training step reads and never updates
+  (weights under LoRA adapters, which then are the params); optimizer, what an update keeps for them; accumulator, sums
+  of gradients; cache, what a step carries on that has no gradient (KV caches, recurrent state, batch statistics); rng,
+  random keys; batch, all else.
+- `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
+  parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
+  next as "(blocks input)"; sums to the residuals row.
+- `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
+- `unplaced_bytes`: of the bytes at the peak, arguments aside, those without a place that a person can open: neither a
+  line of source nor a path of modules.
+- `communication`: bytes per step by kind of collective and mesh axes, compared with the formula (`Communication`);
+  `collectives`: every collective of the program, with what overlaps it (`Collective`).
+- `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
+- `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
+  not traced. `roofline`: the seconds of that at the data sheet's rates, a bound (`costs.roofline.Prediction`);
+  {} where unknown.
+- `prediction`: the seconds of an update, with their spread (`seconds.prediction.Prediction.to_json`); {} where unknown.
+- `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
+  link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
+- `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
+- `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: records; `notes`: what is not exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import ReportError, check_readable
+from bytescope.memory.records.buffer_records import (
+    CARD,
+    CATEGORIES,
+    MEMORIES,
+    PHASES,
+    POOL,
+    ROWS,
+    STEP_PHASES,
+    Buffer,
+    LedgerRow,
+    RuntimeOverhead,
+    TimelinePoint,
+)
+from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
+from bytescope.memory.records.report_json import is_count, is_number, one_line, parse, plain, read_item
+from bytescope.memory.records.schedule_records import Steps
+from bytescope.memory.records.schedule_records import from_json as read_schedule
+from bytescope.memory.records.schedule_records import to_json as schedule_json
+from bytescope.memory.records.transfer_records import Transfer
+
+# The report's records with those of report_records, which come from here.
+__all__ = [
+    "CARD",
+    "CATEGORIES",
+    "IN_RUN",
+    "KEYS",
+    "MEMORIES",
+    "METHODS",
+    "PHASES",
+    "POOL",
+    "ROWS",
+    "SCHEMA",
+    "STEP_PHASES",
+    "VERDICTS",
+    "Buffer",
+    "Finding",
+    "LedgerRow",
+    "Report",
+    "RuntimeOverhead",
+    "Subject",
+    "TimelinePoint",
+    "Transfer",
+    "XlaStats",
+    "load",
+]
+
+SCHEMA = 1
+# What a run directory calls the report of its step.
+IN_RUN = "memory.json"
+# How lifetimes were found -> what that says of them.
+METHODS = {
+    "heap_trace": "exact: the compiler's own heap trace",
+    "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
+}
+VERDICTS = ("fits", "tight", "exceeds", "unknown")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something an expert would point at: how many bytes it concerns, and what to do about it.
+
+    `flags`: the remedy as flags of the command line, to copy; "" for a program without a config of the trainer's, whose
+    remedy is in JAX's words, and where no flag carries it out.
+    """
+
+    kind: str
+    bytes: int
+    message: str
+    remedy: str
+    flags: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a report is of, as its trainer calls it.
+
+    Fields:
+        name: of the config, "llama_8b"; changes: its keys that were changed for this report, "batch.micro=2".
+        batch: the algebra of its batch in words; policy: what its layers recompute, in words.
+        tokens: of one update, over all devices; calls: of the program per update.
+        model_flops: of one call, over all devices and without any recomputation; 0 where nobody counted.
+    """
+
+    name: str = ""
+    changes: tuple[str, ...] = ()
+    batch: str = ""
+    policy: str = ""
+    tokens: int = 0
+    calls: int = 1
+    model_flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaStats:
+    """The compiler's statistics, main memory only; None where the backend gives none."""
+
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temp_bytes: int | None = None
+    host_temp_bytes: int | None = None
+    peak_bytes: int | None = None
+    generated_code_bytes: int | None = None
+
+    @property
+    def own_bytes(self) -> int:
+        """Temporaries, and results that alias no argument."""
+        return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+
+    peak_bytes: int
+    allocated_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    ledger: tuple[LedgerRow, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    communication: tuple[Communication, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    zero: tuple[ZeroRow, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    unseen: tuple[RuntimeOverhead, ...] = ()
+    work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schedule: Steps = ()
+    residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    xla: XlaStats = XlaStats()
+    subject: Subject = Subject()
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    limit_bytes: int | None = None
+    fits: bool | None = None
+    verdict: str = "unknown"
+    host_bytes: int = 0
+    on_chip_bytes: int = 0
+    peak_index: int = 0
+    program: str = ""
+    method: str = "heap_trace"
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def title(self) -> str:
+        """What the program is called: by its config, else by the compiler."""
+        return self.subject.name or self.program or "program"
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes that the allocator will count at most: allocated, and what the compiler does not count of its pool."""
+        return self.allocated_bytes + self.overhead(POOL)
+
+    def overhead(self, where: str) -> int:
+        """Bytes that the runtime takes and the compiler does not count, in the `POOL` or on the `CARD`."""
+        return sum(row.bytes for row in self.unseen if row.where == where)
+
+    @property
+    def unplaced_bytes(self) -> int:
+        """Bytes at the peak, arguments aside, of which neither a line of source nor a path of modules is known."""
+        return sum(
+            b.bytes for b in self.alive_at(self.peak_index) if b.phase != "argument" and not (b.source or b.module)
+        )
+
+    def moved(self, direction: str) -> int:
+        """Bytes that one step moves over a device's host link, "to device" or "to host"."""
+        return sum(row.bytes for row in self.transfers if row.direction == direction)
+
+    def alive_at(self, index: int) -> tuple[Buffer, ...]:
+        """Buffers of main memory alive at a point of the timeline, largest first."""
+        live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
+        return tuple(sorted(live, key=lambda b: -b.bytes))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
+        out = {key: schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key)) for key in KEYS}
+        out["predicted_bytes"] = self.predicted_bytes
+        out["unplaced_bytes"] = self.unplaced_bytes
+        out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
+        return out
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json()` to a file. Raises OSError where it cannot be written."""
+        whole = Path(path)
+        partial = whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            partial.replace(whole)  # a full disk never leaves half a report in the place of a good one
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Report:
+        """The report of a JSON object. Raises ReportError when it is not one, or of another schema."""
+        if not isinstance(value, dict) or "peak_bytes" not in value:
+            raise ReportError("not a memory report: write one with bytescope report --json=FILE")
+        if value.get("schema") != SCHEMA:
+            raise ReportError(
+                f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
+                "write it again with bytescope report --json=FILE"
+            )
+        try:
+            return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ReportError(f"a damaged memory report ({one_line(error)}): write it again") from error
+
+
+# The order of keys in the JSON.
+KEYS = (
+    "schema",
+    "program",
+    "method",
+    "versions",
+    "target",
+    "config",
+    "subject",
+    "parameters",
+    "xla",
+    "peak_bytes",
+    "allocated_bytes",
+    "limit_bytes",
+    "fits",
+    "verdict",
+    "host_bytes",
+    "on_chip_bytes",
+    "peak_index",
+    "breakdown",
+    "residuals_by_name",
+    "workspace_by_scope",
+    "ledger",
+    "zero",
+    "communication",
+    "collectives",
+    "transfers",
+    "unseen",
+    "work",
+    "roofline",
+    "prediction",
+    "findings",
+    "notes",
+    "timeline",
+    "buffers",
+    "schedule",
+)
+
+_ITEMS = {
+    "timeline": TimelinePoint,
+    "buffers": Buffer,
+    "ledger": LedgerRow,
+    "findings": Finding,
+    "communication": Communication,
+    "collectives": Collective,
+    "zero": ZeroRow,
+    "transfers": Transfer,
+    "unseen": RuntimeOverhead,
+}
+_RECORDS = {"xla": XlaStats, "subject": Subject}
+_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
+_BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
+_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
+
+
+def load(path: str | Path) -> Report:
+    """Reads a report's JSON, or the one in a run directory.
+
+    Raises ReportError for a missing, damaged or foreign file.
+    """
+    path = Path(path)
+    if os.path.isfile(path / IN_RUN):
+        path = path / IN_RUN
+    try:
+        check_readable(path)
+        return Report.from_json(parse(path.read_bytes()))
+    except OSError as error:
+        raise ReportError(
+            f"cannot read {path}: {error.strerror}; give a report that bytescope report --json=FILE wrote"
+        ) from error
+    except ReportError as error:
+        raise ReportError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ReportError(f"{path}: not JSON ({one_line(error)})") from error
+
+
+def _read(key: str, value: Any) -> Any:
+    """One key's value as the record holds it. Raises TypeError or ValueError when it is of another kind."""
+    if key in _ITEMS:
+        return tuple(read_item(_ITEMS[key], item) for item in value)
+    if key in _RECORDS:
+        return read_item(_RECORDS[key], value)
+    if key == "schedule":
+        return read_schedule(value)
+    if key == "notes":
+        return tuple(str(note) for note in value)
+    if key in _OBJECTS and not isinstance(value, dict):
+        raise TypeError(f"{key} is {type(value).__name__}, not an object")
+    if key in _VALUES and not _VALUES[key](value):
+        raise TypeError(f"{key} is {value!r:.60}")
+    return value
+
+
+def _is_prediction(value: Mapping[str, Any]) -> bool:
+    """Whether an object is what `seconds.prediction.Prediction.to_json` writes."""
+    amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
+    amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
+    parts = [value.get(key) for key in ("by_phase", "by_term")]
+    return (
+        all(is_number(amount) and amount > 0 for amount in amounts)
+        and all(
+            isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values()) for part in parts
+        )
+        and all(isinstance(value.get(key), str) for key in ("bound_by", "rates"))
+    )
+
+
+# Key -> whether a value, an object for those of _OBJECTS, can be its; items of lists are checked field by field.
+_VALUES = {
+    **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
+    **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),
+    **dict.fromkeys(("program", "method", "verdict"), lambda value: isinstance(value, str)),
+    "prediction": lambda value: not value or _is_prediction(value),
+    "versions": lambda value: all(isinstance(version, str) for version in value.values()),
+    "target": lambda value: all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform")),
+    "limit_bytes": lambda value: value is None or is_count(value),
+    "fits": lambda value: value in (True, False, None),
+}

@@ -1,0 +1,137 @@
+"""The largest buffers at the peak on the terminal, and what a buffer is called wherever it is listed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.units import human
+from bytescope.memory.view.console import one_line, shorten
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, path, place
+
+SHOWN = 10
+# Columns of what a buffer is and of its type, at most.
+_NAME, _TYPE = 60, 28
+_KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
+# What tells layers apart.
+_NUMBER = re.compile(r"(\d+)")
+# What a notebook's kernel calls the file of a cell.
+_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
+_DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
+
+
+def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
+    """The largest buffers at the peak, those alike in one line; None for a report without any."""
+    found = largest(report, shown)
+    if not found:
+        return None
+    table = FigureTable(
+        path(Text("largest at the peak", style="bold")),
+        figure(),
+        figure("bytes"),
+        fixed("type"),
+        fixed("row"),
+        place("line", "dim"),
+        heading="dim",
+    )
+    for alike in found:
+        name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
+        table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
+    return Group(table, Prose(of_all(report, found), "dim"))
+
+
+class Alike(NamedTuple):
+    """Buffers that are alike in all that is listed of them: what they are, how many, and one of them."""
+
+    name: str
+    times: int
+    one: Buffer
+
+    @property
+    def times_text(self) -> str:
+        """How many there are: "6 x"; "" for one."""
+        return f"{self.times:,} x" if self.times > 1 else ""
+
+
+def largest(report: Report, n: int) -> tuple[Alike, ...]:
+    """The `n` largest buffers of main memory that are alive at the peak.
+
+    Layers that are not scanned have one each: those that differ in the number of their layer alone are one.
+    """
+    found: dict[tuple, list[Buffer]] = {}
+    for buffer in report.alive_at(report.peak_index):
+        name = _NUMBER.sub("*", what(buffer))
+        alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)
+        found.setdefault(alike, []).append(buffer)
+    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(found.values())[:n])
+
+
+def _common(names: list[str]) -> str:
+    """Names that differ in numbers alone as one, with a star for each that differs."""
+    parts = zip(*(_NUMBER.split(name) for name in names))
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def of_all(report: Report, found: Iterable[Alike]) -> str:
+    """What share of the peak some buffers are, in words."""
+    found = tuple(found)
+    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)
+    share = sum(alike.times * alike.one.bytes for alike in found) / max(report.peak_bytes, 1)
+    return f"{listed:,} of {count:,} buffers, {share:.1%} of the peak"
+
+
+def what(buffer: Buffer) -> str:
+    """What a buffer is to its reader: an argument's path, a gradient's parameter, else scopes and operation, else its
+    name.
+
+    Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
+    """
+    if buffer.phase == "argument":
+        return buffer.name
+    if buffer.category == "gradients" and buffer.parameter:
+        return f"gradient of {buffer.parameter}"
+    operation = buffer.op_name.rsplit("/", 1)[-1]
+    parts = [part for part in (buffer.module or buffer.component, operation) if part]
+    return " · ".join(dict.fromkeys(parts)) or buffer.name
+
+
+def array_type(buffer: Buffer) -> str:
+    """`bf16[8,4096,1024]`, or "" for what is no array."""
+    if not buffer.dtype:
+        return ""
+    return f"{_DTYPE.sub(_short, buffer.dtype, count=1)}[{','.join(map(str, buffer.shape))}]"
+
+
+def _short(dtype: re.Match[str]) -> str:
+    """A dtype as jax writes it in its own types: bf16, f32, i8."""
+    return f"{_KINDS[dtype[1]]}{dtype[2]}"
+
+
+def line(source: str) -> str:
+    """`file.py:line` of a source: relative to where this process works, else the file in its folder; `In[3]:line` of a
+    notebook's cell."""
+    path, colon, number = source.rpartition(":")
+    if not colon or not os.path.isabs(path):
+        return source
+    if _CELL.search(path):
+        return f"{_cell(path)}:{number}"
+    inside = os.path.relpath(path)
+    if inside.startswith(os.pardir):
+        inside = os.path.join(*path.split(os.sep)[-2:])
+    return f"{inside}:{number}"
+
+
+def _cell(path: str) -> str:
+    """The number of a cell where this process is its notebook, as the notebook writes it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(path) if shell is not None else None
+    return named[1] if named else "cell"

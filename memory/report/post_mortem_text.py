@@ -1,0 +1,130 @@
+"""What is known of a step that ran out of memory, on one screen: at most 40 lines at any width from 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.units import human
+from bytescope.memory.view.console import one_line, safe, shorten
+from bytescope.memory.view.text_layout import Items, Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, label
+
+# Groups of arrays, rows of the peak and characters of the error that are shown.
+_GROUPS, _ROWS, _ERROR, _WAY = 5, 4, 160, 210
+_ALLOCATOR = (
+    ("in use", "bytes_in_use"),
+    ("peak", "peak_bytes_in_use"),
+    ("limit", "bytes_limit"),
+    ("largest free block", "largest_free_block_bytes"),
+    ("largest request", "largest_alloc_size"),
+)
+
+
+def render(found: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
+    """The post-mortem as something rich prints; `files`: where more of it was written."""
+    return blocks(
+        _head(found),
+        _held(found),
+        _peak(found),
+        _ways(found),
+        Items([f"written: {', '.join(files)}"], style="dim") if files else None,
+    )
+
+
+def _head(found: PostMortem) -> RenderableType:
+    title = Text.assemble(
+        ("out of memory", "bold red"),
+        f" in {one_line(found.step)}, call {found.call:,}",
+        f", on {one_line(found.device)}" if found.device else "",
+    )
+    lines: list[RenderableType] = [Prose(title), Prose(shorten(one_line(found.error[: 2 * _ERROR]), _ERROR), "dim")]
+    if found.report:
+        lines.append(Prose(sum_of(found)))
+    figures = [f"{name} {human(found.allocator[key])}" for name, key in _ALLOCATOR if found.allocator.get(key)]
+    if figures:
+        lines.append(Items(figures, title="allocator"))
+    return Group(*lines)
+
+
+def sum_of(found: PostMortem) -> str:
+    """What the step and other arrays take together, compared with what is available, in one line."""
+    report, limit = found.report, found.limit_bytes
+    parts = f"the step takes {human(report.predicted_bytes if report else None)}"
+    if found.other_bytes:
+        parts += f", other arrays hold {human(found.other_bytes)}: together {human(found.needed_bytes)}"
+    if not limit:
+        return parts
+    missing = found.needed_bytes - limit
+    verdict = (
+        f"{human(missing)} too much"
+        if missing > 0
+        else (
+            f"{human(-missing)} should be left: fragmentation, other processes or what the compiler does not "
+            "count took it"
+        )
+    )
+    return f"{parts} of {human(limit)}, {verdict}"
+
+
+def _held(found: PostMortem) -> RenderableType | None:
+    if not found.held:
+        return None
+    table = FigureTable(
+        label(Text("live arrays", style="bold")),
+        figure("arrays"),
+        figure("bytes"),
+        figure("no arguments of the step"),
+        heading="dim",
+    )
+    for group in found.held[:_GROUPS]:
+        table.add(
+            group.name,
+            f"{group.arrays:,}",
+            human(group.bytes),
+            f"{group.others:,}, {human(group.other_bytes)}" if group.others else "",
+        )
+    rest = found.held[_GROUPS:]
+    if rest:
+        others = sum(group.others for group in rest)
+        table.add(
+            f"{len(rest)} more shape{'s' if len(rest) > 1 else ''}",
+            f"{sum(group.arrays for group in rest):,}",
+            human(sum(group.bytes for group in rest)),
+            f"{others:,}, {human(sum(group.other_bytes for group in rest))}" if others else "",
+            style="dim",
+        )
+    return table
+
+
+def _peak(found: PostMortem) -> RenderableType | None:
+    """The largest rows of the peak, and with them the largest names of what the backward pass keeps."""
+    report = found.report
+    if report is None or not any(report.breakdown.values()):
+        return None
+    rows = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
+    kept = sorted(report.residuals_by_name.items(), key=lambda row: -row[1])
+    lines = [
+        Items(
+            [f"{row} {human(size)}" for row, size in rows[:_ROWS]], title=f"at the peak of {human(report.peak_bytes)}"
+        )
+    ]
+    if kept:
+        lines.append(
+            Items([f"{shorten(one_line(name), 30)} {human(size)}" for name, size in kept[:_ROWS]], title="residuals")
+        )
+    return Group(*lines)
+
+
+def _ways(found: PostMortem) -> RenderableType | None:
+    ways = found.ways_out
+    if not ways:
+        return None
+    missing = found.needed_bytes - (found.limit_bytes or 0)
+    lines: list[RenderableType] = [Text("the cheapest ways out, with the most that each can free", style="bold")]
+    for number, way in enumerate(ways, 1):
+        enough = ", may be enough" if found.report and way.bytes >= missing > 0 else ""
+        words = ": ".join(filter(None, (safe(way.flags), shorten(one_line(way.words[: 2 * _WAY]), _WAY))))
+        lines.append(Prose(Text.assemble(f"{number}. ", (human(way.bytes), "bold"), f"{enough}  {words}")))
+    return Group(*lines)

@@ -1,0 +1,139 @@
+"""The account of a remat plan for the terminal and for a notebook: the kept values, their cost, jax's policies."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.units import human
+from bytescope.memory.view.console import make_console, one_line, put
+from bytescope.memory.view.text_layout import Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, path
+
+if TYPE_CHECKING:
+    from bytescope.memory.report.remat_plan import RematPlan
+
+# Column titles of both tables; FIGURES are the columns with numbers.
+KEPT = ("kept by every layer", "all layers", "type", "where")
+POLICIES = ("policy", "allocated", "recomputed", "budget")
+FIGURES = ("all layers", "allocated", "recomputed")
+THIS_PLAN = "this plan"
+USE = "jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"
+_SCALES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+_HOW = {
+    "checkpoint": "under jax.checkpoint",
+    "scan": "the body of a scan, to be put under jax.checkpoint",
+    "call": "a jitted function, to be put under jax.checkpoint",
+}
+
+
+def account(plan: RematPlan) -> str:
+    """The account as text, as wide as COLUMNS says, else 100 columns."""
+    out = io.StringIO()
+    put(render(plan), make_console(file=out))
+    return out.getvalue().rstrip("\n")
+
+
+def render(plan: RematPlan) -> RenderableType:
+    """Head, kept values, policies."""
+    title, *figures = _head(plan)
+    head = Text.assemble((title, "bold"), "  ", "  ".join(figures))
+    kept: RenderableType = Prose(_nothing_kept(plan))
+    if rows := _kept(plan):
+        kept = FigureTable(label(KEPT[0]), figure(KEPT[1]), label(KEPT[2]), path(KEPT[3]))
+        for row in rows:
+            kept.add(*row)
+    policies = FigureTable(label(POLICIES[0]), figure(POLICIES[1]), figure(POLICIES[2]), fixed(POLICIES[3]))
+    for row in _policies(plan):
+        policies.add(*row, style="bold" if row[0] == (plan.name or THIS_PLAN) else "")
+    return blocks(Group(head, *map(Prose, _layers(plan))), kept, policies, Prose(USE))
+
+
+def html(plan: RematPlan) -> str:
+    """Returns the account as HTML for the output area of a notebook."""
+    from bytescope.memory.view import notebook_piece
+    from bytescope.memory.view.notebook_piece import cut
+
+    title, *figures = _head(plan)
+    return notebook_piece.render(
+        "remat_plan",
+        title=title,
+        figures=" · ".join(figures),
+        layers=[cut(layer, 300) for layer in _layers(plan)],
+        kept_heads=_with_figures(KEPT),
+        kept=[[cut(cell) for cell in row] for row in _kept(plan)],
+        nothing_kept=_nothing_kept(plan),
+        policy_heads=_with_figures(POLICIES),
+        policies=[[cut(cell) for cell in row] for row in _policies(plan)],
+        chosen=plan.name or THIS_PLAN,
+        use=USE,
+    )
+
+
+def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
+    return [(title, title in FIGURES) for title in titles]
+
+
+def _head(plan: RematPlan) -> list[str]:
+    return [
+        f"remat plan on {plan.target}",
+        f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
+        f"recomputes {_share(plan.recomputed_flops, plan)}",
+    ]
+
+
+def _layers(plan: RematPlan) -> list[str]:
+    return [
+        f"{layer.times} x {one_line(layer.name) or 'layer'}"
+        f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        for layer in plan.layers
+    ]
+
+
+def _nothing_kept(plan: RematPlan) -> str:
+    return f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept"
+
+
+def _kept(plan: RematPlan) -> list[list[str]]:
+    """Returns the cells of each value that is kept by choice; [] if one of jax's own policies is best."""
+    rows = []
+    for value in () if plan.name else plan.kept:
+        several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
+        name = f"{value.label} ({several} of them)" if several > 1 else value.label
+        rows.append([name, human(value.bytes), value.type, _short(value.where)])
+    return rows
+
+
+def _policies(plan: RematPlan) -> list[list[str]]:
+    """Returns the cells of this plan and of each of jax's own policies; a failed policy has only its status."""
+    rows = []
+    if not plan.name:
+        rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
+    for row in plan.built_in:
+        if row.status != "ok":
+            rows.append([row.name, row.status])
+            continue
+        fits = "fits" if row.allocated_bytes <= plan.budget_bytes else "exceeds"
+        rows.append([row.name, human(row.allocated_bytes), _share(row.recomputed_flops, plan), fits])
+    return rows
+
+
+def _share(flops: int, plan: RematPlan) -> str:
+    """FLOPs, and their share of the model's own."""
+    if not flops:
+        return "0 FLOP"
+    scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
+    return f"{flops / scale:.3g} {unit}" + (f" ({flops / plan.model_flops:.1%})" if plan.model_flops else "")
+
+
+def _short(where: str) -> str:
+    """A place relative to the current directory, if it is below it; in an installed package, from the package on."""
+    if "/site-packages/" in where:
+        return where.rsplit("/site-packages/", 1)[1]
+    short = os.path.relpath(where) if where else ""
+    return where if short.startswith("..") else short

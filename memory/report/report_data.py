@@ -1,0 +1,197 @@
+"""The columns that the HTML page draws: a report thinned to what a browser shows with ease.
+
+Pure functions from records to lists. Strings are written once and referred to by index, since thousands of
+buffers share a few hundred scopes, phases and source lines. Sizes are bytes on one device.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from bytescope.memory.records.report_record import CATEGORIES, PHASES, ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.report.buffer_tables import array_type, what
+from bytescope.memory.units import column_unit
+from bytescope.memory.view.elements import row_name
+
+# What stays fluid in a browser. Beyond it the largest are kept, and the page says so.
+MAX_POINTS = 3000
+MAX_BUFFERS = 20_000
+MAX_BANDS = 240
+MAX_TILES = 700
+
+Tile = tuple[str, str, str, int, str, int]
+
+
+class Strings:
+    """Distinct strings in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.all.setdefault(text, len(self.all))
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """Everything the page's script needs, as JSON values (see static/report.js for how each column is drawn)."""
+    strings = Strings()
+    shown = thin(report.timeline, report.peak_index)
+    device = [b for b in report.buffers if b.memory == "device"]
+    listed = sorted(device, key=lambda b: (not b.at_peak, -b.bytes))[:MAX_BUFFERS]
+    listed.sort(key=lambda b: -b.bytes)
+    points = [report.timeline[i] for i in shown]
+    return {
+        "rows": {row: row_name(row) for row in ROWS},
+        "phases": list(PHASES),
+        "unit": column_unit(max((p.bytes for p in points), default=0), 1.0),
+        "peak": report.peak_index,
+        "peak_bytes": report.peak_bytes,
+        "allocated_bytes": report.allocated_bytes,
+        "limit_bytes": report.limit_bytes,
+        "n_points": len(report.timeline),
+        "n_buffers": len(device),
+        "points": {
+            "index": shown,
+            "bytes": [p.bytes for p in points],
+            "phase": [strings(p.phase) for p in points],
+            "instruction": [strings(p.instruction) for p in points],
+        },
+        "by_category": by_category(device, len(report.timeline), shown),
+        "bands": [(start, end, strings(phase)) for start, end, phase in phase_bands(report.timeline)],
+        "buffers": _columns(listed, strings),
+        "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
+        "strings": list(strings.all),
+    }
+
+
+def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -> list[int]:
+    """Indices of the points to draw: all, or of each stretch the lowest and the highest, and the peak.
+
+    No maximum of a stretch is lost, so the drawn curve reaches every height that the full one does.
+    """
+    n = len(timeline)
+    if n <= most:
+        return list(range(n))
+    stretches = most // 2
+    kept = {0, n - 1, min(max(peak, 0), n - 1)}
+    for k in range(stretches):
+        stretch = range(k * n // stretches, (k + 1) * n // stretches)
+        kept.add(min(stretch, key=lambda i: timeline[i].bytes))
+        kept.add(max(stretch, key=lambda i: timeline[i].bytes))
+    return sorted(kept)
+
+
+def by_category(buffers: Iterable[Buffer], n_points: int, shown: Sequence[int]) -> dict[str, list[int]]:
+    """Category -> bytes alive in it at each shown point; categories that never hold a byte are left out."""
+    steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
+    for buffer in buffers:
+        if buffer.category not in steps or buffer.start >= n_points or buffer.end < buffer.start:
+            continue
+        step = steps[buffer.category]
+        step[max(buffer.start, 0)] += buffer.bytes
+        step[min(buffer.end + 1, n_points)] -= buffer.bytes
+    series = {}
+    for category, step in steps.items():
+        if any(step):
+            alive = list(accumulate(step))
+            series[category] = [alive[i] for i in shown]
+    return series
+
+
+def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> list[tuple[int, int, str]]:
+    """(first point, last point, phase) of each stretch of one phase.
+
+    A schedule that changes its phase more than `most` times is cut into `most` equal stretches, each of the
+    phase that most of its points have.
+    """
+    runs = _runs([p.phase for p in timeline])
+    if len(runs) <= most:
+        return runs
+    n, phases = len(timeline), []
+    for k in range(most):
+        stretch = [p.phase for p in timeline[k * n // most : (k + 1) * n // most]]
+        phases += [max(sorted(set(stretch)), key=stretch.count)] * len(stretch)
+    return _runs(phases)
+
+
+def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
+    starts = [i for i, value in enumerate(values) if i == 0 or values[i - 1] != value]
+    ends = [*(start - 1 for start in starts[1:]), len(values) - 1]
+    return [(start, end, values[start]) for start, end in zip(starts, ends, strict=False)]
+
+
+def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
+    """One list per column of the buffer table, strings as indices."""
+    text = {
+        "what": what,
+        "name": lambda b: b.name,
+        "type": array_type,
+        "category": lambda b: b.category,
+        "phase": lambda b: b.phase,
+        "op": lambda b: b.op_name,
+        "source": lambda b: b.source,
+        "checkpoint": lambda b: b.checkpoint_name,
+    }
+    columns = {name: [strings(read(b)) for b in buffers] for name, read in text.items()}
+    columns["bytes"] = [b.bytes for b in buffers]
+    columns["start"] = [b.start for b in buffers]
+    columns["end"] = [b.end for b in buffers]
+    columns["at_peak"] = [int(b.at_peak) for b in buffers]
+    return columns
+
+
+def tiles(report: Report, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES) -> list[Tile]:
+    """(id, parent, label, bytes, category, row) of the treemap: category > group > buffer, at the peak.
+
+    Only leaves carry bytes, so no level can disagree with the one below. The smallest buffers of a group are
+    one leaf when there are more than `most`; what the breakdown holds beyond them is a leaf of its own.
+
+    rows: `id` of a buffer -> its row in the table; a tile that is none of these has row -1.
+    """
+    alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
+    out: list[Tile] = []
+    parents: set[str] = set()
+    rest: dict[tuple[str, str], list[int]] = {}
+    sums = dict.fromkeys(ROWS, 0)
+    for number, buffer in enumerate(alive):
+        row = buffer.category if buffer.category in sums else "unattributed"
+        group = group_of(buffer)
+        parent = f"{row}/{group}"
+        for node, above, label in ((row, "", row), (parent, row, group)):
+            if node not in parents:
+                parents.add(node)
+                out.append((node, above, label, 0, row, -1))
+        sums[row] += buffer.bytes
+        if number < most:
+            place = rows.get(id(buffer), -1)
+            out.append((f"{parent}/{number}", parent, _tile_label(buffer, group), buffer.bytes, row, place))
+        else:
+            rest.setdefault((row, parent), []).append(buffer.bytes)
+    for (row, parent), sizes in rest.items():
+        out.append((f"{parent}/rest", parent, f"{len(sizes)} smaller", sum(sizes), row, -1))
+    for row in ROWS:
+        missing = report.breakdown.get(row, 0) - sums[row]
+        if missing > 0:
+            if row not in parents:
+                out.append((row, "", row, 0, row, -1))
+            out.append((f"{row}/*", row, row if row == "fragmentation" else "not listed", missing, row, -1))
+    return out
+
+
+def _tile_label(buffer: Buffer, group: str) -> str:
+    """What is not yet said by the tile around it: a path's last key, or the innermost scope and operation."""
+    if buffer.phase == "argument":
+        return buffer.name.removeprefix(group) or buffer.name
+    return what(buffer).rsplit("/", 1)[-1]
+
+
+def group_of(buffer: Buffer) -> str:
+    """What a buffer is shown under within its category."""
+    if buffer.category == "residuals":
+        return buffer.checkpoint_name or buffer.component or "unnamed"
+    if buffer.category == "workspace":
+        return "/".join(part for part in (buffer.phase, buffer.component) if part) or "other"
+    if buffer.phase == "argument":  # params['blocks']['wq'] stands under params['blocks']
+        return re.sub(r"(\[[^\]]*\]|\.\w+)$", "", buffer.name) or buffer.name
+    return buffer.component or buffer.module.rsplit("/", 1)[-1] or buffer.dtype or "other"

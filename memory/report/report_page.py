@@ -1,0 +1,267 @@
+"""A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
+
+What does not move is prepared here for `templates/report.html`; what reacts is drawn by `static/report.js` from the
+columns of `report_data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.cost.roofline import AtBest, at_best
+from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.peak import naming
+from bytescope.memory.records.report_record import METHODS, Report
+from bytescope.memory.report import communication_page
+from bytescope.memory.report.post_mortem_text import sum_of
+from bytescope.memory.report.report_data import page_data
+from bytescope.memory.report.report_text import overheads
+from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.units import human
+from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.elements import (
+    Figure,
+    Section,
+    Table,
+    figure,
+    parts,
+    program_facts,
+    size,
+    table,
+    versions,
+    where,
+)
+from bytescope.memory.view.frame import page
+
+# Verdict -> its mark and its words.
+VERDICTS = {
+    "fits": ("✓", "fits"),
+    "tight": ("▲", "tight: over 95 % of the limit"),
+    "exceeds": ("✕", "exceeds the limit"),
+    "unknown": ("?", "no limit known"),
+}
+
+# How many names a bar list shows before it folds the rest into one line.
+MAX_BARS = 30
+
+
+class Bar(NamedTuple):
+    """A line of a bar list: the name, the text on hover, the bytes, and the width in percent of the widest."""
+
+    name: str
+    title: str
+    bytes: int
+    width: float
+
+
+def render(report: Report, post_mortem: PostMortem | None = None) -> str:
+    """The page of a report, as text: one file that asks the network for nothing.
+
+    A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
+    a section at the top.
+    """
+    name, limit = report.title, report.limit_bytes
+    target, folded = report.target.get("name"), naming.folded(report.buffers)
+    return page(
+        "report",
+        " · ".join((f"{name} on {target}" if target else name, "memory")),
+        page_data(report),
+        heading=name,
+        failure=_failure(post_mortem) if post_mortem else None,
+        where=where(report.target),
+        versions=versions(report.versions),
+        verdict=verdict(report),
+        figures=figures(report),
+        facts=program_facts(report),
+        extra_lines=_extra_lines(report),
+        breakdown=parts(report.breakdown, report.allocated_bytes),
+        limit_share=100 * report.allocated_bytes / limit if limit else None,
+        communication=communication_page.kinds(report),
+        collectives=communication_page.each(report.collectives),
+        collectives_left=max(len(report.collectives) - communication_page.MAX_COLLECTIVES, 0),
+        transfers=communication_page.transfers(report),
+        findings=sorted(report.findings, key=lambda found: -found.bytes),
+        ledger=_ledger(report),
+        zero=_zero(report),
+        residuals=_bars(report.residuals_by_name, "(no name)", folded),
+        workspace=_bars(report.workspace_by_scope, "(no scope)", folded),
+        about=_about(report),
+        notes=[METHODS.get(report.method, report.method), *report.notes],
+    )
+
+
+def _failure(found: PostMortem) -> dict[str, Any]:
+    """What a page says of a step that ran out of memory."""
+    columns = (
+        ("live arrays", "name", lambda group: group.name),
+        ("arrays", "num", lambda group: f"{group.arrays:,}"),
+        ("bytes", "num", lambda group: size(group.bytes)),
+        ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
+        ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
+    )
+    allocator = [
+        f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
+        for name, value in found.allocator.items()
+    ]
+    return {
+        "title": f"{found.step} ran out of memory at call {found.call:,}",
+        "error": found.error,
+        "sum": sum_of(found),
+        "ways": found.ways_out,
+        "held": table(columns, found.held[:MAX_BARS]),
+        "left": max(len(found.held) - MAX_BARS, 0),
+        "allocator": " · ".join(allocator),
+    }
+
+
+def verdict(report: Report) -> dict[str, str]:
+    """The verdict's class, mark and words."""
+    kind = report.verdict if report.verdict in VERDICTS else "unknown"
+    mark, words = VERDICTS[kind]
+    return {"kind": kind, "mark": mark, "words": words}
+
+
+def figures(report: Report) -> list[Figure]:
+    """Peak, allocated bytes and limit, and what an update takes."""
+    note = ""
+    if report.limit_bytes is not None:
+        free = report.limit_bytes - report.allocated_bytes
+        share = limit_share(report.target, report.limit_bytes)
+        note = "; ".join(filter(None, (f"{human(abs(free))} {'free' if free >= 0 else 'too much'}", share)))
+    return [
+        figure("peak live", report.peak_bytes, "most bytes live at once"),
+        figure("allocated", report.allocated_bytes, "what the runtime takes"),
+        figure("limit", report.limit_bytes, note),
+        *_speed(report),
+    ]
+
+
+def _speed(report: Report) -> list[Figure]:
+    """Seconds with their spread, tokens/s and MFU as predicted, and the bound of the data sheet; where nothing is
+    predicted what the bound allows, and nothing where the target's rates are not known."""
+    best, found = at_best(report), Prediction.stated(report)
+    per = "update" if report.subject.tokens else "call"
+    if found:
+        return [*_predicted(found, per), *([_bound(best, per)] if best else [])]
+    return _allowed(best, per) if best else []
+
+
+def _predicted(found: Prediction, per: str) -> list[Figure]:
+    shown = [
+        Figure(
+            f"one {per}, predicted",
+            times.taken(found),
+            f"{times.interval(found)}; rates: {found.rates}",
+            f"{found.seconds:.6g} s",
+        )
+    ]
+    if found.tokens_per_s:
+        shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
+    if found.mfu:
+        shown.append(Figure("MFU, predicted", f"{found.mfu:.0%}", "of the peak rate", f"{found.mfu:.2%}"))
+    return shown
+
+
+def _bound(best: AtBest, per: str) -> Figure:
+    seconds = best.update_seconds
+    return Figure(f"one {per}, at least", f"{times.rounded(seconds)} s", f"by {best.source}", f"{seconds:.6g} s")
+
+
+def _allowed(best: AtBest, per: str) -> list[Figure]:
+    found = [_bound(best, per)]
+    if best.tokens_per_s:
+        found.append(Figure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
+    if best.mfu:
+        found.append(Figure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
+    return found
+
+
+def _extra_lines(report: Report) -> list[str]:
+    """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
+    elsewhere = [
+        f"{human(count)} {place}"
+        for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
+        if count
+    ]
+    others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
+    return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
+
+
+def _ledger(report: Report) -> Table | None:
+    columns = (
+        ("state", "name", lambda row: row.role),
+        ("dtype", "text", lambda row: row.dtype),
+        ("values", "num", lambda row: f"{row.elements:,}"),
+        ("bytes", "num", lambda row: size(row.bytes)),
+        ("bytes / parameter", "num", lambda row: f"{row.bytes_per_param:.3g}" if row.role != "frozen" else ""),
+    )
+    return table(columns, report.ledger, _total) if report.ledger else None
+
+
+def _zero(report: Report) -> Table | None:
+    """ZeRO's bytes per parameter beside what is held, with the reasons."""
+    columns = (
+        ("state", "name", lambda row: row.role),
+        ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
+        ("held", "num", lambda row: f"{row.held:.3g}"),
+        ("reason", "text why", lambda row: row.reason),
+    )
+    return table(columns, report.zero, _total) if report.zero else None
+
+
+def _total(row: Any) -> str:
+    return "total" if row.role == "total" else ""
+
+
+def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[Bar]:
+    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one. `folded`: names that stand
+    for several modules, with their number."""
+    entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
+    rest = entries[MAX_BARS:]
+    if rest:
+        entries = [*entries[:MAX_BARS], (f"{len(rest)} more", sum(count for _, count in rest))]
+    most = max((count for _, count in entries), default=1)
+    return [
+        Bar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most) for name, count in entries
+    ]
+
+
+def _about(report: Report) -> list[Section]:
+    xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
+    target = [(name, _figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")]
+    return [
+        _section("XLA's own statistics", xla),
+        _section("Target", target),
+        _section("Versions", report.versions.items()),
+        _section("Configuration", flatten(report.config)),
+    ]
+
+
+def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
+    return Section(
+        title, [(str(name), f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in entries]
+    )
+
+
+def _figure(name: str, value: Any) -> Any:
+    """A target's figure with its unit, which its name tells."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    if "_bytes_per_s" in name:
+        return f"{value / 1e9:,.4g} GB/s"
+    if name.startswith("peak_flops."):
+        return f"{value / 1e12:,.4g} TFLOP/s"
+    return human(value) if name.endswith("_bytes") else value
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists as one line of text."""
+    if isinstance(value, Mapping):
+        return [
+            entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [(prefix, ", ".join(map(str, value)))]
+    return [(prefix, value)]

@@ -1,0 +1,356 @@
+"""The report on one screen of a terminal: two columns from 100 columns on, one below that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.peak import naming
+from bytescope.memory.records.report_record import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
+from bytescope.memory.report import buffer_tables
+from bytescope.memory.units import human
+from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, put, safe, shorten
+from bytescope.memory.view.text_layout import Command, Items, Pair, Prose, blocks, ignoring, mixture
+from bytescope.memory.view.text_table import Column, FigureTable, figure, fixed, label, words
+
+WIDTH = DEFAULT_WIDTH
+_FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
+PHASE_STYLE = {
+    "argument": "dim",
+    "forward": "blue",
+    "recompute": "yellow",
+    "backward": "magenta",
+    "optimizer": "green",
+    "output": "dim",
+    "": "dim",
+}
+_BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
+# Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
+_SMALL = 0.001
+# The timeline is no wider than this: more columns would show the same curve.
+_CURVE = 120
+
+
+def show(report: Report, console: Console | None = None, choices: str = "") -> None:
+    """Prints the report, to stdout when no console is given; `choices`: what the trainer chose, a choice a line."""
+    put(render(report, choices), console)
+
+
+def render(report: Report, choices: str = "") -> RenderableType:
+    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
+    return blocks(
+        _head(report, choices),
+        _composition(report),
+        _timeline(report),
+        buffer_tables.render(report),
+        _ledger(report),
+        _zero(report),
+        _communication(report),
+        _largest(report),
+        _transfers(report),
+        findings(report),
+        _remarks(report),
+    )
+
+
+def _head(report: Report, choices: str) -> RenderableType:
+    of, target = report.subject, report.target
+    kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
+    title = Text.assemble(
+        (one_line(of.name or report.program or "program"), "bold"),
+        f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}",
+    )
+    named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
+    xla = report.xla
+    stats = (
+        ("arguments", xla.argument_bytes),
+        ("outputs", xla.output_bytes),
+        ("aliased", xla.alias_bytes),
+        ("temp", xla.temp_bytes),
+        ("code", xla.generated_code_bytes),
+        ("host", report.host_bytes),
+        ("on chip", report.on_chip_bytes),
+    )
+    changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
+    taken = times.predicted(report) or times.unpredicted(report)
+    plain = [line for line in (taken, of.batch, mixture(report.parameters), changes) if line]
+    told = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
+    return Group(
+        Items(filter(None, named)),
+        peak_line(report),
+        *map(Prose, plain),
+        Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
+        *(Prose(line, "dim") for line in told if line),
+    )
+
+
+def peak_line(report: Report) -> RenderableType:
+    """Returns the peak, the allocated bytes with their share of the limit, and the verdict, in one line if there is
+    room; the next line has the limit as a share of the GPU's memory."""
+    limit = report.limit_bytes
+    share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
+    judged = Items(
+        (
+            Text.assemble("peak ", (human(report.peak_bytes), "bold")),
+            Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
+            Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold")),
+        ),
+        gap=3,
+    )
+    return Group(judged, *limit_line(report.target, limit))
+
+
+def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
+    """Returns a line with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
+    share = limit_share(target, limit)
+    return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
+
+
+def versions_text(stated: Mapping[str, str]) -> str:
+    """The versions of jax that compiled a program, of `stated`: "jax 0.10.2 jaxlib 0.10.2"."""
+    return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
+
+
+def overheads(report: Report) -> str:
+    """What the runtime takes and the compiler does not count, item by item, in one line; "" for nothing."""
+    parts = []
+    if pool := _items(report, POOL):
+        parts.append(f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}")
+    if card := _items(report, CARD):
+        parts.append(f"outside the pool {card}")
+    return "; ".join(parts)
+
+
+def _items(report: Report, where: str) -> str:
+    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
+
+
+def _composition(report: Report) -> RenderableType | None:
+    """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
+    left = breakdown(report)
+    folded = naming.folded(report.buffers)
+    right = blocks(
+        _names("residuals by checkpoint name", report.residuals_by_name, folded),
+        _names("workspace by phase and component", report.workspace_by_scope, folded),
+    )
+    return Pair(left, right) if left or right else None
+
+
+def breakdown(report: Report) -> RenderableType | None:
+    """The rows at the peak that hold bytes, with their shares and bars; None where all are empty."""
+    if not any(report.breakdown.values()):
+        return None
+    table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
+    largest = max(report.breakdown.values())
+    for row, size in report.breakdown.items():
+        if size:
+            table.add(row, human(size), f"{size / max(report.peak_bytes, 1):.1%}", _bar(size / largest))
+    return Group(Text("at the peak", style="bold"), table)
+
+
+def _bar(share: float) -> str:
+    """A bar of up to 20 columns; a sliver for less than half a column."""
+    return "█" * round(_BAR * share) or "▏"
+
+
+def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> RenderableType | None:
+    if not sizes:
+        return None
+    table = FigureTable(label(), figure())
+    rows = sorted(sizes.items(), key=lambda item: -item[1])
+    for name, size in rows[:_NAMES]:
+        table.add(shorten(one_line(folded.get(name, name)), _NAME), human(size))
+    rest = sum(size for _, size in rows[_NAMES:])
+    if rest:
+        table.add(f"{len(rows) - _NAMES} more", human(rest), style="dim")
+    return Group(Text(title, style="bold"), table)
+
+
+class _Curve:
+    """Live bytes over the step, a column each the most of its points, coloured and lettered by phase."""
+
+    def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
+        self._timeline = timeline
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        most = max(max(point.bytes for point in self._timeline), 1)
+        curve, phases = Text(), Text(style="dim")
+        for point in _buckets(self._timeline, min(options.max_width, _CURVE)):
+            style = PHASE_STYLE.get(point.phase, "dim")
+            curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
+            phases.append(one_line(point.phase[:1]) or " ", style=style)
+        yield ignoring(curve)
+        yield ignoring(phases)
+
+
+def _timeline(report: Report) -> RenderableType | None:
+    if len(report.timeline) < 2:
+        return None
+    legend = Text("timeline  ", style="bold")
+    for phase in STEP_PHASES:
+        legend.append(f"{phase} ", style=PHASE_STYLE[phase])
+    legend.rstrip()
+    return Group(legend, _Curve(report.timeline))
+
+
+def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[TimelinePoint]:
+    count = min(width, len(timeline))
+    for column in range(count):
+        start, stop = column * len(timeline) // count, (column + 1) * len(timeline) // count
+        yield max(timeline[start : max(stop, start + 1)], key=lambda point: point.bytes)
+
+
+def _ledger(report: Report) -> RenderableType | None:
+    rows = [row for row in report.ledger if row.bytes_per_param >= 0.005]
+    if not rows:
+        return None
+    parts = [f"{row.role} {row.dtype} {row.bytes_per_param:.2f}" for row in rows[:-1]]
+    frozen = any(row.role == "frozen" for row in report.ledger)
+    return Items(
+        [*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
+        title="bytes per trained parameter" if frozen else "bytes per parameter",
+    )
+
+
+def _zero(report: Report) -> RenderableType | None:
+    """ZeRO's bytes per parameter compared with what is held."""
+    if not report.zero:
+        return None
+    table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
+    for row in report.zero:
+        table.add(
+            row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason, style="bold" if row.role == "total" else ""
+        )
+    return table
+
+
+def _table(title: str, *columns: Column) -> FigureTable:
+    """A table whose first column is the title's, the other titles dim."""
+    return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
+
+
+def _communication(report: Report) -> RenderableType | None:
+    """Bytes per step by kind and axes with the formula."""
+    if not report.communication:
+        return None
+    table = _table(
+        "communication",
+        label("over"),
+        figure("times"),
+        figure("payload"),
+        figure("sent"),
+        figure("exposed"),
+        figure("formula"),
+        words("of"),
+    )
+    sent = sum(row.wire_bytes for row in report.communication)
+    large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
+    for row in large[:_TRAFFIC]:
+        table.add(
+            row.kind.removeprefix("collective-"),
+            over(row.axes, row.group, row.hosts),
+            f"{row.times:,}",
+            human(row.bytes),
+            human(row.wire_bytes),
+            f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
+            human(row.formula_bytes) if row.formula_bytes is not None else "",
+            row.formula,
+        )
+    rest = [row for row in report.communication if row not in large[:_TRAFFIC]]
+    if rest:
+        table.add(
+            f"{len(rest)} more",
+            "",
+            f"{sum(row.times for row in rest):,}",
+            human(sum(r.bytes for r in rest)),
+            human(sum(r.wire_bytes for r in rest)),
+            style="dim",
+        )
+    return table
+
+
+def _transfers(report: Report) -> RenderableType | None:
+    """Bytes per step over the host link and the seconds that they cost."""
+    if not report.transfers:
+        return None
+    table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
+    for row in report.transfers:
+        table.add(row.direction, human(row.bytes), f"{row.seconds:.3g}" if row.seconds else "", row.phase or "model")
+    return table
+
+
+def _largest(report: Report) -> RenderableType | None:
+    """The largest collectives with what overlaps them."""
+    table = _table(
+        "",
+        label("over"),
+        figure("times"),
+        figure("sent"),
+        figure("in flight"),
+        figure("overlapped by"),
+        label("where", "dim"),
+    )
+    sent = sum(row.wire_bytes for row in report.communication)
+    listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
+    for item in listed:
+        if item.times * item.wire_bytes > _SMALL * sent:
+            where = "/".join(part for part in (item.phase, item.component) if part)
+            table.add(
+                item.name.removeprefix("collective-"),
+                over(item.axes, item.group, item.hosts),
+                f"{item.times:,}",
+                human(item.times * item.wire_bytes),
+                human(item.in_flight_bytes),
+                overlapped_by(item),
+                where,
+            )
+    return Group(Text("largest collectives", style="bold"), table) if table.rows else None
+
+
+def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
+    """The devices that a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known; "stage 4, 4 hosts"
+    of one over the network."""
+    spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
+    return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
+
+
+def overlapped_by(item: Collective) -> str:
+    """What is computed while a collective runs: "5 ops, 1.37 TFLOP"; "exposed" for nothing, "synchronous" for a
+    collective that the device waits for."""
+    if item.exposed:
+        return "exposed" if item.asynchronous else "synchronous"
+    operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
+    for scale, unit in _FLOPS:
+        if item.overlapped_flops >= scale:
+            return f"{operations}, {item.overlapped_flops / scale:.3g} {unit}FLOP"
+    return operations
+
+
+def findings(report: Report) -> RenderableType | None:
+    """Returns the first findings with their remedies; None if there are none."""
+    if not report.findings:
+        return None
+    out: list[RenderableType] = []
+    for finding in report.findings[:_FINDINGS]:
+        said = safe(finding.message), (f": {safe(finding.remedy)}", "dim")
+        out.append(Prose(Text.assemble(("! ", "bold yellow"), *said)))
+        if finding.flags:
+            out.append(Command(finding.flags))
+    if len(report.findings) > _FINDINGS:
+        out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
+    return Group(*out)
+
+
+def _remarks(report: Report) -> RenderableType | None:
+    """How lifetimes were found where not exactly, and what else is not exact."""
+    lines = [f"note: {note}" for note in report.notes]
+    if report.method != "heap_trace":
+        lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
+    return Group(*(Prose(line, "yellow") for line in lines)) if lines else None

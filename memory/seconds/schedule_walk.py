@@ -1,0 +1,292 @@
+"""The seconds of a schedule: a walk through it, on the streams of one device, at the rates that the device reaches.
+
+One stream computes, kernel after kernel. Collectives have a stream of their own, and so has each way of the host link:
+what begins there begins when compute has come to its start and what began before it on that stream has ended. Compute
+goes on meanwhile, slower by `constants.SLOWDOWN` while a collective runs, which takes multiprocessors and memory
+bandwidth; it stands still where the schedule waits for something that has not ended. So overlap, and waiting where
+overlap falls short, follow from the order of the schedule. A step ends when every stream is done.
+
+A loop is walked turn by turn until a turn takes as long as the one before it and leaves the same in flight; as nothing
+can change from there on, the turns that are left are multiplied. Nested loops are walked so too.
+
+Left out: other devices, for which a collective waits where they come later, and a host that launches too slowly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from bytescope.memory.records.report_record import STEP_PHASES
+from bytescope.memory.seconds import collective_seconds, constants, kernel_seconds
+from bytescope.memory.seconds.step_schedule import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CONVOLUTION,
+    GROUPED,
+    PRODUCT,
+    TILED,
+    TO_DEVICE,
+    TO_HOST,
+    Kernel,
+    Loop,
+    Start,
+    Step,
+    Steps,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from bytescope.memory.seconds.rates import Rates
+
+# What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
+# libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
+TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
+_TERM = {
+    **dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
+    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention"),
+}
+_COLLECTIVES = "collectives"
+# Kind of a transfer -> its stream; all others are collectives.
+_STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}
+STREAMS = (_COLLECTIVES, TO_HOST, TO_DEVICE)
+# Turns of a loop that are walked at most: one that alternates for ever is multiplied by the mean of the later half.
+_TURNS = 64
+# Steps that are walked at most, a turn of a loop as _TURN of them; from there on a loop is one turn, multiplied. Some
+# hundred times those of a real program, and about a second: a damaged report nests loops without end.
+_STEPS, _TURN = 400_000, 10
+# Turns are alike that differ by less than this share.
+_ALIKE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Walked:
+    """Seconds of one call of a step.
+
+    Fields:
+        seconds: until every stream is done. by_phase (`records.STEP_PHASES`, and "" for what has no phase) and by_term
+            (`TERMS`) each add up to it.
+        busy: stream (`STREAMS`) -> seconds in which it runs something; what is not waited for is hidden by compute.
+    """
+
+    seconds: float
+    by_phase: Mapping[str, float]
+    by_term: Mapping[str, float]
+    busy: Mapping[str, float]
+
+
+def walk(steps: Steps, rates: Rates) -> Walked:
+    """The seconds of a schedule at these rates (see the module)."""
+    clock = _Clock()
+    clock.walk(_Prices(rates).of(steps))
+    clock.finish()
+    by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
+    for (phase, term), taken in clock.spent.items():
+        by_phase[phase] = by_phase.get(phase, 0.0) + taken
+        by_term[term] += taken
+    return Walked(clock.now, by_phase, by_term, clock.busy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compute:
+    """A record of kernels: seconds of all its runs, those of launching them among them."""
+
+    seconds: float
+    work: tuple[str, str]
+    launch: tuple[str, str]
+    launching: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """What begins on a stream, with its seconds there, and what waiting for it counts as."""
+
+    name: str
+    stream: str
+    seconds: float
+    waits: tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """A loop with the price of its steps."""
+
+    trips: int
+    steps: tuple[_Priced, ...]
+
+
+_Priced = _Compute | _Sent | Wait | _Turns
+
+
+class _Prices:
+    """Steps with their seconds; kernels that are alike are asked for once."""
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+        self._kernels: dict[Kernel, float] = {}
+
+    def of(self, steps: Steps) -> tuple[_Priced, ...]:
+        return tuple(self._one(step) for step in steps)
+
+    def _one(self, step: Step) -> _Priced:
+        if isinstance(step, Kernel):
+            return self._kernel(step)
+        if isinstance(step, Start):
+            stream = _STREAM.get(step.kind, _COLLECTIVES)
+            term = "collectives" if stream == _COLLECTIVES else "host_link"
+            return _Sent(step.name, stream, collective_seconds.seconds(step, self.rates), (step.phase, term))
+        if isinstance(step, Loop):
+            return _Turns(step.trips, self.of(step.steps))
+        return step
+
+    def _kernel(self, kernel: Kernel) -> _Compute:
+        once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
+        if once not in self._kernels:
+            self._kernels[once] = kernel_seconds.seconds(once, self.rates)
+        taken = self._kernels[once]
+        launching = min(self.rates.floor_seconds, taken)
+        return _Compute(
+            taken * kernel.times,
+            (kernel.phase, _TERM.get(kernel.kind, "memory")),
+            (kernel.phase, "launch"),
+            launching * kernel.times,
+        )
+
+
+class _Clock:
+    """Where every stream of the device is, and what the seconds so far were spent on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.busy = dict.fromkeys(STREAMS, 0.0)
+        self.last: dict[str, tuple[str, str]] = {}  # stream -> what waiting for the last one there counts as
+        self.started: dict[str, tuple[float, _Sent]] = {}  # name -> when it ends
+        self.spent: dict[tuple[str, str], float] = {}
+        self.steps = 0
+
+    def walk(self, steps: tuple[_Priced, ...]) -> None:
+        self.steps += len(steps)
+        for step in steps:
+            if isinstance(step, _Compute):
+                self._compute(step)
+            elif isinstance(step, _Sent):
+                self._start(step)
+            elif isinstance(step, _Turns):
+                self._loop(step)
+            elif step.name in self.started:  # what a schedule does not start is not waited for
+                end, sent = self.started.pop(step.name)
+                self._wait(end, sent.waits)
+
+    def finish(self) -> None:
+        """Waits for all streams, the one that ends first at first."""
+        for stream in sorted(self.last, key=lambda stream: self.free[stream]):
+            self._wait(self.free[stream], self.last[stream])
+
+    def _compute(self, step: _Compute) -> None:
+        beside = max(self.free[_COLLECTIVES] - self.now, 0.0)
+        slower = 1.0 + constants.SLOWDOWN
+        taken = min(step.seconds * slower, step.seconds + beside * (1 - 1 / slower))
+        share = taken / step.seconds if step.seconds else 1.0
+        self._spend(step.launch, step.launching * share)
+        self._spend(step.work, taken - step.launching * share)
+        self.now += taken
+
+    def _start(self, step: _Sent) -> None:
+        end = max(self.now, self.free[step.stream]) + step.seconds
+        self.free[step.stream] = end
+        self.busy[step.stream] += step.seconds
+        self.last[step.stream] = step.waits
+        if step.name:
+            self.started[step.name] = end, step
+        else:
+            self._wait(end, step.waits)
+
+    def _wait(self, end: float, counts: tuple[str, str]) -> None:
+        if end > self.now:
+            self._spend(counts, end - self.now)
+            self.now = end
+
+    def _spend(self, counts: tuple[str, str], taken: float) -> None:
+        self.spent[counts] = self.spent.get(counts, 0.0) + taken
+
+    def _loop(self, loop: _Turns) -> None:
+        """Walks a loop on a clock that begins at 0 with what is in flight here: a turn's seconds would be rounded off
+        beside those of a long step."""
+        inside, began = _Clock(), self.now
+        inside.free = {stream: free - began for stream, free in self.free.items()}
+        inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
+        inside.last, inside.steps = self.last, self.steps
+        inside.turns(loop)
+        self.now, self.steps = began + inside.now, inside.steps
+        self.free = {stream: began + free for stream, free in inside.free.items()}
+        self.started = {name: (began + end, sent) for name, (end, sent) in inside.started.items()}
+        for stream, taken in inside.busy.items():
+            self.busy[stream] += taken
+        for counts, taken in inside.spent.items():
+            self._spend(counts, taken)
+
+    def turns(self, loop: _Turns) -> None:
+        """The turns of a loop, from the clock's 0 on."""
+        first = second = half = self._state()
+        for turn in range(loop.trips):
+            self.walk(loop.steps)
+            self.steps += _TURN
+            third, left = self._state(), loop.trips - turn - 1
+            if self.steps > _STEPS or (turn and _alike(first, second, third)):
+                self._leap(second, third, left)
+                return
+            if turn + 1 == _TURNS // 2:
+                half = third
+            if turn + 1 == _TURNS:
+                self._leap(half, third, left / (_TURNS // 2))
+                return
+            first, second = second, third
+
+    def _state(self) -> _State:
+        ends = {name: (end, sent.stream) for name, (end, sent) in self.started.items() if end > self.now}
+        return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
+
+    def _leap(self, before: _State, after: _State, times: float) -> None:
+        """What happened between two states, so many times more."""
+        if not times:
+            return
+        self.now += times * (after.now - before.now)
+        grown = {stream: times * (after.free[stream] - before.free[stream]) for stream in STREAMS}
+        for stream in STREAMS:
+            self.free[stream] += grown[stream]
+            self.busy[stream] += times * (after.busy[stream] - before.busy[stream])
+        for name, (end, stream) in after.ends.items():
+            self.started[name] = end + grown[stream], self.started[name][1]
+        for counts, taken in after.spent.items():
+            self.spent[counts] += times * (taken - before.spent.get(counts, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """The clock between two turns; `ends`: name -> (when it ends, stream) of what is in flight."""
+
+    now: float
+    free: Mapping[str, float]
+    ends: Mapping[str, tuple[float, str]]
+    spent: Mapping[tuple[str, str], float]
+    busy: Mapping[str, float]
+
+    def ahead(self) -> dict[str, float]:
+        """Stream or name -> seconds that it still runs."""
+        streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
+        return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
+
+
+def _alike(first: _State, second: _State, third: _State) -> bool:
+    """Whether two turns, between three states, take the same time and leave the same in flight."""
+    length = third.now - second.now
+    allowed = _ALIKE * max(length, 1e-12)
+    before, after = second.ahead(), third.ahead()
+    return (
+        math.isclose(length, second.now - first.now, rel_tol=_ALIKE, abs_tol=allowed)
+        and before.keys() == after.keys()
+        and all(abs(before[key] - after[key]) <= allowed for key in before)
+    )

@@ -1,0 +1,190 @@
+"""What a step takes on a target, with the spread that such predictions showed on measured runs.
+
+The walk over the compiled schedule (`walk`) at the rates that the target's devices reach (`rates`). The bound of the
+data sheet, which no program reaches, is `costs.roofline`'s and stays beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.cost import roofline
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import Report
+from bytescope.memory.seconds import chip_rates, spread, step_schedule
+from bytescope.memory.seconds import rates as rates_of
+from bytescope.memory.seconds.rate_records import Rates
+from bytescope.memory.seconds.schedule_walk import TERMS, Walked, walk
+from bytescope.memory.seconds.step_schedule import Steps, unit_of
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+    from bytescope.memory.seconds.rates import Rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The seconds of an update: of all its calls of the step.
+
+    Fields:
+        seconds: predicted. low, high: between which four of five measured runs lay (`spread`).
+        by_phase (`records.STEP_PHASES`), by_term (`walk.TERMS`): each adds up to `seconds`.
+        bound_by: the term that takes the most. rates: where the rates are from.
+        tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None for what
+            the trainer did not tell.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    by_phase: Mapping[str, float]
+    by_term: Mapping[str, float]
+    bound_by: str
+    rates: str
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain JSON values; low and high as `seconds_low` and `seconds_high`."""
+        fields = dataclasses.asdict(self)
+        return {_KEY.get(name, name): value for name, value in fields.items()}
+
+    @classmethod
+    def stated(cls, report: Report) -> Prediction | None:
+        """What a report says that it takes; None where it says nothing."""
+        if not report.prediction:
+            return None
+        return cls(
+            **{field.name: report.prediction.get(_KEY.get(field.name, field.name)) for field in dataclasses.fields(cls)}
+        )
+
+
+# Field -> its key in JSON, where they differ.
+_KEY = {"low": "seconds_low", "high": "seconds_high"}
+
+
+def of(
+    steps: Steps,
+    target: Target | Mapping[str, Any],
+    calls: int = 1,
+    tokens: int | None = None,
+    model_flops: int | None = None,
+    network: str = "",
+) -> Prediction | None:
+    """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
+
+    Args:
+        steps: of one device and one call. target: or its JSON. calls: of the program per update.
+        tokens: of an update, over all devices. model_flops: of one call, over all devices, nothing recomputed.
+        network: of `achieved.NETWORKS`, in place of that between hosts of the chip's table.
+
+    Raises ReportError for a schedule that takes for ever, or holds what no program has.
+    """
+    known = target if isinstance(target, Mapping) else target.to_json()
+    rates = rates_of.of(known) if steps else None
+    if rates is None:
+        return None
+    rates = chip_rates.over(rates, network) if network else rates
+    once = _walked(steps, rates)
+    update = calls * once.seconds
+    if not update:
+        return None
+    if not 0 < update < math.inf:
+        raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
+    low, high = spread.of(known).around(update)
+    return Prediction(
+        update,
+        low,
+        high,
+        {phase: calls * taken for phase, taken in once.by_phase.items()},
+        {term: calls * taken for term, taken in once.by_term.items()},
+        max(TERMS, key=lambda term: once.by_term[term]),
+        rates.source,
+        tokens / update if tokens else None,
+        _mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None,
+    )
+
+
+def _walked(steps: Steps, rates: Rates) -> Walked:
+    try:
+        return walk(steps, rates)
+    except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
+        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
+
+
+def _mfu(steps: Steps, target: Mapping[str, Any], rates: Rates, model_flops: int, taken: float) -> float | None:
+    """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known. A CPU
+    has no data sheet: its peak is the highest rate that was measured."""
+    figures = _peaks(rates) if target.get("platform") == "cpu" else roofline.figures(target)
+    counts: Counter[str] = Counter()
+    for kernel, times in step_schedule.kernels(steps):
+        if kernel.flops:
+            counts[unit_of(kernel.dtype)] += kernel.flops * times
+    if figures is None or not counts:
+        return None
+    return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, figures, taken)
+
+
+def _peaks(rates: Rates) -> roofline.Figures:
+    """The rates of which MFU is a share, in the place of a data sheet's; what is no peak of products is not asked."""
+    link = rates.host_link_bytes_per_s
+    return roofline.Figures(rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source)
+
+
+def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
+    """The least seconds of one call, `roofline.of_answer`; None for a CPU whose rates a file tells, as those that
+    would be measured now, beside whatever else runs, bound nothing. Raises ReportError as that does."""
+    on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
+    return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
+
+
+def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
+    """Returns why the seconds of a program cannot be predicted, with the remedy; "" if they can.
+
+    known_schedule: whether the compiled schedule was read. target: its JSON. measured: whether the calling command
+    measures the rates of a CPU.
+    """
+    if rates_of.chosen() is None:
+        if target.get("platform") == "cpu":
+            if not measured:
+                return (
+                    "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
+                )
+        elif chip_rates.of(str(target.get("kind"))) is None:
+            kind = str(target.get("kind") or target.get("name"))
+            return f"no rates of {kind} are known: give --rates=FILE, written by bytescope calibrate there"
+    return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
+
+
+def of_report(report: Report) -> Prediction | None:
+    """The prediction of a report's program on its target; None where too little is known of either."""
+    of_update = report.subject
+    if not report.target:
+        return None
+    return of(report.schedule, report.target, of_update.calls, of_update.tokens or None, of_update.model_flops or None)
+
+
+def of_answer(answer: Mapping[str, Any], network: str = "") -> Prediction | None:
+    """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
+    `calls_per_update`, `tokens_per_update` and `model_flops`.
+
+    None where the schedule or the target's rates are not known. Raises ReportError where they are damaged.
+    """
+    if not answer.get("schedule") or not answer.get("target"):
+        return None
+    try:
+        steps = step_schedule.from_json(answer["schedule"])
+    except ValueError as error:
+        raise ReportError(f"a damaged report ({error}): write it again") from error
+    return of(
+        steps,
+        answer["target"],
+        answer.get("calls_per_update") or 1,
+        answer.get("tokens_per_update"),
+        answer.get("model_flops"),
+        network,
+    )

@@ -1,0 +1,285 @@
+"""What several pages show, as plain data for the macros of `templates/elements.html`: figures, bars, tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.records.report_record import ROWS, Report
+from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.units import human
+from bytescope.memory.view.prediction_text import rounded, within
+from bytescope.memory.view.text_layout import mixture
+
+# What a page says of its predicted seconds.
+PREDICTED = (
+    f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices "
+    "reach, with the spread that such predictions had against measured runs. Those within "
+    f"{TIE:.0%} are a tie. Rates:"
+)
+
+
+class Figure(NamedTuple):
+    """A large figure of a header: what it is, how it reads, a note below it, and the exact value on hover."""
+
+    name: str
+    value: str
+    note: str = ""
+    exact: str = ""
+
+
+class Cell(NamedTuple):
+    """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it; the
+    number that a sortable table orders it by, where that is not its text; a command that its button copies; a note
+    below the text."""
+
+    text: str
+    title: str = ""
+    kind: str = ""
+    value: float | None = None
+    command: str = ""
+    note: str = ""
+
+
+class Head(NamedTuple):
+    """The heading of a column and its class: "name" for what names the row, "num" (right) or "text" (left)."""
+
+    title: str
+    kind: str
+
+
+class Line(NamedTuple):
+    """A row of a table; `kind`: "total" or "winner" for one that stands out; `title`: the text on hover."""
+
+    cells: list[Cell]
+    kind: str = ""
+    title: str = ""
+
+
+class Table(NamedTuple):
+    """Columns and rows of one table."""
+
+    heads: list[Head]
+    lines: list[Line]
+
+
+class Part(NamedTuple):
+    """A row of a breakdown: its key, its name, its bytes, its share of the total and its width, both in percent."""
+
+    row: str
+    name: str
+    bytes: int
+    share: float
+    width: float
+
+
+class Section(NamedTuple):
+    """A part of "About": a title over (name, value) pairs."""
+
+    title: str
+    entries: list[tuple[str, str]]
+
+
+# Title, class, and what writes the cell of an item; "" for nothing to say.
+Column = tuple[str, str, Callable[[Any], Cell | str]]
+
+
+def row_name(row: str) -> str:
+    """The name of a breakdown's row as people read it."""
+    return {"frozen": "frozen params", "logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
+
+
+def where(target: Mapping[str, Any]) -> str:
+    """What a program was compiled for, in one line: "h200:8 · NVIDIA H200 · per device"."""
+    name, kind = str(target.get("name") or "no target"), str(target.get("kind") or "")
+    return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
+
+
+def title(config: str, target: Mapping[str, Any], what: str) -> str:
+    """The title of a page: "llama_8b on h100:8 · levers"."""
+    name = str(target.get("name") or "")
+    return f"{config or 'a config'}{f' on {name}' if name else ''} · {what}"
+
+
+def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
+    """What a header says of its rows beside config and target: their batch and policy where they share one, and the
+    keys of the command line."""
+    batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
+    tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
+    out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
+    if len(batches) > 1 and tokens:
+        out.append(
+            f"batch: {' to '.join(f'{count:,}' for count in dict.fromkeys((tokens[0], tokens[-1])))} tokens per update"
+        )
+    if len(policies) == 1:
+        out.append(f"policy: {policies.pop()}")
+    return [*out, f"with {given}"] if given else out
+
+
+def subject(report: Report) -> str:
+    """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
+    return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
+
+
+def program_facts(report: Report) -> list[str]:
+    """What the trainer says of the program, a line each; what is not known is left out."""
+    of = report.subject
+    layers = " · ".join(
+        filter(
+            None,
+            (
+                f"policy: {of.policy}" if of.policy else "",
+                f"program: {report.program}" if of.name and report.program else "",
+            ),
+        )
+    )
+    found = (
+        f"batch: {of.batch}" if of.batch else "",
+        layers,
+        mixture(report.parameters),
+        f"with {' '.join(of.changes)}" if of.changes else "",
+    )
+    return [line for line in found if line]
+
+
+def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:
+    """The command of a configuration, to be pasted into a shell: trains where it fits, else makes its report.
+
+    config: "" where the flags name it. flags: quoted for a shell; those of one key that comes twice are the last's.
+    """
+    verb = "report" if fits is False else "train"
+    words = [f"--config={config}"] if config else []
+    if fits is False and target.get("name"):
+        words.append(f"--target={target['name']}")
+    return " ".join(filter(None, ["bytescope", verb, shlex.join(words), *flags]))
+
+
+def versions(found: Mapping[str, str]) -> str:
+    """What compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
+    return " · ".join(f"{name} {version}" for name, version in found.items())
+
+
+def exact(count: int | None) -> str:
+    """A number of bytes in full, for a hover; "" for None."""
+    return "" if count is None else f"{count:,} bytes"
+
+
+def figure(name: str, count: int | None, note: str = "") -> Figure:
+    """A number of bytes as a figure of the header."""
+    return Figure(name, human(count), note, exact(count))
+
+
+def seconds(value: float | None) -> str:
+    """Seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
+    if value is None:
+        return ""
+    if value >= 1000:
+        return f"{value:,.0f} s"
+    return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share in per cent: "12.5 %"; "" for None."""
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def count(value: float | None) -> str:
+    """A number of things: "112,131"; "" for None."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def predictions(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
+    """What is predicted of a row of a comparison, as figures: seconds with their spread, throughput, MFU."""
+    within = spread(row)
+    found = (
+        Figure(
+            "step, predicted",
+            seconds(row["predicted_seconds"]),
+            ", ".join(filter(None, (within, whose))),
+            at_least(row),
+        ),
+        Figure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
+        Figure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"),
+    )
+    return [one for one in found if one.value]
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    """The spread of a row's predicted seconds: "0.65 to 0.81 s"; "" where there is none."""
+    found = within(row.get("predicted_seconds_low"), row.get("predicted_seconds_high"))
+    return f"{found} s" if found else ""
+
+
+def at_least(row: Mapping[str, Any]) -> str:
+    """The bound beside a prediction, for a hover: "at least 0.462 s by the peaks of the data sheet"."""
+    bound = row.get("least_seconds")
+    return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
+
+
+def predicted(row: Mapping[str, Any]) -> Cell | str:
+    """A row's predicted seconds as a cell: the spread stands below them, the bound is told on hover."""
+    taken = row["predicted_seconds"]
+    return "" if taken is None else Cell(seconds(taken), at_least(row), value=taken, note=spread(row))
+
+
+def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
+    reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
+    sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
+    return [
+        *(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
+        *(f"Rows without predicted seconds: {why}." for why in reasons),
+    ]
+
+
+def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
+    """Returns a note with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
+    share = limit_share(target, limit)
+    return [f"Limit {human(limit)}: {share}."] if share else []
+
+
+def size(count: int | None) -> Cell:
+    """A number of bytes with the exact count on hover; an empty cell for None."""
+    return Cell("" if count is None else human(count), exact(count), value=count)
+
+
+def fits(judgement: bool | None) -> Cell:
+    """Whether a program fits, as a cell; "ok" where no limit is known."""
+    if judgement is None:
+        return Cell("ok")
+    return Cell("fits", kind="fits") if judgement else Cell("exceeds", kind="exceeds")
+
+
+def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[Part]:
+    """The rows that hold bytes, in the order of `ROWS`. `scale`: bytes of the whole bar, the total by default."""
+    sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
+    total = max(total, 1)
+    return [
+        Part(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
+        for row, count in sizes
+        if count > 0
+    ]
+
+
+def table(
+    columns: Sequence[Column],
+    items: Sequence[Any],
+    kind: Callable[[Any], str] = lambda item: "",
+    title: Callable[[Any], str] = lambda item: "",
+) -> Table:
+    """A table with a row for each item, without the columns that are empty in all rows.
+
+    `kind` and `title`: class and hover text of an item's row.
+    """
+    cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
+    used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]
+    return Table(
+        [Head(*columns[number][:2]) for number in used],
+        [Line([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)],
+    )
+
+
+def _cell(content: Cell | str) -> Cell:
+    return Cell(content) if isinstance(content, str) else content

@@ -1,0 +1,197 @@
+"""A step compiled once: the executable that runs, and the report of that very executable."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.program import in_place
+from bytescope.memory.program.compilation import compiled_for, takes_arguments
+from bytescope.memory.program.roles import checked_roles
+from bytescope.memory.program.tracing import check_options
+from bytescope.memory.report.report_object import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Statics:
+    """Arguments that a step is compiled for by their values: `numbers` of positional ones, `names` of the others."""
+
+    numbers: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.names)
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple]:
+        """(positional, keyword arguments that are not static, the values of those that are)."""
+        fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
+        values = (
+            tuple((number, args[number]) for number in sorted(fixed)),
+            tuple((name, kwargs[name]) for name in sorted(self.names) if name in kwargs),
+        )
+        return (
+            [arg for number, arg in enumerate(args) if number not in fixed],
+            {name: arg for name, arg in kwargs.items() if name not in self.names},
+            values,
+        )
+
+
+class Executable:
+    """A compiled step, called with the arguments that the step takes; all else is its `jax.stages.Compiled`'s.
+
+    Static arguments are given as to the step, and have to be those that it was compiled with. Donated arguments are
+    donated. What was compiled for devices that are not here cannot be called.
+    """
+
+    def __init__(
+        self, compiled: Any, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
+    ) -> None:
+        self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step. Raises TypeError for arguments of other shapes or static values than it was compiled for, and
+        ReportError where its devices are not here."""
+        if self._statics:
+            args, kwargs, values = self._statics.split(args, kwargs)
+            if values != self._values:
+                raise TypeError(
+                    f"compiled for the static arguments {_named(self._values)}, called with "
+                    f"{_named(values)}: compile again for those"
+                )
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "compiled":  # while it is made, or copied
+            raise AttributeError(name)
+        return getattr(self.compiled, name)
+
+    def __repr__(self) -> str:
+        return f"Executable({self.compiled!r})"
+
+
+def compile(
+    step: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> tuple[Executable, Report]:
+    """Compiles a step once: (the executable, the report of that executable).
+
+    The executable is called as the step is, with the same pytrees; what the step donates is donated. All arguments are
+    those of `memory.analyze`. For a described target the report is all there is: calling the executable says so.
+
+    Raises:
+      ReportError: what is not a step, or cannot be compiled for the target.
+      TypeError: an option that `jax.jit` does not know.
+    """
+    check_options(options, "compile")
+    roles = checked_roles(roles)
+    if not takes_arguments(step):
+        raise ReportError(
+            f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
+            "plain or jitted, and memory.analyze all else"
+        )
+    compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
+    report = report_of(compilation, target=found, config=config, roles=roles, names=names)
+    return executable, Report.of(with_seconds(report))
+
+
+def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """A step that `jax.jit` or another wrapper has made, or makes now of a plain function.
+
+    Raises ReportError for options of a step that is jitted already.
+    """
+    import jax
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if not hasattr(step, "lower"):
+        return jax.jit(in_place.refused(step), **given)
+    if given:
+        raise ReportError(
+            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+        )
+    return step
+
+
+def compiled(
+    jitted: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Target | str | None = None,
+) -> tuple[Compilation, Target | None, Executable]:
+    """A jitted step compiled for its arguments: (compilation, the target that it is judged by, the executable)."""
+    if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
+        compilation, found = compiled_for(jitted, args, kwargs, target=target)
+        if not compilation.local:
+            return compilation, found, Executable(compilation.compiled, _refusing(found.name))
+    stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
+    compilation, found = compiled_for(stage, target=target)
+    if compilation.jaxpr is None:
+        compilation = dataclasses.replace(compilation, jaxpr=jaxpr)
+    executable = compilation.compiled
+    if not compilation.local:
+        return compilation, found, Executable(executable, _refusing(found.name if found else "other devices"))
+    if wrapper is not None:
+        return compilation, found, Executable(executable, _wrapped(wrapper, executable))
+    statics = statics_of(jitted)
+    return compilation, found, Executable(executable, executable, statics, statics.split(args, kwargs)[2])
+
+
+def statics_of(jitted: Any) -> Statics:
+    """The static arguments of a step that `jax.jit` has made: jax keeps what it was told, names and numbers both."""
+    told = getattr(jitted, "_jit_info", None)
+    return Statics(
+        tuple(getattr(told, "static_argnums", None) or ()), tuple(getattr(told, "static_argnames", None) or ())
+    )
+
+
+def is_wrapper(jitted: Any) -> bool:
+    """Whether a step is not `jax.jit`'s own but somebody's around it, as those of equinox and `flax.nnx.jit` are."""
+    return not hasattr(jitted, "_jit_info")
+
+
+def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """(what to compile, the jaxpr where that does not tell it, the wrapper's own stage or None for `jax.jit`'s)."""
+    if not is_wrapper(jitted):
+        return jitted.trace(*args, **kwargs), None, None
+    traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
+    lowered = traced.lower() if traced is not None else jitted.lower(*args, **kwargs)
+    inside = getattr(traced, "traced", traced)
+    return lowered, getattr(inside, "jaxpr", None), lowered if hasattr(lowered, "lowered") else None
+
+
+def _wrapped(lowered: Any, executable: Any) -> Callable[..., Any]:
+    """What a wrapper makes of an executable: its own stage, whose compiling gives that one."""
+    own = copy.copy(lowered)
+    object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
+    return own.compile()
+
+
+def _refusing(target: str) -> Callable[..., Any]:
+    """What is called in the place of an executable whose devices are not here."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise ReportError(
+            f"compiled for {target}, which is not here: the executable cannot run; its report tells what "
+            "it would take, and memory.compile(step, *arguments) without a target compiles for this "
+            "machine"
+        )
+
+    return run
+
+
+def _named(values: tuple) -> str:
+    return ", ".join(
+        f"{name if isinstance(name, str) else f'args[{name}]'}={value!r:.40}" for part in values for name, value in part
+    )

@@ -1,0 +1,139 @@
+"""What is known at the moment when a device ran out of memory: asked, printed, and written as a page and as JSON."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.devices.live import sample
+from bytescope.memory.errors import in_one_line
+from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
+
+# What XLA calls an allocation that failed, in the text of whatever it raises.
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+# The name of the two files.
+NAME = "memory-post-mortem"
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether an error is that of a device or a compiler without memory, or was raised because of one."""
+    return any(EXHAUSTED in str(each) and not isinstance(each, OSError) for each in _chain(error))
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and those that led to it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def told_by(error: BaseException) -> str:
+    """What an error says of memory, in a line: the line that names it, from there on."""
+    text = "\n".join(str(each) for each in _chain(error))
+    found = next((line for line in text.splitlines() if EXHAUSTED in line), text)
+    return in_one_line(found[max(found.find(EXHAUSTED), 0) :])
+
+
+def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
+    """The live arrays of one device by shape and dtype, those of most bytes first.
+
+    Args:
+        arguments: the leaves of the step's arguments: the arrays themselves, or what has their shape and dtype, of
+            which then as many arrays count as arguments.
+    """
+    import jax
+
+    own = {id(getattr(leaf, "_base_array", leaf)) for leaf in arguments if isinstance(leaf, jax.Array)}  # of keys too
+    shapes = collections.Counter(
+        _type(leaf) for leaf in arguments if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape")
+    )
+    groups: dict[tuple, list[int]] = {}
+    places: set[int] = set()
+    # A part of an array is an array too, in the same memory: the whole ones count.
+    for array in sorted(jax.live_arrays(), key=lambda array: (id(array) not in own, -len(array.sharding.device_set))):
+        with contextlib.suppress(Exception):  # deleted since, or of a kind that has no bytes
+            if (size := _bytes_on(array, device)) is None or not _is_new(array, device, places):
+                continue
+            found, argument = groups.setdefault(_type(array), [0, 0, 0, 0]), id(array) in own
+            if not argument and shapes[_type(array)] > 0:
+                shapes[_type(array)] -= 1
+                argument = True
+            for at, value in enumerate((1, size, not argument, size * (not argument))):
+                found[at] += int(value)
+    held = [HeldArrays(shape, dtype, *counts) for (shape, dtype), counts in groups.items()]
+    return tuple(sorted(held, key=lambda group: (-group.bytes, group.name)))
+
+
+def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape), str(leaf.dtype)
+
+
+def _bytes_on(array: Any, device: Any) -> int | None:
+    """Bytes of an array in the memory of a device; None for one that is not there."""
+    sharding = array.sharding
+    if device not in sharding.device_set or sharding.memory_kind == "pinned_host":
+        return None
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _is_new(array: Any, device: Any, places: set[int]) -> bool:
+    """Whether no array before lies where this one does on a device; it is added to the `places`."""
+    try:
+        found = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
+    except Exception:  # a runtime without addresses, or an array that was never computed
+        return True
+    new = found - places
+    places |= found
+    return bool(new)
+
+
+def allocator_of(device: Any) -> dict[str, int]:
+    """What the allocator of a device says, by jax' names; of a CPU, which has none, what the process holds."""
+    try:
+        stats = device.memory_stats()
+    except Exception:  # plugins raise errors of kinds of their own
+        stats = None
+    if stats:
+        return {str(name): int(value) for name, value in stats.items() if isinstance(value, int | float)}
+    live = sample(device)
+    known = {"bytes_in_use": live.in_use_bytes, "peak_bytes_in_use": live.peak_bytes} if live else {}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def write(found: PostMortem, folder: Path, number: int = 0) -> tuple[str, ...]:
+    """Writes the page and the JSON; returns their names, none of those that cannot be written.
+
+    Args:
+        number: of the process, in the names of the files where it is not the first.
+    """
+    from bytescope.memory.report import report_page
+
+    stem = folder / (f"{NAME}-{number}" if number else NAME)
+    texts = {".json": lambda: json.dumps(found.to_json(), indent=1) + "\n"}
+    if found.report is not None:
+        texts = {".html": lambda: report_page.render(found.report, found), **texts}
+    written = []
+    for suffix, text in texts.items():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            stem.with_suffix(suffix).write_text(text())
+            written.append(str(stem.with_suffix(suffix)))
+    return tuple(written)
+
+
+def as_text(found: PostMortem, files: Iterable[str] = (), width: int | None = None) -> str:
+    """The post-mortem as it is printed, at most 40 lines, without colours."""
+    from bytescope.memory.report import post_mortem_text
+    from bytescope.memory.view.console import columns, make_console, put
+
+    out = io.StringIO()
+    put(post_mortem_text.render(found, tuple(files)), make_console(file=out, width=width or columns()))
+    return out.getvalue().rstrip()

@@ -1,0 +1,294 @@
+"""`watch`: a step of anyone's loop, called as before, its memory predicted, measured, and explained where it fails.
+
+    step = memory.watch(jax.jit(step, donate_argnums=0))
+    for batch in batches:
+        state, loss = step(state, batch)
+
+The first call compiles the step by `memory.compile`; every call runs that executable. A step that cannot be read is
+called as it is: a watch never stops a loop that would go on without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.program.in_place import LostUpdateError
+from bytescope.memory.program.roles import checked_roles
+from bytescope.memory.program.tracing import check_options
+from bytescope.memory.report.report_object import Report
+from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.watching import failure
+from bytescope.memory.watching.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
+from bytescope.memory.watching.reporting import Telling
+
+# What an executable raises for arguments that it was not compiled for, before anything of it runs.
+_MISMATCH = (TypeError, ValueError)
+
+
+@dataclasses.dataclass
+class _Known:
+    """A step compiled for arguments of some shapes: `run` is called; `leaves`: what it was compiled for."""
+
+    run: Callable[..., Any]
+    report: Report | None = None
+    device: Any = None
+    leaves: tuple[Any, ...] = ()
+
+
+class Watched:
+    """A step that is called as the one it wraps; see `watch`.
+
+    Attributes: `report` of the executable that runs, None before the first call; `compiled`, that executable; `calls`
+    so far; `post_mortem`, where a call ran out of memory. All else is the step's own. As a context, around a loop, it
+    also explains errors that come when results are read: `with memory.watch(step) as step: ...`
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        every: int,
+        limit: int | None,
+        folder: Path,
+        tell: Callable[[str], None],
+        about: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.__wrapped__, self._step = step, as_jitted(step, options)
+        name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
+        self._telling = Telling(name, tell, folder)
+        self._every, self._limit, self._about, self.calls = every, limit, about, 0
+        self._known: dict[Any, _Known] = {}
+        self._now, self._key = _Known(self._first), None
+        # What a call runs, and whether that is an executable, which refuses arguments that it was not compiled for.
+        self._run, self._exact = self._now.run, False
+        # Their executables do not look at what is static; then each call is looked at here.
+        self._checked = is_wrapper(self._step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the step. Raises whatever the step raises."""
+        self.calls += 1
+        try:
+            out = self._run(*args, **kwargs)
+        except Exception as error:
+            if not (self._exact and isinstance(error, _MISMATCH)):
+                self._explain(error, args, kwargs)
+                raise
+            out = self._other(error, args, kwargs)
+        if self._every and not self.calls % self._every and self._now.report is not None:
+            self._telling.compared(self._now.report, self._now.device, self.calls)
+        return out
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # while it is made, or copied
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __repr__(self) -> str:
+        return f"Watched({self._telling.name}, {self.calls:,} calls)"
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            self._explain(error)
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the executable that runs."""
+        return self._now.report
+
+    @property
+    def compiled(self) -> Any:
+        """The executable that runs; None before the first call and for a step that is called as it is."""
+        return self._now.run if isinstance(self._now.run, Executable) else None
+
+    @property
+    def post_mortem(self) -> PostMortem | None:
+        """What was known where a call ran out of memory; None as long as none did."""
+        return self._telling.post_mortem
+
+    # ---- what is called -----------------------------------------------------------------------------------------
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """The first call, or one of a step whose static arguments nobody else looks at."""
+        return self._with(self._key_of(args, kwargs), args, kwargs)
+
+    def _other(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call with arguments that the executable was not compiled for; raises its error if it was."""
+        key = self._key_of(args, kwargs)
+        if key == self._key:
+            raise error
+        try:
+            return self._with(key, args, kwargs)
+        except Exception as other:
+            self._explain(other, args, kwargs)
+            raise other from None
+
+    def _with(self, key: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the executable for arguments of a key, compiled if there is none yet."""
+        if key is None:  # inside of another transformation: it is traced as it is
+            return self._step(*args, **kwargs)
+        if key in self._known:
+            self._take(key)
+            return self._now.run(*args, **kwargs)
+        known = self._compile(args, kwargs)
+        self._known[key] = known
+        self._take(key)
+        out = known.run(*args, **kwargs)
+        if known.report is not None:
+            import jax
+
+            jax.block_until_ready(out)  # once: an allocation that fails while it runs is told here
+        return out
+
+    def _take(self, key: Any) -> None:
+        """Makes the executable of a key the one that runs, and that the next call is tried with."""
+        self._key, self._now = key, self._known[key]
+        self._exact = isinstance(self._now.run, Executable) and not self._checked
+        self._run = self._first if self._checked else self._now.run
+
+    def _key_of(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an executable is compiled for: structure, shapes, dtypes, shardings, static values; None if traced."""
+        import jax
+
+        args, kwargs, values = statics_of(self._step).split(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return None
+        return tree, tuple(self._kind_of(leaf) for leaf in leaves), values
+
+    def _kind_of(self, leaf: Any) -> Any:
+        """What of a leaf an executable is compiled for: of an array all but its values, else the type."""
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
+        return (type(leaf), leaf) if self._checked else type(leaf)
+
+    def _compile(self, args: tuple, kwargs: dict[str, Any]) -> _Known:
+        """Compiles for arguments and reads what was compiled. A step that cannot be read is called as it is."""
+        import jax
+
+        try:
+            compilation, target, executable = compiled(self._step, args, kwargs)
+            device = compilation.compiled.runtime_executable().local_devices()[0]
+        except Exception as error:  # what is wrong with the step itself, it raises again when it is called
+            if failure.is_exhausted(error):
+                raise
+            self._telling.unwatched(error)
+            return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
+        arguments = jax.tree.leaves((args, kwargs))
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
+        known = _Known(executable, None, device, shapes)
+        try:
+            known.report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
+        except Exception as error:  # a program that nobody has read before is no reason to stop a loop
+            self._telling.unwatched(error)
+            return known
+        self._telling.begin(device, known.report)
+        _latest[:] = [weakref.ref(self)]
+        _listen()
+        if self._limit is not None and known.report.predicted_bytes > self._limit:
+            self._refuse(known, arguments)
+        self._telling.predicted(known.report, len(self._known) + 1)
+        return known
+
+    def _refuse(self, known: _Known, arguments: list[Any]) -> None:
+        """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
+        import jax
+
+        error = jax.errors.JaxRuntimeError(
+            f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(known.report.predicted_bytes)} per "
+            f"device, more than limit={human(self._limit)}"
+        )
+        limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
+        self._telling.exhausted(error, self.calls, known.device, arguments, limited)
+        raise error
+
+    def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
+        """Tells what is known of an error of a device without memory, once."""
+        if not failure.is_exhausted(error) or getattr(error, "_bytescope_told", False):
+            return
+        import jax
+
+        leaves = jax.tree.leaves((args, kwargs)) or self._now.leaves
+        self._telling.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
+
+
+def watch(
+    step: Callable[..., Any] | None = None,
+    *,
+    every: int = 100,
+    limit: int | str | None = None,
+    folder: str | Path = ".",
+    tell: Callable[[str], None] = print,
+    config: Mapping[str, Any] | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Any:
+    """A step of anyone's loop with its memory watched; it is called as before, and can decorate a function.
+
+    The first call compiles the step once, and prints what it is predicted to take; arguments of other shapes compile
+    again, as under `jax.jit`. Every `every` calls a line compares predicted with measured. Where memory runs out, what
+    is known is printed in at most 40 lines (the step's report, the live arrays, the allocator, the three cheapest ways
+    out) and written as `memory-post-mortem.html` and `.json`; then the error goes on its way. An error that comes when
+    results are read is explained where nobody catches it, and inside `with memory.watch(step) as step:`.
+
+    Args:
+        step: a function, plain or jitted. None: the result decorates one.
+        every: calls between two lines; 0 for none.
+        limit: bytes of one device, or text such as "72GiB": a step that is predicted to take more fails as on a device
+            that has no more. None: only the device decides.
+        folder: where the post-mortem is written. tell: takes each text that is printed.
+        config, roles, names, options: those of `memory.analyze`.
+
+    Raises:
+      ReportError: a limit that is not a size, a step that cannot be called, options of a step that is jitted already.
+    """
+    check_options(options, "watch")
+    if every < 0:
+        raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
+    given = {
+        "every": every,
+        "limit": parse_bytes(limit) if limit is not None else None,
+        "folder": Path(folder),
+        "tell": tell,
+        "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
+        "options": options,
+    }
+    if step is None:
+        return functools.partial(Watched, **given)
+    if not callable(step):
+        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
+    return Watched(step, **given)
+
+
+# The step that compiled last, for errors that come when its results are read.
+_latest: list[weakref.ref[Watched]] = []
+
+
+@functools.cache
+def _listen() -> None:
+    """Explains errors that nobody catches before Python prints them, as it did before."""
+    before = sys.excepthook
+
+    def explain(kind: Any, error: BaseException, traceback: Any) -> None:
+        watched = _latest[0]() if _latest else None
+        if watched is not None:
+            watched._explain(error)
+        before(kind, error, traceback)
+
+    sys.excepthook = explain

@@ -1,0 +1,354 @@
+"""Running a comparison: the cache, jobs, worker processes that die or are stopped, and the command end to end."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bytescope.memory import __main__ as command
+from bytescope.memory.commands import compare_command
+from bytescope.memory.compare import compare_rows as plan_rows
+from bytescope.memory.compare import row_cache, worker, worker_pool
+from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.compare.variants import Trials
+from bytescope.memory.devices import targets
+from bytescope.memory.errors import ReportError
+from bytescope.memory.seconds import rates
+from bytescope.train.config import split_overrides
+from bytescope.train.errors import UserError
+from bytescope.train.plan.adapter import Adapter
+
+SMALL = [
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=2",
+]
+
+
+# ---- the cache --------------------------------------------------------------------------------------
+
+
+def test_the_cache_key_holds_what_decides():
+    base = {
+        "config": {"a": 1},
+        "target": "h200:8",
+        "versions": {"jax": "1"},
+        "sources": "s",
+        "measure": False,
+        "env": {},
+    }
+    changes = [
+        {"config": {"a": 2}},
+        {"target": "h200:4"},
+        {"versions": {"jax": "2"}},
+        {"sources": "t"},
+        {"measure": True},
+        {"env": {"XLA_FLAGS": "--x"}},
+    ]
+    keys = [row_cache.key(**(base | change)) for change in [{}, *changes]]
+    assert len(set(keys)) == len(keys) and row_cache.key(**base) == keys[0]
+    assert row_cache.key(**(base | {"env": {"HOME": "/elsewhere"}})) == keys[0]
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_is_none(tmp_path):
+    place = tmp_path / "compare"
+    row_cache.write(place, "k", {"status": "ok", "peak_bytes": 1})
+    assert row_cache.read(place, "k") == {"status": "ok", "peak_bytes": 1}
+    assert [file.name for file in place.iterdir()] == ["k.json"]
+    (place / "k.json").write_text('{"status": "ok", "pea')
+    assert row_cache.read(place, "k") is None and row_cache.read(place, "other") is None
+    (tmp_path / "file").write_text("")
+    row_cache.write(tmp_path / "file" / "below", "k", {})
+    assert row_cache.folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bytescope" / "compare"
+
+
+def test_the_sources_that_matter(tmp_path):
+    (tmp_path / "a.py").write_text("1")
+    first = row_cache.source_digest([tmp_path])
+    (tmp_path / "a.py").write_text("2")
+    assert row_cache.source_digest([tmp_path]) != first
+
+
+def test_what_reads_a_schedule_makes_a_row_and_what_predicts_from_it_does_not():
+    """New rates and constants leave rows valid; whatever the reading is made of does not."""
+    memory = Path(row_cache.__file__).parents[1]
+    found, left = set(), ["reading"]
+    while left:
+        found.add(name := left.pop())
+        text = (memory / "seconds" / f"{name}.py").read_text()
+        named = re.findall(r"^from bytescope.memory.seconds(?:\.(\w+) import| import (.*))", text, re.M)
+        left += {one.strip() for pair in named for one in (pair[0] or pair[1]).split(",")} - found
+    assert set(row_cache._MAKING["seconds"]) == found >= {"reading"} and "rates" not in found
+
+
+# ---- jobs and workers -------------------------------------------------------------------------------
+
+
+def options(**more):
+    return argparse.Namespace(
+        **({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False} | more)
+    )
+
+
+def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
+    args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
+    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Jobs(Adapter()))
+    assert [tuple(job.chosen.values()) for job in jobs] == [
+        (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")
+    ], "policies last: rivals side by side"
+    assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
+    for key in ("data.seq_lne", "data.seq_len=x"):
+        with pytest.raises(UserError, match="seq_l"):
+            compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [], Jobs(Adapter()))
+    with pytest.raises(ReportError, match="no config"):
+        compare_command.make_jobs(options(config=None), [], Jobs(Adapter()))
+
+
+def test_policies_with_names_of_their_own():
+    """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
+    args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
+    own = [("remat.policy", "custom"), ("remat.save", "context")]
+    jobs = compare_command.make_jobs(args, own, Jobs(Adapter()))
+    names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
+    assert list(zip([job.label for job in jobs], names)) == [
+        ("none", {"remat.save": []}),
+        ("custom", {}),
+        ("custom(v,up)+offload(block_in)", {"remat.save": ["v", "up"], "remat.offload": ["block_in"]}),
+        ("custom(v)", {"remat.save": ["v"], "remat.offload": []}),
+    ]
+    assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
+    # Where a range of layers is custom, its names are for it.
+    ranges = [*own, ("remat.layers", "0-2:custom")]
+    assert compare_command.make_jobs(options(remat="none"), ranges, Jobs(Adapter()))[0].flat["remat.save"] == (
+        "context",
+    )
+
+
+def test_the_flags_of_a_policy_run_it():
+    """What compare prints goes through a shell into the same config."""
+    (job,) = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Jobs(Adapter()))
+    _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
+    assert Adapter().config("tiny", pairs) == job.flat
+
+
+def test_searches_share_rows():
+    """One program has one name in the cache, whichever command asks for it; what describes its blocks has another."""
+    (row,) = compare_command.make_jobs(options(target="h100", remat="full"), [("model.n_layers", "2")], Jobs(Adapter()))
+    trials = Trials("tiny", targets.parse("h100"), [("model.n_layers", "2")], Adapter(), None, None)
+    assert trials.job({"remat.policy": "full"}).name == row.name
+    others = [
+        trials.job({"remat.policy": "full"}, **more).name
+        for more in ({"describe": True}, {"measure": True}, {"target": "h200"})
+    ]
+    assert len({row.name, *others}) == 4
+
+
+@pytest.fixture
+def file_of_rates(tmp_path):
+    """What `bytescope calibrate` writes on an H200; undone at the end, where a test chose it."""
+    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of(targets.parse("h200")).to_json()))
+    yield file
+    rates.use(None)
+
+
+def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_rates, tmp_path):
+    """The others stay valid: they are predicted again. Workers get the file."""
+
+    def named(policy):
+        return Jobs(Adapter()).job("tiny", "h200:8", [("remat.policy", policy)])
+
+    before = {policy: named(policy).name for policy in ("auto", "full")}
+    assert named("auto").name == before["auto"] and json.loads(named("auto").message(False))["rates"] is None
+    rates.use(file_of_rates)
+    job = named("auto")
+    assert job.name != before["auto"] and named("full").name == before["full"]
+    assert json.loads(job.message(False))["rates"] == str(file_of_rates)
+    (tmp_path / "same.json").write_text(json.dumps(json.loads(file_of_rates.read_text()), indent=2))
+    rates.use(tmp_path / "same.json")
+    assert named("auto").name == job.name
+    slower = dataclasses.replace(rates.load(file_of_rates), floor_seconds=1.0)
+    (tmp_path / "same.json").write_text(json.dumps(slower.to_json()))
+    rates.use(tmp_path / "same.json")
+    assert named("auto").name not in (job.name, before["auto"])
+
+
+def test_what_chooses_is_a_source_of_policies_that_a_search_settles():
+    assert row_cache.source_digest([]) != row_cache.source_digest([], choosing=True)
+    assert set(row_cache._CHOOSING) == set(row_cache._MAKING) - {"plan"}
+
+
+def test_a_worker_takes_the_rates_of_its_job(file_of_rates):
+    class Chooser:
+        def describe(self, config, overrides, target):
+            return {"source": rates.of(target).source}
+
+    job = {"config": "tiny", "overrides": [], "target": "h200", "describe": True}
+    listed = worker.answer_to(job, Chooser())["source"]
+    slower = json.loads(file_of_rates.read_text()) | {"source": "measured here"}
+    file_of_rates.write_text(json.dumps(slower))
+    assert worker.answer_to({**job, "rates": str(file_of_rates)}, Chooser())["source"] == "measured here" != listed
+    assert worker.answer_to({**job, "rates": None}, Chooser())["source"] == listed
+
+
+def test_the_workers_environment():
+    assert worker_pool.environment(["cpu:4", "cpu:2"], {})["JAX_NUM_CPU_DEVICES"] == "4"
+    assert worker_pool.environment(["h200:8"], {})["JAX_PLATFORMS"] == "cpu"
+    assert "JAX_PLATFORMS" not in worker_pool.environment(["local", "h200:8"], {})
+    assert worker_pool.environment(["cpu:4"], {"JAX_NUM_CPU_DEVICES": "8"})["JAX_NUM_CPU_DEVICES"] == "8"
+    assert worker_pool.worker_count(100, 3) == 3 and worker_pool.worker_count(1, 3) == 1
+
+
+FAKE = """
+import json, os, sys, time
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["config"] == "die":
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(7)
+    if job["config"] == "hang":
+        time.sleep(600)
+    print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["config"]}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Workers that speak the protocol and compile nothing."""
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        worker_pool.subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", FAKE], **more)
+    )
+
+
+def jobs_of(*configs):
+    return [worker_pool.Job(config, "cpu:1", (), {}, f"{config}-{i}", config) for i, config in enumerate(configs)]
+
+
+def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
+    jobs = jobs_of("a", "die", "b", "c")
+    answers, interrupted = worker_pool.run(jobs, workers=1, env=os.environ, cache=tmp_path)
+    assert not interrupted and [answers[job.name]["status"] == "ok" for job in jobs] == [True, False, True, True]
+    assert answers["die-1"]["status"] == "the worker died (exit code 7): the last words"
+    assert answers["b-2"]["pid"] == answers["c-3"]["pid"] != answers["a-0"]["pid"]
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-2", "c-3"]
+
+
+def test_workers_that_cannot_start_fail_every_row(monkeypatch):
+    def refuse(env):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(worker_pool, "Worker", refuse)
+    answers, _ = worker_pool.run(jobs_of("a", "b", "c"), workers=2, env=os.environ)
+    assert {answer["status"] for answer in answers.values()} == {"no worker: no more processes"} and len(answers) == 3
+
+
+def test_measuring_takes_a_fresh_worker_each_time(fake):
+    answers, _ = worker_pool.run(jobs_of("a", "b"), workers=1, env=os.environ, measure=True)
+    assert answers["a-0"]["pid"] != answers["b-1"]["pid"]
+
+
+def test_what_is_cached_starts_no_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "Worker", None)
+    jobs = jobs_of("a", "b")
+    for job in jobs:
+        row_cache.write(tmp_path, job.name, {"status": "ok", "config": job.config})
+    answers, _ = worker_pool.run(jobs, workers=2, env=os.environ, cache=tmp_path)
+    assert [answers[job.name]["config"] for job in jobs] == ["a", "b"]
+
+
+def test_ctrl_c_keeps_what_is_finished(fake, tmp_path, request):
+    def stop(labels, done):
+        if done == 2 and "hang" in labels:
+            signal.raise_signal(signal.SIGINT)
+
+    # A shell starts what runs in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    began = time.monotonic()
+    answers, interrupted = worker_pool.run(
+        jobs_of("a", "b", "hang", "c"), workers=1, env=os.environ, cache=tmp_path, progress=stop
+    )
+    assert interrupted and list(answers) == ["a-0", "b-1"] and time.monotonic() - began < 30
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-1"]
+
+
+# ---- end to end -------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Two policies, one that does not exist, measured; then the same out of the cache; then a page."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = [
+        "compare",
+        "--config=tiny",
+        *SMALL,
+        "--target=cpu:1",
+        "--remat=none,full,custom(act_fp8)",
+        "--measure",
+        f"--json={tmp_path / 'c.json'}",
+    ]
+    assert command.main(words) == 0
+    first = json.loads((tmp_path / "c.json").read_text())
+    none, full, wrong = first["rows"]
+    assert [r["overrides"]["remat.policy"] for r in first["rows"]] == ["none", "full", "custom"]
+    assert none["temp_bytes"] > full["temp_bytes"] > 0 and none["residual_bytes"] > full["residual_bytes"]
+    assert none["breakdown"]["residuals"] == none["residual_bytes"] and none["fits"] is True
+    assert none["measured"]["step_seconds"] > 0 and none["measured"]["peak_bytes"] is None
+    assert "does not occur in this program" in wrong["status"]
+    assert wrong["peak_bytes"] is None and wrong["measured"] is None
+    assert first["target"]["name"] == "cpu:1" and "jax" in first["versions"]
+    assert first["best"]["flags"].startswith("--config.remat.policy=")
+
+    monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
+    assert (
+        command.main(
+            [
+                *words[:-3],
+                "--remat=full,none",
+                "--measure",
+                f"--json={tmp_path / 'd.json'}",
+                f"--html={tmp_path / 'd.html'}",
+            ]
+        )
+        == 0
+    )
+    again = json.loads((tmp_path / "d.json").read_text())
+    strip = [{**r, "pareto": None} for r in again["rows"]]
+    assert strip == [{**full, "pareto": None}, {**none, "pareto": None}]
+    assert "2 from the cache" in capsys.readouterr().out and "<html" in (tmp_path / "d.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--remat=none"], "no config"),
+        (["--config=tiny", "--target=h300:8"], "h300"),
+        (["--config=tiny", "--target=h200:8", "--measure"], "not this machine"),
+        (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
+        (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
+        (["--config=tiny", "--jobs=0"], "1 or more"),
+        (["--config=tiny", "--remat=none,"], "--remat=none,: write --remat=P1,P2"),
+        (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
+        (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
+        (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
+        (["--config=tiny", "--remat=full(v)"], "full(v): write"),
+        (["--config=tiny", "--remat=custom()"], "custom(): write"),
+        (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q): write"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(worker_pool, "Worker", None)
+    assert command.main(["compare", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error

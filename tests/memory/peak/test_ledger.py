@@ -1,0 +1,84 @@
+"""ZeRO's classic account beside what the compiler holds, and why they differ."""
+
+import jax
+import pytest
+
+from bytescope import memory
+from bytescope.memory.peak import ledger
+from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from support import programs
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8), ("zero3", 16 / 8)]
+)
+def test_zero_of_the_ledger(strategy, total):
+    """Rajbhandari et al. 2020, figure 1, for 8 devices."""
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, strategy, 8))}
+    assert rows["total"].classic == total and rows["total"].held == 2.0
+    assert rows["params"].held == 0.5 and rows["params"].reason
+
+
+@pytest.mark.parametrize("strategy, degree, shards", [("ddp", 1, 2.5), ("zero1", 8, 2.5), ("zero3", 8, 8)])
+def test_experts_are_sharded_whatever_the_strategy(strategy, degree, shards):
+    """Four fifths of the parameters over four devices: 1/5 + 4/5/4 of them on each."""
+    state = ledger.State(100, strategy, degree, routed=0.8, expert=4)
+    assert state.shards("params") == pytest.approx(shards)
+
+
+def test_agreement_needs_no_reason():
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
+    rows = ledger.zero_rows(report, ledger.State(100, "ddp"))
+    assert [row.reason for row in rows] == [""] * 5 and rows[-1].held == rows[-1].classic == 16
+    assert ledger.zero_rows(report, ledger.State(0, "ddp")) == () == ledger.zero_rows(report, ledger.State(100, ""))
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(400, "float32"), (100, "float32, part of them at the peak"), (200, ""), (0, "none is alive at the peak")],
+)
+def test_gradients_have_their_reason(size, reason):
+    alive = [Buffer("g", size, (size // 4,), "float32", "gradients", at_peak=True)] if size else []
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, "ddp"))}
+    assert (rows["gradients"].held, rows["gradients"].reason) == (size / 100, reason)
+
+
+def test_leaves_that_do_not_divide_are_named(devices):
+    config = {"mesh.data": 1, "mesh.fsdp": 8, "mesh.strategy": "zero3", "precision.preset": "bf16"}
+    report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), config=config)
+    rows = {row.role: row for row in report.zero}
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
+    assert rows["params"].held * parameters == 4 * parameters / 8
+    assert "replicated on every device" not in rows["params"].reason
+    left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), config=config)
+    reason = {row.role: row.reason for row in left.zero}["params"]
+    assert "replicated on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
+    assert {row.role: row.held for row in left.zero}["params"] == 4.0
+
+
+def test_ledger_by_hand():
+    def held(role, dtype, size, **fields):
+        return Buffer(role, size, (4, 4), dtype, role, "argument", **fields)
+
+    buffers = [
+        held("params", "bfloat16", 32),
+        held("optimizer", "float32", 64),
+        held("optimizer", "float32", 64),
+        held("optimizer", "float32", 64),
+        held("batch", "int32", 999),
+        Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+        Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
+        Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+    ]
+    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
+    assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
+        ("params", "bfloat16", 2.0),
+        ("gradients", "bfloat16", 2.0),
+        ("optimizer", "float32", 12.0),
+        ("total", "", 16.0),
+    ]
+    assert ledger.rows([], {})[-1].bytes_per_param == 0.0

@@ -1,0 +1,117 @@
+"""`plan_remat`: the least recomputation under a budget for a model that is not ours, compiled."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+from bytescope import memory
+from bytescope.memory import ReportError
+from bytescope.memory.analysis import analyze
+from bytescope.memory.cost import flops
+from bytescope.memory.remat.ilp import Plan
+from bytescope.memory.remat.patterns import Pattern
+from bytescope.memory.remat.problem import Compiled, Outcome, Tried
+from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.report import remat_account
+from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
+from support.browser import HOSTILE, Page, literally
+from support.models import plain as foreign
+from support.pages.sweep import check_page
+
+SCAN = next(
+    number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1) if "jax.lax.scan(" in line
+)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """Plans for budgets between what jax's own policies take, and the lines that were told.
+
+    The plan for the larger budget is also what shows that there is no better one for the smaller: six programs."""
+    budgets, lines = ["2000KiB", "2100KiB"], []
+    return plan_remats(foreign.loss_of("scan"), foreign.arguments(8), "cpu", budgets, tell=lines.append), lines
+
+
+def test_a_plan_fits_and_recomputes_less_than_any_policy_of_jax_that_fits(plans):
+    better = 0
+    for plan in plans[0]:
+        fitting = [row.recomputed_flops for row in plan.built_in if row.allocated_bytes <= plan.budget_bytes]
+        assert len(plan.built_in) == 4 and plan.allocated_bytes <= plan.budget_bytes
+        assert plan.recomputed_flops <= min(fitting)
+        better += plan.recomputed_flops < min(fitting)
+    assert better == 2 and len({plan.recomputed_flops for plan in plans[0]}) == 2
+
+
+def test_the_certificate_is_that_of_the_users_own_program(plans):
+    """With the policy given to its own checkpoint the model takes the bytes and the FLOPs that were promised."""
+    plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
+    traced = jax.jit(jax.value_and_grad(foreign.loss_of("scan", plan.policy))).trace(*foreign.arguments(8))
+    assert flops.count(traced.jaxpr).recomputed == plan.recomputed_flops
+    assert analyze(traced, target="cpu").allocated_bytes == plan.allocated_bytes == plan.report.allocated_bytes
+    applied = jax.jit(jax.value_and_grad(plan.apply(foreign.loss_of("scan")))).trace(*foreign.arguments(8))
+    assert flops.count(applied.jaxpr).recomputed == plan.recomputed_flops
+    plan.check()
+
+
+def test_the_account(plans):
+    plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
+    lines = str(plan).splitlines()
+    assert lines[0].startswith("remat plan on cpu:1  ")
+    assert lines[1] == f"4 x block at tests/support/models/plain.py:{SCAN}, under jax.checkpoint"
+    kept = [line for line in lines[2:] if "tests/support/models/plain.py:" in line]
+    assert len(kept) == len(plan.kept) > 0 and all("KiB" in line and "float32[8,32," in line for line in kept)
+    assert [line.split()[0] for line in lines if line.endswith(("fits", "exceeds"))] == [
+        "this",
+        "nothing_saveable",
+        "everything_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "dots_saveable",
+    ]
+    assert repr(plan) == str(plan)
+    builtin = remat_account.account(dataclasses.replace(plan, name="dots_saveable", kept=()))
+    assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
+    assert len(plans[1]) == plan.compiled
+
+
+def test_the_account_in_a_notebook(plans, browser):
+    """It has the cells of the text, the plan's own row stands out, and names are text."""
+    plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
+    piece = plan._repr_html_()
+    words = "".join(" ".join(Page(piece).words).split()).replace("·", "")
+    for line in str(plan).splitlines():
+        assert "".join(line.split()) in words, line
+    assert piece.count('<tbody class="totals">') == 1 and "<script" not in piece
+    check_page(browser, f"<!doctype html><title></title><body><main>{piece}</main></body>")
+    hostile = dataclasses.replace(
+        plan,
+        target=HOSTILE,
+        built_in=(
+            dataclasses.replace(plan.built_in[0], name=HOSTILE),
+            dataclasses.replace(plan.built_in[1], status="no"),
+        ),
+    )
+    assert literally(Page(hostile._repr_html_())) == 2 and ">no</td>" in hostile._repr_html_()
+    builtin = dataclasses.replace(plan, name="dots_saveable", kept=())._repr_html_()
+    assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
+    assert builtin.index('class="totals"') < builtin.index(">dots_saveable<")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "budget, message", [("much", "budget: 'much' is not a valid size"), (0, "budget=0: a device has")]
+)
+def test_budgets_that_cannot_be(budget, message):
+    with pytest.raises(ReportError, match=message):
+        memory.plan_remat(foreign.loss_of("scan"), foreign.arguments(), "cpu", budget)
+
+
+@pytest.mark.quick
+def test_a_budget_below_the_least_is_told_the_least():
+    tried = Tried(Plan(((Pattern(10, 0.0, policy="full"), 1),)), 0, Compiled(3 * 2**20))
+    refused = _nothing_fits(Outcome(None, (tried,), tried), 2**20)
+    assert str(refused) == (
+        "nothing fits 1.00 MiB: with nothing_saveable the step takes 3.00 MiB, 2.00 MiB more; "
+        "give a larger budget or a smaller batch"
+    )

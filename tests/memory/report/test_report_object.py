@@ -1,0 +1,227 @@
+"""The report that users hold: short at a prompt, small in a notebook, and a record in every other respect."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.cells import cell_len
+
+from bytescope import memory
+from bytescope.memory.commands import github
+from bytescope.memory.records import report_record
+from bytescope.memory.report import report_page
+from bytescope.memory.units import human
+from support.browser import HOSTILE, Page, literally
+from support.rows import make_report
+from support.screen import seen, terminal
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def record():
+    return make_report()
+
+
+@pytest.fixture(scope="module")
+def report(record):
+    return memory.Report.of(record)
+
+
+def with_names(record, name):
+    """The record with a name in every place where a program may put one."""
+    buffers = tuple(
+        dataclasses.replace(b, name=name, module=name, source=name, op_name=name, dtype=name, checkpoint_name=name)
+        for b in record.buffers
+    )
+    return memory.Report.of(
+        dataclasses.replace(
+            record,
+            buffers=buffers,
+            program=name,
+            target={"name": name, "kind": f"{name}2"},
+            versions={"jax": name},
+            subject=report_record.Subject(name, (name,), name, name),
+            notes=(name,) * 50,
+            findings=tuple(report_record.Finding(name, 1, name, name) for _ in range(50)),
+        )
+    )
+
+
+# ---- a record --------------------------------------------------------------------------------------------
+
+
+def test_it_is_its_record(record, report):
+    assert report == record and record == report
+    assert memory.Report.of(report) is report
+    for field in dataclasses.fields(report_record.Report):
+        assert getattr(report, field.name) is getattr(record, field.name)
+    assert report.predicted_bytes == record.predicted_bytes and report.to_json() == record.to_json()
+    assert report != dataclasses.replace(record, peak_bytes=1) and report != 7
+
+
+def test_it_stays_a_report(report):
+    for same in (
+        pickle.loads(pickle.dumps(report)),
+        copy.deepcopy(report),
+        dataclasses.replace(report),
+        memory.Report.from_json(json.loads(json.dumps(report.to_json()))),
+    ):
+        assert type(same) is memory.Report
+        assert same.peak_bytes == report.peak_bytes and same.timeline == report.timeline
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_assert_fits_gives_the_report_in_either_case(record):
+    assert type(memory.assert_fits(record, "1TiB")) is memory.Report
+    with pytest.raises(memory.GuardError) as caught:
+        memory.assert_fits(record, "1KiB")
+    assert type(caught.value.report) is memory.Report and caught.value.report.verdict == "exceeds"
+
+
+def test_every_verdict_says_which_share_of_the_gpus_memory_its_limit_is(record):
+    gpu = {"name": "h100:8", "platform": "cuda", "limit_bytes": record.limit_bytes, "memory_fraction": 0.92}
+    report = memory.Report.of(dataclasses.replace(record, target=gpu))
+    share = "92 % of the GPU"
+    for text in (repr(report), report._repr_html_(), report_page.render(report), github.summary_of_report(report)):
+        assert share in text
+    assert report.to_json()["target"]["memory_fraction"] == 0.92
+    larger = dataclasses.replace(report, allocated_bytes=2 * record.limit_bytes)
+    with pytest.raises(memory.GuardError, match=rf"more than .* \({share}'s memory after CUDA's context\): "):
+        memory.assert_fits(larger)
+    with pytest.raises(memory.GuardError) as caught:
+        memory.assert_fits(larger, "1MiB")
+    assert share not in str(caught.value), "a size that the test chose"
+
+
+def test_save_and_load(report, tmp_path):
+    report.save(tmp_path / "memory.json")
+    for path in (tmp_path / "memory.json", str(tmp_path)):  # a run directory has one of this name
+        found = memory.load(path)
+        assert type(found) is memory.Report and found.to_json() == report.to_json()
+    with pytest.raises(memory.ReportError, match=r"cannot write .*nowhere/report.json: No such file"):
+        report.save(tmp_path / "nowhere" / "report.json")
+    with pytest.raises(memory.ReportError, match=r"cannot write .*nowhere/report.html: No such file"):
+        report.to_html(tmp_path / "nowhere" / "report.html")
+    with pytest.raises(memory.ReportError, match="cannot read"):
+        memory.load(tmp_path / "other.json")
+
+
+def test_to_html_is_the_page_of_the_command(record, report, tmp_path):
+    report.to_html(str(tmp_path / "report.html"))
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report_page.render(record)
+
+
+# ---- at a prompt -----------------------------------------------------------------------------------------
+
+
+def test_repr_says_what_it_is_of_and_what_it_holds(report):
+    text = repr(report)
+    assert "Report of jit_train_step on h200:8 (NVIDIA H200)" in text and "FITS" in text
+    for row, size in report.breakdown.items():
+        assert (f"{human(size)} " in text) == (size > 0), row
+    for size in (report.peak_bytes, report.allocated_bytes, report.limit_bytes):
+        assert human(size) in text
+    assert "! the logits are alive" in text and "\x1b" not in text
+
+
+def test_printed_text_has_the_remedies_of_the_findings(report):
+    text, shown = " ".join(str(report).split()), " ".join(repr(report).split())
+    for finding in report.findings:
+        assert " ".join(finding.remedy.split()) in text and finding.remedy not in shown
+        assert finding.flags in text
+    assert max(map(cell_len, str(report).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "long/name " * 900, "\u0301" * 4000, "漢" * 3000, HOSTILE, "\x1b[2J\n\n" * 99]
+)
+def test_repr_is_one_short_screen_whatever_the_program(record, name):
+    text = repr(with_names(record, name))
+    lines = text.splitlines()
+    assert len(text) < 2000 and len(lines) < 40 and "\x1b" not in text
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_repr_of_an_empty_report():
+    assert "peak 0 B" in repr(memory.Report(0, 0, {}))
+
+
+def test_repr_takes_no_more_than_a_narrow_terminal(report, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, repr(report).splitlines())) <= 60
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_show_prints_the_whole_report_as_wide_as_the_terminal(report, monkeypatch, width):
+    with terminal(monkeypatch, width) as written:
+        report.show()
+    lines = seen(written[0].replace("\r\n", "\n").replace("\n", "\r\n"), width)
+    assert any(line.startswith("largest at the peak") for line in lines)
+    assert "bytes per parameter" in "\n".join(lines) and max(map(len, lines)) > min(width, 100) - 12
+
+
+def test_show_displays_in_a_notebook(report, monkeypatch, capsys):
+    displayed = []
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=displayed.append))
+    report.show()
+    report.diff(report).show()
+    assert displayed[0] is report and len(displayed) == 2 and not capsys.readouterr().out
+    del shell.kernel  # IPython's own prompt
+    report.show()
+    assert len(displayed) == 2 and "largest at the peak" in capsys.readouterr().out
+
+
+# ---- in a notebook ---------------------------------------------------------------------------------------
+
+
+def test_the_piece_for_a_notebook_says_the_same(report):
+    piece = Page(report._repr_html_())
+    text = " ".join(piece.words)
+    assert "jit_train_step" in text and "✓ fits" in text and "the logits are alive" in text
+    assert report.findings[0].flags and report.findings[0].flags in text
+    for size in (
+        report.peak_bytes,
+        report.allocated_bytes,
+        report.limit_bytes,
+        *filter(None, report.breakdown.values()),
+    ):
+        assert human(size) in text
+    assert piece.tags["svg"] == 1 and piece.tags["path"] >= 5 and piece.tags["rect"] == 4
+    assert f"{human(report.alive_at(report.peak_index)[0].bytes)}" in text
+
+
+@pytest.mark.parametrize("name", [HOSTILE, HOSTILE * 400])
+def test_the_piece_is_small_escaped_and_asks_for_nothing(name):
+    big = with_names(make_report(points=1500, buffers=600), name)
+    for text in (big._repr_html_(), big.table(500)._repr_html_(), big.diff(make_report(seed=1))._repr_html_()):
+        assert len(text.encode()) < 300_000
+        piece = Page(text)
+        assert not {"script", "link", "img", "iframe", "object"} & set(piece.tags) and "<b>x" not in text
+        assert not [value for attribute, value in piece.attributes if attribute in ("src", "href", "id")]
+        assert not re.search(r"https?:|@import|url\(|\son\w+=", text)
+    if len(name) < 100:
+        assert literally(Page(big._repr_html_())) > 5
+
+
+def test_the_colours_are_the_pages_in_both_themes(report):
+    from bytescope.memory.view.notebook_piece import palettes
+
+    light, dark = palettes()
+    assert light.count("--c-") == dark.count("--c-") == len(report_record.ROWS)
+    assert light != dark and "--card: #ffffff;" in light and "--card: #161a20;" in dark
+    style = report._repr_html_().split("</style>")[0]
+    for row in report_record.CATEGORIES:
+        assert f".c-{row} " in style and f"--c-{row}: " in style
+
+
+def test_a_report_without_a_timeline_has_a_piece():
+    text = memory.Report(0, 0, {})._repr_html_()
+    assert "<svg" not in text and "program" in text

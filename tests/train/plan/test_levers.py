@@ -1,0 +1,249 @@
+"""The staircase: which stages make which levels, the bars, the page, and the command end to end."""
+
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from bytescope.memory import __main__ as command
+from bytescope.memory.compare import worker_pool
+from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import ROWS
+from bytescope.train.plan import levers, levers_page, levers_text
+from bytescope.train.plan.adapter import Adapter
+from support.browser import HOSTILE, body, browse, literally, one_file
+
+GIB = 2**30
+CONFIG = {**dict.fromkeys(levers.BASELINE, ""), **dict.fromkeys(levers.STAGES["mlp_chunk"].adds, "")}
+SMALL = [
+    "--config.model.n_layers=2",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=64",
+    "--config.data.seq_len=16",
+    "--config.batch.micro=2",
+]
+
+
+def level(stage, gib, limit=100, **more):
+    """A level that compiled, half of it residuals."""
+    size = int(gib * GIB)
+    row = Row(
+        {},
+        peak_bytes=size,
+        allocated_bytes=size,
+        host_bytes=0,
+        to_host_bytes=0,
+        to_device_bytes=0,
+        recompute_flops_fraction=0.0,
+        model_flops=1e12,
+        hardware_flops=1.25e12,
+        limit_bytes=limit * GIB,
+        breakdown={"params": size // 2, "residuals": size - size // 2},
+        fits=size <= limit * GIB,
+    )
+    return levers.Level(
+        stage,
+        levers.STAGES[stage].adds,
+        levers.STAGES[stage].adds,
+        f"--config.here={stage}",
+        "cudnn",
+        dataclasses.replace(row, **more),
+    )
+
+
+@pytest.fixture
+def levels():
+    return [
+        level("fp32", 600),
+        level("bf16", 200),
+        level("attention", 90),
+        level("full", 40, host_bytes=2 * GIB, to_host_bytes=2 * GIB, to_device_bytes=3 * GIB),
+    ]
+
+
+# ---- pure -------------------------------------------------------------------------------------------
+
+
+def test_every_level_has_all_before_it():
+    made, left_out = levers.climb(list(levers.DEFAULT), CONFIG, (), {})
+    assert [one.stage for one in made] == list(levers.DEFAULT) and not left_out
+    assert made[0].keys == levers.BASELINE == made[0].adds
+    last = {key: text for stage in levers.DEFAULT for key, text in levers.STAGES[stage].adds.items()}
+    assert made[-1].keys == levers.BASELINE | last and made[-1].adds == {"offload.params": "true"}
+    assert [one.keys["remat.policy"] for one in made] == ["none"] * 4 + ["selective"] + ["full"] * 5
+
+
+def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
+    lacking = {key: "" for key in CONFIG if key != "optimizer.fused_backward"}
+    made, left_out = levers.climb(
+        ["bf16", "fused_backward", "full", "selective", "adamw_8bit"], lacking, ["optimizer.name"], {"full": "no room"}
+    )
+    assert [one.stage for one in made] == ["bf16", "selective"] and "optimizer.name" not in made[0].keys
+    assert left_out == {
+        "fused_backward": "the config has no key optimizer.fused_backward",
+        "full": "no room",
+        "adamw_8bit": "--config.optimizer.name is given, and no stage changes it",
+    }
+    assert made[0].keys["precision.preset"] == "bf16" and made[1].keys["remat.policy"] == "selective"
+
+
+def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_out():
+    """A key that is renamed would drop its stage in silence: only those still to come may be missing."""
+    config = Adapter().config("tiny", ())
+    _, left_out = levers.climb(list(levers.STAGES), config, (), {})
+    assert set(left_out) <= {"fused_backward", "offload", "offload_params", "mlp_chunk"}
+
+
+@pytest.mark.parametrize("text", ["bf17", "bf16,", "full,full"])
+def test_a_list_of_stages_that_is_none(text):
+    with pytest.raises(ReportError, match=f"--savings={text}"):
+        levers.choose(text)
+
+
+def test_changes_and_the_first_that_fits(levels):
+    assert levers.changes(levels) == [None, -400 * GIB, -110 * GIB, -50 * GIB]
+    assert levers.first_that_fits(levels) is levels[2] and levers.first_that_fits(levels[:2]) is None
+    assert levels[3].moved_bytes == 5 * GIB
+    assert (
+        levers.differing(
+            {"a": "1", "b": "(x,y)", "c": "true"}, {"a": 1, "b": ("x", "y"), "c": True}, {"a": 1, "b": (), "c": False}
+        )
+        == "'--config.b=(x,y)' --config.c=true"
+    )
+
+
+def test_the_json_has_every_key(levels):
+    out = json.loads(json.dumps(levers.to_json(levels, {"loss": "why"}, {"name": "h200"}, {"jax": "9"})))
+    assert set(out) == {"levels", "left_out", "first_that_fits", "config", "given", "target", "versions", "interrupted"}
+    assert {
+        "stage",
+        "title",
+        "flags",
+        "all_flags",
+        "kernel",
+        "why",
+        "change_bytes",
+        "allocated_bytes",
+        "peak_bytes",
+        "breakdown",
+        "host_bytes",
+        "to_host_bytes",
+        "fits",
+        "hardware_flops",
+    } <= set(out["levels"][0])
+    assert out["first_that_fits"] == "attention" and out["left_out"] == {"loss": "why"}
+
+
+# ---- the terminal -----------------------------------------------------------------------------------
+
+
+def printed(levels, left_out=(), **more):
+    console = Console(width=100, file=io.StringIO())
+    levers_text.show(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, console=console, **more)
+    return console.file.getvalue()
+
+
+def test_the_staircase_on_the_terminal(levels):
+    text = printed(levels, {"loss": "no such key"}, interrupted=True)
+    assert max(map(len, text.splitlines())) <= 100
+    bars = [re.search(r"[PR]+▶?", line)[0] for line in text.splitlines()[2:6]]
+    scale = 500  # five limits
+    assert [len(bar) for bar in bars] == [56, *(round(56 * gib / scale) for gib in (200, 90, 40))]
+    assert bars[0].endswith("▶") and abs(bars[1].count("P") - bars[1].count("R")) <= 1
+    assert "limit 100.00 GiB" in text and "P params" in text and "optimizer" not in text
+    assert "→ cudnn" in text and "-110.00" in text and "left out: loss: no such key" in text and "stopped" in text
+    assert "first that fits (+ flash attention):\n  --config.here=attention" in text
+    assert text.rstrip().endswith("all of them (+ full remat):\n  --config.here=full")
+    assert "none of these fits" in printed(levels[:1])
+
+
+def test_bars_are_whole_numbers_that_add_up():
+    thirds = dict.fromkeys(ROWS[:3], 10)
+    assert levers_text.bar(thirds, 30, 10).plain == "PPPFFFFOOO"
+    assert levers_text.bar(thirds, 15, 10).plain == "PPPPPPPFF▶"
+
+
+# ---- the page ---------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_and_takes_hostile_text(levels):
+    hostile = [dataclasses.replace(levels[0], flags=HOSTILE, kernel=HOSTILE), *levels[1:]]
+    out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"}, config=HOSTILE, given=HOSTILE)
+    page = one_file(levers_page.render(out))
+    assert "b" not in page.tags and literally(page) >= 5
+    assert page.data == json.loads(json.dumps(levers_page.page_data(out)))
+
+
+def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
+    out = levers.to_json(levels, {}, {"name": "h200"}, {"jax": "9"})
+    script = """
+      const { spec } = charts.of("stairs"), [params] = spec.series;
+      document.title = [spec.series.map((one) => one.name).join("+"), params.y.join(), spec.limits[0].y,
+        spec.notes.map((note) => note.text).join(), params.tips(2).includes("--config.model.attention=auto"),
+        document.getElementById("cut").textContent].join(";");"""
+    document = browse(tmp_path, levers_page.render(out), script=script, options=["--dump-dom"])
+    assert 'data-ready="yes"' in body(document)
+    assert re.search("<title>(.*?)<", document, re.S)[1] == (
+        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with an arrow are cut."
+    )
+
+
+# ---- the command ------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Four stages, one of which the config refuses; then the same out of the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], adds={"remat.policy": "ful"}))
+    words = [
+        "levers",
+        "--config=tiny",
+        *SMALL,
+        "--target=cpu:1",
+        "--savings=fp32,full,selective,loss",
+        f"--json={tmp_path / 'l.json'}",
+    ]
+    assert command.main(words) == 0
+    out = json.loads((tmp_path / "l.json").read_text())
+    assert [one["stage"] for one in out["levels"]] == ["fp32", "selective", "loss"]
+    assert "choose one of" in out["left_out"]["full"] and out["first_that_fits"] == "fp32"
+    first, selective, loss = out["levels"]
+    assert first["residual_bytes"] > selective["residual_bytes"] > 0 == first["recompute_flops_fraction"]
+    assert loss["overrides"]["remat.policy"] == "selective" and loss["kernel"] == "naive"
+    assert all(sum(one["breakdown"].values()) == one["allocated_bytes"] for one in out["levels"])
+    assert "left out: full: remat.policy='ful'" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+    monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
+    assert command.main([*words[:-2], "--savings=fp32,selective", f"--html={tmp_path / 'l.html'}"]) == 0
+    assert "<html" in (tmp_path / "l.html").read_text()
+
+
+def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
+    monkeypatch.setattr(worker_pool, "run", lambda jobs, **more: ({}, True))
+    assert command.main(["levers", "--config=tiny", "--target=cpu:1"]) == 130
+    assert "stages are missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no config"),
+        (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
+        (["--config=tiny", "--target=h300"], "h300"),
+        (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
+        (
+            ["--config=tiny", "--savings=full", "--config.remat.policy=none"],
+            "no stage is left: full: --config.remat.policy",
+        ),
+        (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(worker_pool, "Worker", None)
+    assert command.main(["levers", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error

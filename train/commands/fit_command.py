@@ -1,0 +1,179 @@
+"""bytescope fit: the fastest configuration within a budget, found by compiling."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.arguments import (
+    DOES_NOT_FIT,
+    INTERRUPTED,
+    NO_CONFIG,
+    Bar,
+    add_compiling,
+    add_lora,
+    add_subject,
+    check,
+    keep_old_flag,
+    progress,
+    with_lora,
+    write,
+)
+from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.grids import given_flags
+from bytescope.memory.compare.variants import Trials
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.limits import budget_of
+from bytescope.memory.errors import ReportError
+from bytescope.train.plan import levers
+from bytescope.train.plan.fit import fit_result, fit_space, fit_text
+from bytescope.train.plan.fit import fit_walk as walks
+from bytescope.train.plan.fit.fit_reach import Reach
+from bytescope.train.plan.fit.fit_step import Step
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+# So many finalists are run with --measure.
+MOST_MEASURED = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser, "set a config key in every variant; no lever changes it")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="bytes per device, such as 72GiB (default: all that the device has available)"
+    )
+    parser.add_argument(
+        "--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: the config's)"
+    )
+    parser.add_argument(
+        "--levers", metavar="L,L", help=f"what may change (default: all of {', '.join(fit_space.LEVERS)})"
+    )
+    add_lora(parser, "; then the most that each rank fits is found")
+    parser.add_argument(
+        "--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache do not count"
+    )
+    parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="seconds after which no compile starts")
+    keep_old_flag(parser, "--timeout", "--max-seconds")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help=f"run the {MOST_MEASURED} fastest on this machine, and choose by what was measured",
+    )
+    add_compiling(parser, "the fit, whether anything fits or not,")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the walk and its result; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
+    if not args.config:
+        raise ReportError(NO_CONFIG)
+    check(args, [args.target.strip().lower()])
+    _check_numbers(args)
+    target = targets.to_compile_for(args.target)
+    given, overrides = [key for key, _ in overrides], with_lora(args, overrides, trainer)
+    flat = trainer.config(args.config, overrides)
+    trainer.check(args.config, overrides)
+    if args.measure and target.is_described and args.target != "local":
+        raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
+    budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
+    space = fit_space.space_of(
+        flat,
+        given,
+        fit_space.choose(args.levers),
+        target.n_devices,
+        target.devices_per_host,
+        args.batch_tokens,
+        target.platform != "cpu",
+    )
+    place = None if args.no_cache else row_cache.folder()
+    workers = worker_pool.worker_count(2**10, args.jobs)
+    lines = fit_text.Lines(target, space, budget)
+    with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
+        trials = Trials(
+            args.config,
+            target,
+            overrides,
+            trainer,
+            pool,
+            place,
+            tell,
+            args.max_compiles or math.inf,
+            args.max_seconds or math.inf,
+        )
+        walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
+        walk.run()
+        reach = Reach(walk) if args.lora else None
+        if reach is not None:
+            reach.run()
+    wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
+    measured = _measured(args, walk, place) if wanted else None
+    return _finish(args, walk, reach, flat, overrides, trainer, measured)
+
+
+def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
+    with bar.aside():
+        lines.show(step)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.budget == "":
+        raise ReportError("--budget=: give a size such as 72GiB, or leave it out")
+    for flag, least in (("batch_tokens", 1), ("max_compiles", 1), ("max_seconds", 0.001)):
+        value = getattr(args, flag)
+        if value is not None and not value >= least:
+            raise ReportError(f"--{flag.replace('_', '-')}={value}: give {least:g} or more")
+
+
+def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
+    """Runs the finalists here, one after the other, and makes the fastest the walk's best; its measured figures, None
+    where none could be run."""
+    finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MOST_MEASURED]
+    jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
+    with progress(len(jobs)) as tell:
+        answers, _ = worker_pool.run(
+            jobs, workers=1, env=worker_pool.environment(["local"]), measure=True, cache=place, progress=tell
+        )
+    found = [
+        (step, answers[job.name]["measured"])
+        for step, job in zip(finalists, jobs)
+        if answers.get(job.name, {}).get("status") == "ok"
+    ]
+    if not found:
+        return None
+    walk.best, measured = max(found, key=lambda item: item[1]["tokens_per_s"])
+    fit_text.show_measured(found)
+    return measured
+
+
+def _finish(
+    args: argparse.Namespace,
+    walk: walks.Walk,
+    reach: Reach | None,
+    flat: Mapping[str, Any],
+    overrides: Sequence[tuple[str, str]],
+    trainer: Trainer,
+    measured: Mapping[str, Any] | None,
+) -> int:
+    """Prints the result of the walk and writes the files asked for."""
+    from bytescope.memory.devices.compiler import versions
+
+    def flags(keys: Mapping[str, str]) -> str:
+        values = trainer.config(args.config, [*overrides, *keys.items()])
+        return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
+
+    out = fit_result.to_json(walk, flags, versions(), measured, reach)
+    fit_text.show(out, args.config)
+    if args.json:
+        write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from bytescope.train.plan.fit import fit_page
+
+        write(args.html, fit_page.render(out))
+    if walk.stopped == "Ctrl-C":
+        return INTERRUPTED
+    return 0 if walk.best is not None else DOES_NOT_FIT

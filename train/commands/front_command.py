@@ -1,0 +1,163 @@
+"""bytescope front: the plan of least recomputation at every budget, from `full` to `none`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    NO_CONFIG,
+    add_compiling,
+    add_lora,
+    add_subject,
+    check,
+    keep_old_flag,
+    progress,
+    with_lora,
+    write,
+)
+from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.grids import given_flags
+from bytescope.memory.compare.variants import Trials
+from bytescope.memory.config_keys import (
+    REMAT_AUTO_OFFLOAD,
+    REMAT_BUDGET,
+    REMAT_COST,
+    REMAT_LAYERS,
+    REMAT_OFFLOAD,
+    REMAT_POLICY,
+    REMAT_SAVE,
+)
+from bytescope.memory.devices import targets
+from bytescope.memory.errors import ReportError
+from bytescope.memory.remat.ilp import COSTS
+from bytescope.memory.units import parse_bytes
+from bytescope.train.plan import frontier
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+# Keys that the plans of a front set, or that a front has flags of its own for.
+OWN = (REMAT_POLICY, REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD, REMAT_BUDGET, REMAT_COST, REMAT_AUTO_OFFLOAD)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser, "set a config key in every program; not those of remat.*, which the plans set")
+    parser.add_argument(
+        "--points",
+        metavar="N",
+        type=int,
+        default=10,
+        help="how many budgets, in even steps from what the policy full allocates to what none allocates (default: 10)",
+    )
+    parser.add_argument(
+        "--from", metavar="SIZE", dest="first", help="set the smallest budget, such as 20GiB per device"
+    )
+    parser.add_argument("--to", metavar="SIZE", dest="last", help="set the largest budget, such as 40GiB per device")
+    parser.add_argument(
+        "--cost",
+        choices=COSTS,
+        default="time",
+        metavar="NAME",
+        help="what to minimize at each "
+        "budget: time, which is predicted per update, or flops, which are recomputed (default: time)",
+    )
+    parser.add_argument("--auto-offload", action="store_true", help="plans may also move tensors to pinned host memory")
+    keep_old_flag(parser, "--offload", "--auto-offload")
+    add_lora(parser)
+    add_compiling(parser, "the front")
+    parser.set_defaults(measure=False)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    target, ends = _checked(args, overrides)
+    overrides = with_lora(args, overrides, trainer)
+    trainer.check(args.config, overrides)  # mistakes in it are reported before a worker starts
+    compiled_for = targets.to_compile_for(target)
+    workers = worker_pool.worker_count(args.points, args.jobs)
+    env = worker_pool.environment_for(compiled_for)
+    with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:
+        trials = Trials(
+            args.config,
+            compiled_for,
+            overrides,
+            trainer,
+            pool,
+            None if args.no_cache else row_cache.folder(),
+            lambda labels, done: tell(labels, trials.compiles + done),
+        )
+        found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers)
+        found.run()
+    _finish(args, found)
+    return INTERRUPTED if found.stopped else 0
+
+
+def _checked(
+    args: argparse.Namespace,
+    overrides: Sequence[tuple[str, str]],
+) -> tuple[str, tuple[int | None, int | None]]:
+    """The target's name, and the smallest and the largest budget in bytes, None where they are not given.
+
+    Raises ReportError for a mistake in the arguments, before anything is compiled.
+    """
+    if not args.config:
+        raise ReportError(NO_CONFIG)
+    if args.points < 2:
+        raise ReportError(f"--points={args.points}: give 2 or more")
+    for key, text in overrides:
+        if key in OWN:
+            raise ReportError(
+                f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "
+                "says what to minimize, --auto-offload whether tensors may go to host memory)"
+            )
+    target = args.target.strip().lower()
+    check(args, [target])
+    first, last = _size("--from", args.first), _size("--to", args.last)
+    if first and last and first > last:
+        raise ReportError(f"--from={args.first} is more than --to={args.last}")
+    return target, (first, last)
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise ReportError(f"{flag}: {error}") from error
+    if size <= 0:
+        raise ReportError(f"{flag}={text}: give more than 0")
+    return size
+
+
+def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
+    """Prints the points and writes the files."""
+    from bytescope.memory.devices.compiler import versions
+    from bytescope.train.plan import frontier_text
+
+    out = frontier.to_json(
+        found.points,
+        found.fixed,
+        cost=args.cost,
+        offload=args.auto_offload,
+        programs=len(found.search.tried) if found.search else 0,
+        compiled=found.trials.compiles,
+        missing=found.missing,
+        target=found.trials.target.to_json(),
+        versions=versions(),
+        interrupted=found.stopped,
+        config=args.config,
+        given=given_flags(found.trials.overrides),
+    )
+    frontier_text.show(found.points, found.fixed, out)
+    if args.json:
+        write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from bytescope.train.plan import frontier_page
+
+        write(args.html, frontier_page.render(out))

@@ -1,0 +1,131 @@
+"""bytescope levers: what each memory lever saves and costs, each compiled on top of all before it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    NO_CONFIG,
+    add_compiling,
+    add_subject,
+    check,
+    keep_old_flag,
+    progress,
+    shares_accelerator,
+    write,
+)
+from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.grids import given_flags
+from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.config_keys import MODEL_ATTENTION
+from bytescope.memory.errors import ReportError
+from bytescope.train.plan import levers
+from bytescope.train.plan.levers import Level
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser, "set a config key in every stage; stages that would change it are left out")
+    parser.add_argument(
+        "--savings",
+        metavar="S,S",
+        help="savings in order, each added to all before it (default: "
+        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})",
+    )
+    keep_old_flag(parser, "--stages", "--savings")
+    add_compiling(parser, "the stages")
+    parser.set_defaults(measure=False)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    if not args.config:
+        raise ReportError(NO_CONFIG)
+    stages, target = levers.choose(args.savings), args.target.strip().lower()
+    check(args, [target])
+    jobs_of, refused = Jobs(trainer), {}
+    config = jobs_of.resolve(args.config, overrides)
+    jobs_of.check(args.config, overrides)
+    while True:
+        levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
+        if not levels:
+            raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
+        jobs = [jobs_of.job(args.config, target, (*overrides, *level.keys.items()), level.title) for level in levels]
+        levels = [
+            dataclasses.replace(level, flags=levers.differing(level.keys, job.flat, config))
+            for level, job in zip(levels, jobs)
+        ]
+        answers, interrupted = _compile(args, target, jobs)
+        failed = [
+            (level, answers[job.name]["status"])
+            for level, job in zip(levels, jobs)
+            if job.name in answers and answers[job.name]["status"] != "ok"
+        ]
+        if not failed or interrupted:
+            break
+        level, why = failed[0]
+        if level is levels[0]:  # the others are built on it
+            raise ReportError(f"{level.title}, the first stage, does not compile: {why}")
+        refused[level.stage] = why  # the stages after it were compiled with it: they go again without
+    done = [
+        _settled(level, answers[job.name])
+        for level, job in zip(levels, jobs)
+        if answers.get(job.name, {}).get("status") == "ok"
+    ]
+    _finish(args, done, left_out, answers, interrupted, given_flags(overrides))
+    return INTERRUPTED if interrupted else 0
+
+
+def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
+    """Answers by name of the job, and whether Ctrl-C came; stages that make the same program are compiled once."""
+    once = list({job.name: job for job in jobs}.values())
+    workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
+    with progress(len(once)) as tell:
+        return worker_pool.run(
+            once,
+            workers=workers,
+            env=worker_pool.environment([target]),
+            progress=tell,
+            cache=None if args.no_cache else row_cache.folder(),
+        )
+
+
+def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
+    """The level with its figures, out of a worker's answer."""
+    keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
+    return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"][MODEL_ATTENTION])
+
+
+def _finish(
+    args: argparse.Namespace,
+    levels: Sequence[Level],
+    left_out: Mapping[str, str],
+    answers: Mapping[str, Mapping[str, Any]],
+    interrupted: bool,
+    given: str,
+) -> None:
+    """Prints the levels and writes the files asked for. `given`: the keys of the command line, as its flags."""
+    from bytescope.memory.devices.compiler import versions
+    from bytescope.train.plan import levers_text
+
+    done = [answer for answer in answers.values() if answer.get("status") == "ok"]
+    about = done[0]["target"] if done else {"name": args.target.strip().lower()}
+    out = levers.to_json(
+        levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.config, given
+    )
+    levers_text.show(levels, left_out, about, out["versions"], interrupted=interrupted)
+    if args.json:
+        write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from bytescope.train.plan import levers_page
+
+        write(args.html, levers_page.render(out))

@@ -1,0 +1,88 @@
+"""bytescope names: the checkpoint names that a policy may save, offload or recompute."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path, write
+from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
+from bytescope.memory.errors import ReportError
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser)
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the table; nothing is compiled."""
+    from bytescope.memory.devices import targets
+    from bytescope.memory.devices.platform import choose_platform, simulate_devices
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    if not args.config:
+        raise ReportError(NO_CONFIG)
+    check_files(args)
+    choose_platform()
+    simulate_devices([args.target])
+    jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))
+    tensors = named_tensors(jaxpr)
+    rows = [row(tensor, sharding) for tensor in tensors]
+    put(_table(rows))
+    for line in too_wide(tensors):
+        put(Prose(line, "yellow"))
+    if args.json:
+        write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
+    return 0
+
+
+def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict[str, Any]:
+    """One name as plain values: its shape over all devices; bytes, and the FLOPs to recompute it, on one device.
+
+    sharding: name of a tensor -> (its sharding as text, number of shards).
+    """
+    text, shards = sharding(tensor.name)
+    return {
+        **dataclasses.asdict(tensor),
+        "shape": list(tensor.shape),
+        "sharding": text,
+        "bytes_per_layer": tensor.bytes_each // shards,
+        "bytes": tensor.bytes // shards,
+        "flops": tensor.flops * tensor.copies // shards,
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    from rich.console import Group
+
+    from bytescope.memory.units import human
+    from bytescope.memory.view.text_layout import Prose
+    from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
+
+    table = FigureTable(
+        label("name", least=16),
+        fixed("tensor"),
+        label("sharding"),
+        *map(figure, ("layers", "per layer", "total", "GFLOP")),
+    )
+    for r in rows:
+        table.add(
+            r["name"],
+            f"{r['dtype']}{r['shape']}".replace(" ", ""),
+            r["sharding"].replace("'", ""),
+            str(r["copies"]),
+            human(r["bytes_per_layer"]),
+            human(r["bytes"]),
+            f"{r['flops'] / 1e9:,.1f}",
+        )
+    title = "checkpoint names in the order of computation; on one device: bytes, and the GFLOP to recompute them"
+    return Group(Prose(title, "bold"), table)

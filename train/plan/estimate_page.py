@@ -1,0 +1,190 @@
+"""The calculator as one HTML file that opens offline: inputs, the same formulas in JavaScript, a stacked bar.
+
+The page gets the tables of formulas/transformer.py as data, so that a tensor, a precision or an optimizer is one row in
+one place; what the script repeats is the arithmetic, which tests/memory/formulas/test_estimate.py compares with
+Python's. Its presets are the shipped configs and the chips of devices/chips.py, and what is shown can be copied as a
+command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.limits import described_limit
+from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
+from bytescope.memory.formulas.adapter_formulas import Adapters
+from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, Experts
+from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
+from bytescope.memory.view.frame import page
+
+# Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
+SHAPE = {
+    "layers": "layers",
+    "width": "d-model",
+    "heads": "heads",
+    "kv_heads": "kv-heads",
+    "head_width": "d-head",
+    "mlp_width": "d-ff",
+    "vocabulary": "vocabulary",
+    "gated": "gated",
+    "tied": "untied",
+    "dropout": "dropout",
+    "qk_norm": "qk-norm",
+    "post_norms": "post-norms",
+    "experts": "experts",
+    "experts_per_token": "experts-per-token",
+    "d_expert": "d-expert",
+    "shared_experts": "shared-experts",
+    "dense_layers": "dense-layers",
+    "moe_every": "moe-every",
+    "capacity": "capacity",
+    "slots": "expert-slots",
+    "mla_q_rank": "mla-q-rank",
+    "mla_kv_rank": "mla-kv-rank",
+    "mla_d_rope": "mla-d-rope",
+    "mla_d_value": "mla-d-value",
+}
+REST = {
+    "lora_rank": "lora-rank",
+    "lora_targets": "lora-targets",
+    "lora_base": "lora-base",
+    "sequence": "length",
+    "batch": "batch",
+    "logit_tokens": "logit-tokens",
+    "mlp_tokens": "mlp-tokens",
+    "attention": "attention",
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "offload": "offload",
+    "fused": "fused",
+    "tensor": "tensor",
+    "sequence_parallel": "sequence-parallel",
+    "data": "data",
+    "expert_parallel": "expert-parallel",
+    "zero": "zero",
+}
+# Input -> the one without which it says nothing.
+WITHIN = (
+    dict.fromkeys(("lora_targets", "lora_base"), "lora_rank")
+    | dict.fromkeys(
+        (
+            "experts",
+            "experts_per_token",
+            "d_expert",
+            "shared_experts",
+            "dense_layers",
+            "moe_every",
+            "capacity",
+            "slots",
+        ),
+        "experts",
+    )
+    | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
+)
+
+# What the inputs of experts and of latent attention begin with where a model has neither.
+NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
+
+
+def render(question: Question, name: str = "", presets: Mapping[str, Question] | None = None) -> str:
+    """The page, as text, filled in with `question`; `name`: what it is of. presets: config -> its question."""
+    title = f"{name} · training memory by formula" if name else "Training memory by formula"
+    return page("estimate", title, page_data(question, presets or {}), notes=NOTES)
+
+
+def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, Any]:
+    """What the script works with: the tables of the formulas, the inputs' first values, the presets, the flags."""
+    return {
+        "inputs": inputs(question),
+        "aspect": ASPECT,
+        "zero": training_state.ZERO,
+        "layer": [row._asdict() for row in transformer_formulas.LAYER],
+        "flash": transformer_formulas.FLASH._asdict(),
+        "block_input": transformer_formulas.BLOCK_INPUT._asdict(),
+        "outside": [row._asdict() for row in (transformer_formulas.EMBEDDING_MASK, *transformer_formulas.HEAD)],
+        "logits": transformer_formulas.LOGITS._asdict(),
+        "by_row": BY_ROW,
+        "tiles": (SMALLEST_TILE, LARGEST_TILE),
+        "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
+        "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
+        "targets": adapter_formulas.TARGETS,
+        "bases": {name: row._asdict() for name, row in adapter_formulas.BASES.items()},
+        "offloads": training_state.OFFLOAD,
+        "parts": training_state.ROLES,
+        "recompute": transformer_formulas.RECOMPUTE,
+        "attention": transformer_formulas.ATTENTION,
+        "shape_flags": SHAPE,
+        "flags": REST,
+        "within": WITHIN,
+        "cards": cards(),
+        "models": {name: inputs(asked) for name, asked in presets.items()},
+        "defaults": inputs(Question(1e9, shape_for(1e9))),
+    }
+
+
+def cards() -> dict[str, dict[str, Any]]:
+    """Chip -> GB (powers of ten) that are available to programs on one, its name, and its dense FLOP/s by dtype."""
+    return {
+        name: {
+            "memory": described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) // 10**7 / 100,
+            "kind": chip.kind,
+            "peak_flops": dict(chip.peak_flops),
+        }
+        for name, chip in CHIPS.items()
+    }
+
+
+def inputs(question: Question) -> dict[str, Any]:
+    """Input of the page -> value."""
+    q, layout, model = question, question.layout, question.model
+    lora = model.adapters or Adapters(0)
+    experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT
+    return {
+        "parameters": q.parameters,
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_width": model.head_width,
+        "mlp_width": model.mlp_width,
+        "vocabulary": model.vocabulary,
+        "gated": model.gated,
+        "tied": model.tied,
+        "dropout": model.dropout,
+        "qk_norm": model.qk_norm,
+        "post_norms": model.post_norms,
+        "experts": experts.count,
+        "experts_per_token": experts.per_token,
+        "d_expert": experts.width,
+        "shared_experts": experts.shared,
+        "dense_layers": experts.dense_layers,
+        "moe_every": experts.every,
+        "capacity": experts.capacity,
+        "slots": experts.slots,
+        "mla_q_rank": latent.query_rank,
+        "mla_kv_rank": latent.rank,
+        "mla_d_rope": latent.rotary,
+        "mla_d_value": latent.value,
+        "lora_rank": lora.rank,
+        "lora_targets": ",".join(lora.targets),
+        "lora_base": lora.base,
+        "sequence": q.sequence,
+        "batch": q.batch,
+        "logit_tokens": q.logit_tokens or 0,
+        "mlp_tokens": q.mlp_tokens,
+        "offload": q.offload,
+        "fused": q.fused,
+        "attention": q.attention,
+        "recompute": "none",
+        "precision": q.precision,
+        "optimizer": q.optimizer,
+        "tensor": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "data": layout.data,
+        "expert_parallel": layout.expert,
+        "zero": layout.zero,
+        "memory": 80,
+    }

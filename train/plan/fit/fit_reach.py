@@ -1,0 +1,235 @@
+"""How far adapters go on a target: for each rank the longest sequences and the largest micro-batch that fit, compiled.
+
+Everything is recomputed and the frozen weights are as small as the levers allow. Lengths are of one sequence at once,
+with the inputs of blocks on the device, and in host memory where that lever is free; micro-batches are of the config's
+length, and divide its update. Ranks are tried smallest first. More of a rank or a length never takes fewer bytes:
+adapters, their moments, their gradients and what they keep of a token are all linear in rank
+(`memory.formulas.adapter_formulas`). So what fits the smaller rank bounds the next, and is tried first: if it fits, the
+next
+is settled by one compile. Else the bytes a token that were compiled so far lead to the length that fits, until the
+next longer one was compiled too and does not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.compare.variants import Stopped
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_MICRO,
+    BATCH_TOKENS,
+    DATA_SEQ_LEN,
+    LORA_BASE,
+    LORA_RANK,
+    MODEL_MAX_SEQ_LEN,
+    REMAT,
+)
+from bytescope.memory.remat.ilp import remat_keys
+from bytescope.memory.remat.search import FULL
+from bytescope.train.plan.fit.fit_step import Step, judged
+from bytescope.train.plan.fit.fit_walk import Walk
+
+# Ranks that are tried beside the config's.
+RANKS = (8, 16, 64, 256)
+# Lengths are multiples of this, in tokens, or of the config's where that is shorter; so many are tried for one answer.
+GRAIN, MOST_TRIED = 1024, 12
+# The policy that keeps the inputs of blocks in host memory.
+OFFLOAD = "offload"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """The most of a length or a micro-batch that fits at a rank, and its figures.
+
+    Fields:
+        rank, length, micro, base: its adapters, tokens of a sequence, sequences at once and how frozen weights are
+        stored. policy: what it recomputes. most: which of "length" and "micro" was raised. step: the variant as the
+        walk judges one; tokens: of its update. beyond: the least that was tried and does not fit, 0 where this is the
+        most that the model or the update have. Where not even the least fits, it is the least.
+    """
+
+    rank: int
+    length: int
+    micro: int
+    base: str
+    policy: str
+    most: str
+    step: Step
+    tokens: int
+    beyond: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted, over all devices."""
+        return self.tokens / self.step.seconds if self.step.seconds else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What is the most, and what is too much, in a few words; what is missing where it does not fit."""
+        if not self.step.fits:
+            return self.step.verdict
+        if self.most == "micro":
+            return f"{self.beyond} at once do not fit" if self.beyond else "the whole update at once"
+        return f"{self.beyond:,} do not fit" if self.beyond else "the longest of the model"
+
+    def to_json(self, flags: str) -> dict[str, Any]:
+        """The row as JSON values; `flags`: what sets its keys."""
+        found = self.step.to_json()
+        own = {
+            key: getattr(self, key)
+            for key in ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
+        }
+        return {
+            **own,
+            "flags": flags,
+            **{key: found[key] for key in ("allocated_bytes", "host_bytes", "predicted_seconds", "fits")},
+        }
+
+
+@dataclasses.dataclass
+class Bracket:
+    """Between the longest that fits and the shortest that does not, in tokens.
+
+    Fields:
+        fits, fails: those two; 0 and one step beyond the model's longest before any was tried. at: what to try next, 0
+        where the two are neighbours. grain: the step. slope: bytes a token, 0 where unknown. tried: lengths so far.
+    """
+
+    fits: int
+    fails: int
+    at: int
+    grain: int
+    slope: float = 0.0
+    tried: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def learn(self, step: Step, budget: int) -> None:
+        """Takes the variant of length `at`, and says what to try next."""
+        length, size = self.at, step.allocated
+        if self.tried:
+            last, before = list(self.tried.items())[-1]
+            self.slope = (size - before) / (length - last)
+        self.tried[length] = size
+        self.fits, self.fails = (length, self.fails) if step.fits else (self.fits, length)
+        if self.fails - self.fits <= self.grain or len(self.tried) == MOST_TRIED:
+            self.at = 0
+            return
+        guess = 2 * length if step.fits else (self.fits + length) // 2
+        if self.slope > 0 and step.fits == (size <= budget):  # else host memory is the limit
+            guess = length + int((budget - size) / self.slope)
+        guess = guess // self.grain * self.grain
+        self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
+
+    def larger(self) -> Bracket:
+        """Where a larger rank begins: at the longest that fits here."""
+        return Bracket(0, self.fails, self.fits, self.grain, self.slope)
+
+
+class Reach:
+    """Tries ranks, lengths and micro-batches after a walk: `found` has all that was compiled, `rows` the answers."""
+
+    def __init__(self, walk: Walk):
+        self.walk, self.trials, self.space = walk, walk.trials, walk.space
+        self.found: list[Reached] = []
+        self.answers: list[Reached] = []
+        self.stopped = ""
+
+    def run(self) -> None:
+        """Tries what the limits on compiles and time allow."""
+        if self.walk.stopped or self.walk.tightest is None:
+            return
+        own = self.space.flat[LORA_RANK]
+        ranks = [own] if LORA_RANK in self.space.given else sorted({own, *RANKS})
+        try:
+            if not {"micro", "accumulation"} - self.space.levers:
+                self._micros(ranks)
+            if DATA_SEQ_LEN not in self.space.given:
+                for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
+                    self._lengths(ranks, policy)
+        except Stopped as reason:
+            self.stopped = str(reason)
+        except KeyboardInterrupt:
+            self.stopped = "Ctrl-C"
+
+    @property
+    def rows(self) -> list[Reached]:
+        """The answers by rank, the fastest that fit first."""
+        return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
+
+    def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
+        """The rows as JSON values."""
+        return [row.to_json(flags(row.step.keys)) for row in self.rows]
+
+    def _micros(self, ranks: Sequence[int]) -> None:
+        """The largest micro-batch of each rank, of those that divide the update."""
+        smallest = self._smallest()
+        sizes, beyond = self.space.micros(smallest), 0
+        for rank in ranks:
+            tried: dict[int, Reached] = {}
+
+            def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
+                keys = {**smallest, LORA_RANK: str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
+                row = self._compiled(keys, FULL, "micro")
+                if row is not None:
+                    tried[micro] = row
+                return row is None or not row.step.fits
+
+            if sizes and fails(sizes[-1]):
+                first = bisect.bisect_left(sizes, True, hi=len(sizes) - 1, key=fails)
+                sizes, beyond = sizes[:first], sizes[first]
+            self._answer(tried, beyond)
+
+    def _lengths(self, ranks: Sequence[int], policy: str) -> None:
+        """The longest sequences of each rank, one at once."""
+        own, most = self.space.flat[DATA_SEQ_LEN], self.space.flat[MODEL_MAX_SEQ_LEN]
+        grain = min(GRAIN, own)
+        bracket = Bracket(0, most // grain * grain + grain, own // grain * grain, grain)
+        keys = {**self._smallest(), BATCH_MICRO: "1", BATCH_TOKENS: "0", BATCH_ACCUMULATION: "1", **remat_keys(policy)}
+        for rank in ranks:
+            tried = {}
+            while bracket.at:
+                row = self._compiled({**keys, LORA_RANK: str(rank), DATA_SEQ_LEN: str(bracket.at)}, policy, "length")
+                if row is None:
+                    return
+                tried[bracket.at] = row
+                bracket.learn(row.step, self.walk.budget)
+            self._answer(tried, bracket.fails if bracket.fails <= most else 0)
+            bracket = bracket.larger()
+
+    def _smallest(self) -> dict[str, str]:
+        """The keys, but for recomputation, of the variant with the smallest frozen weights that was tried; without
+        stages, which need several micro-batches."""
+        ran = [step for step in self.walk.steps if step.ok]
+        ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
+        narrow = [step for step in ran if step.keys.get(LORA_BASE) == "nf4"] or ran
+        keys = min(narrow, key=lambda step: step.allocated).keys
+        return {key: text for key, text in keys.items() if not key.startswith(REMAT)}
+
+    def _compiled(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
+        """A variant and its figures; None for one that cannot run."""
+        answer = self.trials.compile([keys])[0]
+        if answer["status"] != "ok":
+            return None
+        flat = self.trials.flat(keys)
+        step = judged("reach", "", keys, answer, self.walk.budget, self.trials)
+        row = Reached(
+            flat[LORA_RANK],
+            flat[DATA_SEQ_LEN],
+            flat[BATCH_MICRO],
+            flat[LORA_BASE],
+            policy,
+            most,
+            step,
+            answer["tokens_per_update"],
+        )
+        self.found.append(row)
+        return row
+
+    def _answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
+        """Adds the most of a rank that fits, else the least that was tried; nothing where nothing was."""
+        fits = [size for size, row in tried.items() if row.step.fits]
+        if tried:
+            self.answers.append(dataclasses.replace(tried[max(fits) if fits else min(tried)], beyond=beyond))

@@ -1,0 +1,78 @@
+"""The result of a fit as JSON values.
+
+Its keys (sizes are bytes on ONE device):
+
+- `best`: a row of `memory.compare.compare_rows` with `flags`, what to add to the command line; null where nothing fits.
+- `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_seconds` with
+  `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and `verdict`; null where a
+  variant cannot run.
+- `ties`: the `what` of variants that fit and are predicted to be as fast as the best. `rates`: where those of the
+  predicted seconds are from, in one line.
+- `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
+  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
+- `reach`: of adapters, the longest sequences and the largest micro-batches that fit at each rank: `rank`, `length`,
+  `micro`, `base`, `policy`, `most` (what is the most here: "length" or "micro"), `beyond` (the least of it that does
+  not fit, 0 where the model or the update has no more), `allocated_bytes`, `host_bytes`, `predicted_seconds`,
+  `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
+- `layouts`: each mesh that was tried, the choice's first: `layout`, its best variant's `what`, `allocated_bytes`,
+  `predicted_seconds`, `fits`, `verdict`; `slower`: the share of the choice's seconds that it takes more; at
+  least so much where `least_seconds` is known, which no variant of the mesh is expected to beat.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
+  that the flags above hold the given ones; `programs`: how many were compiled, those
+  in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.grids import given_flags
+from bytescope.train.plan.fit.fit_layouts import standings
+from bytescope.train.plan.fit.fit_reach import Reach
+from bytescope.train.plan.fit.fit_walk import Walk
+
+
+def to_json(
+    walk: Walk,
+    flags: Callable[[Mapping[str, str]], str],
+    versions: Mapping[str, str],
+    measured: Mapping[str, Any] | None = None,
+    reach: Reach | None = None,
+) -> dict[str, Any]:
+    """A walk that has ended as JSON values; see the module for the keys.
+
+    flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run. reach: what
+    was tried besides, of adapters.
+    """
+    best, certificate, host = None, None, walk.trials.host_budget
+    if walk.best is not None:
+        row = Row.of(dict(walk.best.keys), walk.best.answer)
+        best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
+            "flags": flags(walk.best.keys),
+            "what": walk.best.what,
+        }
+    elif walk.tightest is not None:
+        certificate = walk.tightest.certificate(flags(walk.tightest.keys), walk.budget, host)
+    return {
+        "best": best,
+        "walk": [step.to_json() for step in walk.steps],
+        "certificate": certificate,
+        "budget_bytes": walk.budget,
+        "host_budget_bytes": None if host == math.inf else int(host),
+        "batch_tokens": walk.space.tokens,
+        "config": walk.trials.config,
+        "given": given_flags(walk.trials.overrides),
+        "target": walk.trials.target.to_json(),
+        "versions": dict(versions),
+        "ties": [step.what for step in walk.ties],
+        "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
+        "programs": walk.trials.compiles,
+        "seconds": walk.seconds,
+        "stopped": walk.stopped or (reach.stopped if reach else ""),
+        "reach": reach.to_json(flags) if reach else [],
+        "layouts": [standing.to_json() for standing in standings(walk)],
+    }

@@ -1,0 +1,352 @@
+"""What a fit may change: meshes, micro-batches and squeezes of a config, as keys of its command line. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from bytescope.memory.config_keys import (
+    BATCH,
+    BATCH_ACCUMULATION,
+    BATCH_ACCUMULATION_SCHEDULE,
+    BATCH_MICRO,
+    BATCH_MODE,
+    BATCH_TOKENS,
+    DATA_SEQ_LEN,
+    LORA_BASE,
+    LORA_RANK,
+    MESH,
+    MESH_CONTEXT,
+    MESH_DATA,
+    MESH_EXPERT,
+    MESH_FSDP,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STAGE,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL_EXPERTS,
+    MODEL_N_HEADS,
+    MODEL_N_KV_HEADS,
+    OFFLOAD,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_CLIP,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PIPELINE_SCHEDULE,
+    PIPELINE_VIRTUAL,
+    PRECISION_PRESET,
+    REMAT,
+)
+from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.formulas.communication_volume import BATCH_AXES
+from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
+
+Keys = dict[str, str]
+
+# Lever -> what it changes.
+LEVERS: Mapping[str, str] = {
+    "remat": "what blocks keep (remat.*)",
+    "micro": "sequences per rank and micro-batch (batch.micro)",
+    "accumulation": "micro-batches per update, within one step (batch.tokens, batch.mode)",
+    "offload": "activations, optimizer state and parameters in host memory",
+    "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
+    "sharding": "the mesh",
+    "base": "how weights frozen under LoRA adapters are stored (lora.base): 16 bits, 8 bits, NF4",
+}
+
+# Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
+HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
+
+AXES = ("stage", *BATCH_AXES, "context", "tensor")
+ONE_AXIS = {
+    MESH_STAGE: "1",
+    MESH_DATA: "1",
+    MESH_EXPERT: "1",
+    MESH_CONTEXT: "1",
+    MESH_TENSOR: "1",
+    MESH_SEQUENCE_PARALLEL: "false",
+    PIPELINE_VIRTUAL: "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Squeeze:
+    """A way to make a step smaller in addition to recomputation.
+
+    Fields:
+        what: in words. levers: all of these have to be allowed. keys: what it sets.
+        activations: whether tensors of blocks may go to host memory.
+        whole: whether the whole batch of an update has to be one micro-batch, without accumulation.
+        beside: whether it is tried where one before it fits, too: the room that it leaves may be worth its time.
+    """
+
+    what: str
+    levers: tuple[str, ...] = ()
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    activations: bool = False
+    whole: bool = False
+    beside: bool = False
+
+
+_MOMENTS = {OFFLOAD_OPTIMIZER: "true"}
+_STATE = {**_MOMENTS, OFFLOAD_PARAMS: "true"}
+_BYTES = {OPTIMIZER_NAME: "adamw_8bit"}
+_NARROW = {PRECISION_PRESET: "bf16_params"}
+_FUSED = {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}
+# In the order in which they are tried: what costs transfers before what changes the arithmetic.
+SQUEEZES = (
+    Squeeze("recomputation"),
+    Squeeze("activations in host memory", ("offload",), {}, True),
+    Squeeze("optimizer state in host memory", ("offload",), _MOMENTS, True),
+    Squeeze("optimizer state and parameters in host memory", ("offload",), _STATE, True, True),
+    Squeeze("8-bit moments", ("precision",), _BYTES),
+    Squeeze("8-bit moments and parameters in host memory", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
+    Squeeze("16-bit parameters, 8-bit moments", ("precision",), {**_NARROW, **_BYTES}),
+    Squeeze(
+        "16-bit parameters updated inside the backward pass, moments in host memory",
+        ("precision", "offload"),
+        {**_NARROW, **_FUSED, **_MOMENTS},
+        True,
+        True,
+    ),
+    Squeeze(
+        "16-bit parameters updated inside the backward pass, Adafactor",
+        ("precision",),
+        {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"},
+        False,
+        True,
+    ),
+)
+# Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
+_INT8, _NF4 = {LORA_BASE: "int8"}, {LORA_BASE: "nf4"}
+ADAPTER_SQUEEZES = (
+    Squeeze("recomputation"),
+    Squeeze("frozen weights in 8 bits", ("base",), _INT8, beside=True),
+    Squeeze("frozen weights in NF4", ("base",), _NF4, beside=True),
+    Squeeze("activations in host memory", ("offload",), {}, True),
+    Squeeze("frozen weights in NF4, activations in host memory", ("base", "offload"), _NF4, True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """The variants of one config that a fit may try.
+
+    Fields:
+        flat: the config as given, dotted key -> value. given: keys of the command line; no variant changes them.
+        levers: names of LEVERS. n_devices, per_host: devices of the target, and of one of its hosts.
+        tokens: per update, over all devices. narrow: whether the target has units for 16-bit products.
+    """
+
+    flat: Mapping[str, Any]
+    given: frozenset[str]
+    levers: frozenset[str]
+    n_devices: int
+    per_host: int
+    tokens: int
+    narrow: bool = True
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per update, over all devices."""
+        return self.tokens // self.flat[DATA_SEQ_LEN]
+
+    def meshes(self) -> list[Keys]:
+        """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
+        other strategies, experts shared by all devices, by those of a host or half of them, tensor parallelism within
+        a host, and stages. Those that cannot have the batch are left out."""
+        if "sharding" not in self.levers or self.n_devices == 1:
+            return [{}]
+        hosts, found = self.n_devices // self.per_host, [{}]
+        found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1"})
+        if hosts > 1:
+            found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts), MESH_FSDP: str(self.per_host)})
+        found += [{**ONE_AXIS, MESH_STRATEGY: name, MESH_FSDP: "-1"} for name in ("zero2", "zero1", "ddp")]
+        experts, sizes = self.flat[MODEL_EXPERTS], (self.n_devices, self.per_host, self.per_host // 2)
+        found += [
+            {**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_EXPERT: str(size)}
+            for size in sizes
+            if experts and size > 1 and experts % size == 0
+        ]
+        heads = math.gcd(self.flat[MODEL_N_HEADS], self.flat[MODEL_N_KV_HEADS])
+        found += [
+            {
+                **ONE_AXIS,
+                MESH_STRATEGY: "zero3",
+                MESH_FSDP: "-1",
+                MESH_TENSOR: str(size),
+                MESH_SEQUENCE_PARALLEL: "true",
+            }
+            for size in (2, 4, 8)
+            if self.per_host % size == 0 and heads % size == 0
+        ]
+        found += [{**ONE_AXIS, **keys} for keys in stage_meshes(self.flat, self.given, self.n_devices, self.per_host)]
+        different: dict[tuple[Any, ...], Keys] = {}
+        for keys in found:
+            different.setdefault(tuple(sorted(self._axes(keys).items())), keys)
+        return [keys for keys in different.values() if self.micros(keys)]
+
+    def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Sizes of the mesh's axes without -1, and its strategy: "ddp" wherever nothing is sharded."""
+
+        def value(name: str) -> Any:
+            text = keys.get(MESH + name)
+            return self.flat[MESH + name] if text is None else text
+
+        sizes = {axis: int(value(axis)) for axis in AXES}
+        rest = math.prod(size for size in sizes.values() if size > 0)
+        sizes = {axis: size if size > 0 else max(self.n_devices // rest, 1) for axis, size in sizes.items()}
+        shared = sizes["fsdp"] * sizes["expert"] * sizes["context"] > 1
+        return {
+            **sizes,
+            "strategy": value("strategy") if shared else "ddp",
+            "schedule": self.schedule(keys),
+            "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false",
+        }
+
+    def schedule(self, mesh: Mapping[str, str]) -> str:
+        """The schedule of a mesh with stages, given as keys; "" of one without."""
+        stages = mesh.get(MESH_STAGE) or self.flat[MESH_STAGE]
+        return mesh.get(PIPELINE_SCHEDULE) or self.flat[PIPELINE_SCHEDULE] if int(stages) > 1 else ""
+
+    def ranks(self, mesh: Mapping[str, str]) -> int:
+        """Data-parallel ranks of a mesh, given as keys."""
+        axes = self._axes(mesh)
+        return math.prod(axes[axis] for axis in BATCH_AXES)
+
+    def micros(self, mesh: Mapping[str, str]) -> list[int]:
+        """Micro-batches that divide the update on a mesh, smallest first; [] for a mesh that cannot have the batch."""
+        ranks, schedule = self.ranks(mesh), self.schedule(mesh)
+        if self.sequences % ranks:
+            return []
+        each = self.sequences // ranks
+        if "accumulation" not in self.levers:
+            steps = self.flat[BATCH_ACCUMULATION]
+            sizes = [each // steps] if each % steps == 0 else []
+        else:
+            sizes = [size for size in range(1, each + 1) if each % size == 0]
+        if schedule and mesh:
+            stages = self._axes(mesh)["stage"]
+            sizes = [size for size in sizes if takes(schedule, stages, each // size)]
+        own = self.flat[BATCH_MICRO]
+        return sizes if "micro" in self.levers else [size for size in sizes if size == own]
+
+    def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
+        """The keys of a micro-batch on a mesh. It is accumulated within one step, which holds one accumulator and
+        updates once."""
+        steps = self.sequences // (self.ranks(mesh) * micro)
+        keys = {BATCH_MICRO: str(micro), BATCH_TOKENS: "0", BATCH_ACCUMULATION: str(steps)}
+        once = steps == 1 and not self.schedule(mesh)
+        return keys if BATCH_MODE in self.given or once else {**keys, BATCH_MODE: "scan"}
+
+    def squeezes(self) -> list[Squeeze]:
+        """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
+        AdamW."""
+        adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
+        table = ADAPTER_SQUEEZES if self.flat[LORA_RANK] else SQUEEZES
+        return [
+            squeeze
+            for squeeze in table
+            if set(squeeze.levers) <= self.levers
+            and not self.given.intersection(squeeze.keys)
+            and (adam or OPTIMIZER_NAME not in squeeze.keys)
+        ]
+
+    def baseline(self) -> Keys:
+        """The keys of every variant: bf16 compute over float32 master parameters, where the config is float32
+        throughout and the lever `precision` is free; else none."""
+        wide = self.flat[PRECISION_PRESET] == "fp32" and PRECISION_PRESET not in self.given
+        return {PRECISION_PRESET: "bf16"} if wide and self.narrow and "precision" in self.levers else {}
+
+
+def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
+    """Data-parallel ranks of a config, dotted key -> value, on so many devices."""
+    return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
+
+
+def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
+    """Tokens per update of a config, dotted key -> value, over all devices."""
+    if flat[BATCH_TOKENS]:
+        return flat[BATCH_TOKENS]
+    return flat[BATCH_MICRO] * flat[BATCH_ACCUMULATION] * ranks_of(flat, n_devices) * flat[DATA_SEQ_LEN]
+
+
+def choose(text: str | None) -> frozenset[str]:
+    """The levers named in `a,b,c`, all of them for None. Raises ReportError for one that does not exist."""
+    names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in LEVERS:
+            raise ReportError(f"--levers={text}: no lever {name!r}: {remedy_for(name, LEVERS)}")
+    return frozenset(names)
+
+
+def space_of(
+    flat: Mapping[str, Any],
+    given: Collection[str],
+    levers: frozenset[str],
+    n_devices: int,
+    per_host: int,
+    tokens: int | None,
+    narrow: bool = True,
+) -> Space:
+    """The space of a config on a target.
+
+    Args:
+        flat: the config, dotted key -> value. given: keys of the command line. levers: names of LEVERS.
+        n_devices, per_host: devices of the target, and of one of its hosts.
+        tokens: per update, None for the config's. narrow: whether the target has units for 16-bit products.
+
+    Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
+    """
+    if flat[BATCH_ACCUMULATION_SCHEDULE]:
+        raise ReportError(
+            f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
+            "--batch-tokens, and give the schedule when training"
+        )
+    length = flat[DATA_SEQ_LEN]
+    tokens = tokens or tokens_of(flat, n_devices)
+    if tokens < length or tokens % length:
+        raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
+    levers -= {lever for start, lever in HELD.items() if any(key.startswith(start) for key in given)}
+    space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
+    if not space.meshes() or not any(map(space.micros, space.meshes())):
+        raise ReportError(_indivisible(space))
+    return space
+
+
+def _indivisible(space: Space) -> str:
+    """What to say of a batch that no mesh can have: the value, and the nearest that works."""
+    ranks = space.ranks({})
+    fixed = {BATCH + name: space.flat[BATCH + name] for name in ("micro", "accumulation") if name not in space.levers}
+    works = ranks * space.flat[DATA_SEQ_LEN] * math.prod(fixed.values())
+    text = f"{space.tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
+    if fixed:
+        text += f" with {' and '.join(f'{key}={value}' for key, value in fixed.items())}"
+    text += f": give --batch-tokens={works}"
+    return text if len(fixed) == 2 else f"{text} or a multiple"
+
+
+def layout(keys: Mapping[str, str], space: Space) -> str:
+    """The mesh of a variant in a few words: its strategy, its axes, the schedule of its stages."""
+    axes = space._axes(keys)
+    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in AXES if axes[axis] > 1)
+    if any(axes[axis] > 1 for axis in AXES if axis not in ("stage", "tensor")):
+        mesh = f"{axes['strategy']} {mesh}"
+    return " ".join(filter(None, (mesh or "one device", axes["schedule"])))
+
+
+def words(keys: Mapping[str, str], space: Space) -> str:
+    """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
+    parts = [
+        layout(keys, space),
+        f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}",
+    ]
+    for key, value in keys.items():
+        if key in (PRECISION_PRESET, OPTIMIZER_NAME, LORA_BASE):
+            parts.append(f"{key.rpartition('.')[2]}={value}")
+        elif key.startswith((OFFLOAD, OPTIMIZER_FUSED_BACKWARD)):
+            parts.append(key)
+    return ", ".join(parts)

@@ -1,0 +1,106 @@
+"""One variant that a fit tried, and its result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.compare.compare_rows import Row, thrift
+from bytescope.memory.compare.variants import Trials
+from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.units import human
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One variant of the walk.
+
+    Fields:
+        stage: a key of `train.plan.fit.fit_text.STAGES`. what: the variant in words. keys: dotted key -> text.
+        answer: the worker's (`memory.compare.worker`); its `status` is "ok", or why the variant cannot run.
+        fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
+        prediction: its seconds; None for a variant that cannot run.
+    """
+
+    stage: str
+    what: str
+    keys: Mapping[str, str]
+    answer: Mapping[str, Any]
+    fits: bool
+    verdict: str
+    prediction: Prediction | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the variant runs, so that it has figures."""
+        return self.answer["status"] == "ok"
+
+    @property
+    def seconds(self) -> float | None:
+        """Per update, predicted; None for a variant that cannot run."""
+        return self.prediction.seconds if self.prediction else None
+
+    @property
+    def spread(self) -> tuple[float | None, float | None]:
+        """The least and the most that the seconds are expected to come to; None for a variant that cannot run."""
+        return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
+
+    @property
+    def thrift(self) -> tuple[float, int, bool]:
+        """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
+        return thrift(
+            Row.of(
+                self.keys,
+                {key: self.answer.get(key) for key in ("recompute_flops_fraction", "allocated_bytes", "host_bytes")},
+            )
+        )
+
+    @property
+    def allocated(self) -> int:
+        """Allocated bytes on one device, 0 for a variant that cannot run."""
+        return self.answer.get("allocated_bytes", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as a row of a fit's `walk` (see `train.plan.fit.fit_result`)."""
+        low, high = self.spread
+        return {
+            "stage": self.stage,
+            "what": self.what,
+            "keys": dict(self.keys),
+            **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
+            "predicted_seconds": self.seconds,
+            "predicted_seconds_low": low,
+            "predicted_seconds_high": high,
+            "fits": self.fits,
+            "verdict": self.verdict,
+        }
+
+    def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
+        """The step as a fit's `certificate`, where nothing fits: what it holds, and what is missing.
+
+        flags: what runs it. budget, host_budget: bytes of one device and of its share of host memory.
+        """
+        return {
+            "keys": dict(self.keys),
+            "flags": flags,
+            "what": self.what,
+            "allocated_bytes": self.allocated,
+            "missing_bytes": max(self.allocated - budget, 0),
+            "host_bytes": self.answer["host_bytes"],
+            "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
+            "breakdown": dict(self.answer["breakdown"]),
+        }
+
+
+def judged(
+    stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int, trials: Trials
+) -> Step:
+    """The step of a variant that runs, compared with the budgets of device and host."""
+    over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
+    verdict = "fits"
+    if over > 0:
+        verdict = f"{human(over)} over"
+    elif host_over > 0:
+        verdict = f"host {human(int(host_over))} over"
+    return Step(stage, what, keys, answer, over <= 0 and host_over <= 0, verdict, trials.predicted(answer))

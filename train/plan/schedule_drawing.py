@@ -1,0 +1,171 @@
+"""A schedule in the terminal: a row a stage, a column a tick, and its figures; several schedules in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from bytescope.memory.pipeline import schedule_figures
+from bytescope.memory.pipeline.published_schedules import PUBLISHED
+from bytescope.memory.pipeline.schedule import IDLE, Schedule
+from bytescope.memory.pipeline.schedules import SCHEDULES
+from bytescope.memory.view.text_layout import Prose, ignoring
+from bytescope.memory.view.text_table import FigureTable, figure, label, words
+
+# (forward, backward, weights) in a tick -> its letter, and its style.
+MARKS = {
+    (False, False, False): ("·", "dim"),
+    (False, False, True): ("w", "green"),
+    (True, False, False): ("f", "cyan"),
+    (True, False, True): ("f", "cyan"),
+    (False, True, False): ("b", "magenta"),
+    (False, True, True): ("b", "magenta"),
+    (True, True, False): ("X", "yellow"),
+    (True, True, True): ("X", "yellow"),
+}
+
+
+class Grid:
+    """The table of a schedule: its middle is left out where there are more ticks than columns."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        schedule = self._schedule
+        head = len(f"stage {schedule.stages - 1}  ")
+        room = max(options.max_width - head, 8)
+        ticks, cut = range(schedule.ticks), schedule.ticks > room
+        if cut:
+            left = (room - 1) // 2
+            ticks = [*range(left), *range(schedule.ticks - (room - 1 - left), schedule.ticks)]
+        for stage in range(schedule.stages):
+            line = Text(f"stage {stage}".ljust(head))
+            for number, tick in enumerate(ticks):
+                if cut and number == left:
+                    line.append("…", style="dim")
+                line.append(*self._mark(tick, stage))
+            yield ignoring(line)
+        if cut:
+            yield Prose(f"{schedule.ticks - len(ticks)} of {schedule.ticks} ticks in the middle are left out", "dim")
+
+    def _mark(self, tick: int, stage: int) -> tuple[str, str]:
+        tables = (self._schedule.forward, self._schedule.backward, self._schedule.weights)
+        return MARKS[tuple(bool(table[tick, stage, 0] != IDLE) for table in tables)]
+
+
+def share(value: float | Fraction) -> str:
+    """A share in per cent."""
+    return f"{100 * float(value):.1f}%"
+
+
+def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
+    """One schedule; layers: those of each virtual stage, where the model is known."""
+    found, (formula, least) = schedule_figures.simulate(schedule), schedule_figures.expected_bubble(schedule)
+    table = FigureTable(figure("stage"), figure("layers"), figure("stash slots"), figure("stash"), figure("idle"))
+    for stage, (slots, stash, idle) in enumerate(
+        zip(schedule.stash_slots, schedule_figures.stash_by_stage(schedule), found.idle)
+    ):
+        own = "" if layers is None else "+".join(str(layers[k]) for k in schedule.placement[stage])
+        table.add(str(stage), own, str(slots), f"{float(stash):.3f}", share(idle))
+    return Group(
+        Text(
+            f"{schedule.name}: {schedule.stages} stages x {schedule.virtual} chunks, {schedule.micro_batches} "
+            f"micro-batches, {schedule.ticks} ticks",
+            style="bold",
+        ),
+        Grid(schedule),
+        Prose("f forward  b backward  X both in one tick  w gradients of weights  · idle", "dim"),
+        Text(),
+        table,
+        Text(),
+        Prose(
+            f"bubble {share(found.bubble)} with the blocks recomputed, where a stage waits for what it reads alone; "
+            f"{formula} is {share(least)}"
+        ),
+        Prose(
+            "stash: in units of what all layers keep of one micro-batch; one program runs on all stages, so that "
+            f"each allocates what the fullest needs: {float(max(schedule_figures.stash_by_stage(schedule))):.3f}"
+        ),
+    )
+
+
+def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
+    """All schedules of the same stages and micro-batches; refused: those that do not exist for them, and why."""
+    table = FigureTable(
+        label("schedule"),
+        figure("chunks"),
+        figure("ticks"),
+        figure("stash"),
+        figure("published"),
+        figure("bubble, recomputed"),
+        figure("kept"),
+        words("what it is"),
+    )
+    for one in schedules:
+        published = schedule_figures.published_stash(one.name, one.stages, one.micro_batches, one.virtual)
+        bubbles = [share(schedule_figures.simulate(one, recomputed=again).bubble) for again in (True, False)]
+        table.add(
+            one.name,
+            str(one.virtual),
+            str(one.ticks),
+            f"{float(max(schedule_figures.stash_by_stage(one))):.3f}",
+            "" if published is None else f"{float(published):.3f}",
+            *bubbles,
+            SCHEDULES[one.name].summary,
+        )
+    notes = [Prose(f"{name}: {why}", "dim") for name, why in refused]
+    return Group(
+        table,
+        *notes,
+        Text(),
+        Prose(
+            "stash: of the fullest stage, in units of what all layers keep of one micro-batch; published: programs of "
+            "which every stage has its own. bubble: time beyond the work of 1F1B, with blocks recomputed or kept."
+        ),
+        Text(),
+        *_published(schedules),
+    )
+
+
+def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
+    """The papers' schedules for as many stages and micro-batches, beside the nearest of ours."""
+    stages, micro_batches = schedules[0].stages, schedules[0].micro_batches
+    ours = {one.name: one for one in schedules}
+    table = FigureTable(
+        label("published"),
+        figure("bubble"),
+        figure("stash"),
+        figure("weights"),
+        figure("ours"),
+        figure("bubble"),
+        figure("stash"),
+        words("what differs"),
+    )
+    for name, row in PUBLISHED.items():
+        own = ours.get(row.ours)
+        figures_of_own = (
+            ("", "", "")
+            if own is None
+            else (
+                own.name,
+                share(schedule_figures.simulate(own, recomputed=False).bubble),
+                f"{float(max(schedule_figures.stash_by_stage(own))):.3f}",
+            )
+        )
+        table.add(
+            name,
+            share(row.share(stages, micro_batches)),
+            f"{float(row.stash(stages, micro_batches)):.3f}",
+            f"{row.parameters}x",
+            *figures_of_own,
+            row.differs,
+        )
+    return [
+        Text("as the papers count, a program for each stage, and the nearest of ours", style="bold"),
+        table,
+        Prose("activations kept; gradients of inputs and of weights take as long as a forward pass", "dim"),
+    ]

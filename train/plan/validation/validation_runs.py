@@ -1,0 +1,139 @@
+"""Measured rows compiled, one file a program, so that a run goes on where it stopped and new rates need no compile.
+
+Rows that differ in what was measured, but not in what a config of ours says, share a program and its file. A file is
+named by the program and by the versions that compiled it. Where this environment has no compiler for a chip (CUDA 13
+has left the V100), a file that another environment wrote into the same folder answers for the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.config_keys import MODEL_N_LAYERS, MODEL_SCAN
+from bytescope.train.plan.validation.measured_rows import Row
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.trainer import Trainer
+
+# Hex digits of a digest in a file's name: enough to tell programs and versions apart.
+_DIGITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What became of rows, by `Row.id`.
+
+    Fields:
+        answers: those of workers (`plan.worker.answer_to`), with the schedule and the bytes of each program.
+        failed: why a row has none. left: rows that were not compiled when Ctrl-C came, or for which nothing was asked.
+        compiled: how many programs were compiled now; the others were found in the folder.
+        programs: the name of each answer's file; rows of one name are one program.
+        elsewhere: rows whose answer another environment compiled, of a chip that this one has no compiler for.
+    """
+
+    answers: Mapping[str, Mapping[str, Any]]
+    failed: Mapping[str, str]
+    left: tuple[str, ...] = ()
+    compiled: int = 0
+    programs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
+
+
+def jobs_of(rows: Sequence[Row], trainer: Trainer) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
+    """(jobs, reasons why a config is refused), both by `Row.id`, of the rows without a reason of their own.
+
+    A job's name, that of its file, is the set's with two digests: of the resolved config, the target and the sources
+    that make an answer, and of these with the versions.
+    """
+    jobs, programs, refused = Jobs(trainer), Jobs(trainer, {}), {}
+    found: dict[str, worker_pool.Job] = {}
+    for row in rows:
+        if row.reason:
+            continue
+        overrides = tuple(row.overrides.items())
+        try:
+            jobs.check(row.config, overrides)
+            job = jobs.job(row.config, row.target, overrides, f"{row.model} on {row.target} {row.setup}".rstrip())
+        except ValueError as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            refused[row.id] = " ".join(str(error).split())
+            continue
+        program = programs.job(row.config, row.target, overrides).name
+        found[row.id] = dataclasses.replace(job, name=f"{row.set}-{program[:_DIGITS]}-{job.name[:_DIGITS]}")
+    return found, refused
+
+
+def run(
+    rows: Sequence[Row],
+    trainer: Trainer,
+    folder: Path,
+    *,
+    workers: int | None = None,
+    progress: worker_pool.Progress = lambda labels, done: None,
+) -> Runs:
+    """Compiles the rows whose files are not in the folder yet, in worker processes; Ctrl-C keeps what is finished.
+
+    Args:
+        workers: how many processes; by default as many as cores and memory allow, two at most.
+        progress: called with the labels of the rows under way and how many are done.
+    """
+    jobs, refused = jobs_of(rows, trainer)
+    gpus = {row.id: row.gpus for row in rows}
+    distinct = {jobs[key].name: jobs[key] for key in sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))}
+    found = {name for name in distinct if row_cache.read(folder, name)}
+    targets = sorted({job.target for job in jobs.values()})
+    answers, _ = (
+        worker_pool.run(
+            list(distinct.values()),
+            workers=worker_pool.worker_count(max(len(distinct), 1), workers),
+            env=worker_pool.environment(targets),
+            cache=folder,
+            progress=progress,
+        )
+        if jobs
+        else ({}, False)
+    )
+    good = {name: answer for name, answer in answers.items() if answer.get("status") == "ok"}
+    others = {name: answer for name in answers if name not in good and (answer := _elsewhere(folder, name))}
+    names = {key: job.name for key, job in jobs.items()}
+    usable = good | others
+    failed = {
+        key: str(answers[name].get("status", "no answer"))
+        for key, name in names.items()
+        if name in answers and name not in usable
+    }
+    return Runs(
+        {key: usable[name] for key, name in names.items() if name in usable},
+        refused | failed,
+        tuple(key for key, name in names.items() if name not in answers),
+        len(set(good) - found),
+        names,
+        tuple(key for key, name in names.items() if name in others),
+    )
+
+
+def finished(
+    rows: Sequence[Row], trainer: Trainer, folder: Path
+) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
+    """(names of the programs, answers), both by `Row.id`, of what the folder has; nothing is compiled."""
+    jobs, _ = jobs_of(rows, trainer)
+    answers = {key: row_cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}
+    return {key: job.name for key, job in jobs.items()}, {key: answer for key, answer in answers.items() if answer}
+
+
+def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
+    """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
+    return 1 if job.flat.get(MODEL_SCAN, True) else int(job.flat[MODEL_N_LAYERS]), gpus
+
+
+def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """The answer for a program that other versions compiled, the newest of those that can be read."""
+    program = name.rpartition("-")[0]
+    files = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((answer for file in files if (answer := row_cache.read(folder, file.stem))), None)
