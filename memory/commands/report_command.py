@@ -15,6 +15,7 @@ from bytescope.memory.commands.arguments import (
     add_rates,
     add_subject,
     check_files,
+    show_written,
     user_path,
     write,
 )
@@ -66,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generating = parser.add_argument_group("with --generate")
     for add in (pool.add_dtype, pool.add_weights, pool.add_devices, pool.add_pool):
         add(generating)
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print timeline, largest buffers, state and traffic too, and why each choice was made",
+    )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -143,7 +149,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     )
     named = subject(args.config, overrides, program, config, settled, compilation.jaxpr)
     report = with_seconds(dataclasses.replace(report, subject=named), measure=True)
-    _show(report, trainer.choices(program))
+    _show(report, args.verbose, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
     if args.formulas:
         more["formula"] = _formulas(report, config, settled, compilation.jaxpr)
@@ -205,7 +211,7 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
 
     compilation, target = compiled_for(args.hlo, target=target)
     report = with_seconds(report_of(compilation, target=target), measure=True)
-    _show(report)
+    _show(report, args.verbose)
     _write(args, report, compilation.proto, {})
     return report
 
@@ -225,7 +231,7 @@ def _of_program(args: argparse.Namespace) -> Report:
         report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (), names=own["names"] or ()),
         measure=True,
     )
-    _show(report)
+    _show(report, args.verbose)
     _write(args, report, compilation.proto, {})
     return report
 
@@ -252,10 +258,10 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
     put(Group(*parts))
 
 
-def _show(report: Report, choices: str = "") -> None:
+def _show(report: Report, verbose: bool, choices: str = "") -> None:
     from bytescope.memory.report import report_text
 
-    report_text.show(report, choices=choices)
+    report_text.show(report, choices=choices, verbose=verbose)
 
 
 def _formulas(
@@ -314,3 +320,4 @@ def _write(args: argparse.Namespace, report: Report, proto: bytes, more: Mapping
         from bytescope.memory.commands.xprof_export import export
 
         export(args.export, report, proto)
+    show_written(args.json, args.html, args.export)
