@@ -24,6 +24,10 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
+from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
+
+if TYPE_CHECKING:
+    from bytescope.train.plan.estimate_page import Preset
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.trainer import Trainer
@@ -133,8 +137,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError("give either a config or --params")
     if args.params is None and not args.config:
         raise ReportError(f"{NO_CONFIG}, or --params=7e9")
+    recompute = "none"
     if args.config:
         config = trainer.config(args.config, overrides)
+        recompute = _recompute_of(config)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif overrides:
         raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
@@ -144,7 +150,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
-    _write(args, found, trainer)
+    _write(args, found, trainer, recompute)
     return 0
 
 
@@ -292,7 +298,7 @@ def _table(found: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer) -> None:
+def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer, recompute: str) -> None:
     """Writes the files asked for; the page offers every shipped config as a preset."""
     if args.json:
         write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
@@ -301,15 +307,24 @@ def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer) -> None:
         from bytescope.train.plan import estimate_page
 
         name = called(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(found.question, name, _presets(trainer)))
+        write(args.html, estimate_page.render(found.question, name, _presets(trainer), recompute))
 
 
-def _presets(trainer: Trainer) -> dict[str, Question]:
-    """The question of each shipped config that has formulas."""
+def _recompute_of(config: Mapping[str, Any]) -> str:
+    """Returns the recomputation of the formulas, a key of `RECOMPUTE`, that is nearest to a config's remat policy."""
+    policy = config["remat.policy"]
+    return policy if policy in RECOMPUTE else "none"
+
+
+def _presets(trainer: Trainer) -> dict[str, Preset]:
+    """The question and the recomputation of each shipped config that has formulas."""
+    from bytescope.train.plan.estimate_page import Preset
+
     found = {}
     for name in trainer.configs():
+        config = trainer.config(name, ())
         try:
-            found[name] = check(question_of(trainer.config(name, ())))
+            found[name] = Preset(check(question_of(config)), _recompute_of(config))
         except ReportError:  # it names what no formula is known for
             continue
     return found

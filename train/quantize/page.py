@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from bytescope.memory.units import human
@@ -11,10 +9,6 @@ from bytescope.memory.view.elements import Figure, table, versions
 from bytescope.memory.view.frame import page
 from bytescope.train.quantize.result import Result
 from bytescope.train.quantize.shown import mean_error
-
-# The drawing, in its own units; shares are on a logarithmic axis.
-WIDE, HIGH, LEFT, BELOW = 860, 280, 64, 30
-TICKS = 16  # layers that are named at most
 
 
 def render(result: Result) -> str:
@@ -29,7 +23,7 @@ def render(result: Result) -> str:
     return page(
         "quantize",
         f"{result.title} in 4 bits",
-        {},
+        page_data(result),
         heading=f"{result.title} in 4 bits",
         where=result.out,
         facts=result.facts,
@@ -38,8 +32,6 @@ def render(result: Result) -> str:
             Figure("perplexity", f"{result.after:.3f}", f"{result.before:.3f} before"),
             Figure("weights", human(after), f"{human(before)} in 16 bits", f"{after:,} bytes"),
         ],
-        drawing=drawing(result),
-        scaled=_differ(result),
         weights=[_short(name) for name in result.weights],
         heat=heat(result),
         sizes=table(sizes, [*result.components.items(), ("all", result.bytes)]),
@@ -54,46 +46,16 @@ def _differ(result: Result) -> bool:
     return any(one["error"] != one["rounding"] for row in result.layers for one in row["weights"])
 
 
-def drawing(result: Result) -> dict[str, Any]:
-    """Lines of shares by layer, with ticks of both axes."""
-    lines = {
+def page_data(result: Result) -> dict[str, Any]:
+    """Returns what the script draws: layer numbers, and for each line its share of error in each layer, from 0 to 1."""
+    shares = {
         "rounding": [mean_error(row)[0] for row in result.layers],
-        "error": [mean_error(row)[1] for row in result.layers],
-        "stream": [row["stream"] for row in result.layers],
+        "written": [mean_error(row)[1] for row in result.layers],
+        "residual stream": [row["stream"] for row in result.layers],
     }
     if not _differ(result):
-        del lines["error"]
-    known = [share for shares in lines.values() for share in shares if share > 0] or [1.0]
-    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    high = max(high, low + 1)
-    count = max(len(result.layers) - 1, 1)
-
-    def x(layer: int) -> float:
-        return LEFT + (WIDE - LEFT) * layer / count
-
-    def y(share: float) -> float:
-        return (HIGH - BELOW) * (high - math.log10(max(share, 10.0**low))) / (high - low)
-
-    every = -(-len(result.layers) // TICKS)
-    return {
-        "width": WIDE + 20,
-        "height": HIGH + 14,
-        "left": LEFT,
-        "right": WIDE,
-        "bottom": HIGH - BELOW,
-        "shares": [
-            {"y": y(10.0**power), "text": f"{10.0**power:.{max(-power - 2, 0)}%}"} for power in range(low, high + 1)
-        ],
-        "layers": [{"x": x(layer), "text": str(layer)} for layer in range(0, len(result.layers), every)],
-        "lines": [_line(name, shares, x, y) for name, shares in lines.items()],
-    }
-
-
-def _line(name: str, shares: Sequence[float], x: Any, y: Any) -> dict[str, Any]:
-    marks = [
-        {"x": x(layer), "y": y(share), "title": f"layer {layer}: {share:.3%}"} for layer, share in enumerate(shares)
-    ]
-    return {"name": name, "marks": marks, "points": " ".join(f"{one['x']:.1f},{one['y']:.1f}" for one in marks)}
+        del shares["written"]
+    return {"layers": [row["layer"] for row in result.layers], "shares": shares}
 
 
 def heat(result: Result) -> list[dict[str, Any]]:
