@@ -2,7 +2,7 @@
 // The calculator's inputs, its table and its chart. The inputs live in the address (#layers=32&zero=3), so an estimate
 // can be shared; what is not in it has the value of the command's question.
 (() => {
-  const { root, address, count, exact, make, flags } = base, data = base.data();
+  const { GIB, root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["frozen", "frozen parameters", "frozen"],
@@ -11,7 +11,7 @@
     ["recomputed", "one layer recomputed", "workspace"], ["outside", "embedding, head and logits", "logits_loss"]];
   const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
   const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
-  const GIB = 2 ** 30, gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / GIB) + " GiB";
+  const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / GIB) + " GiB";
   const { estimate, parameterCount, shapeFor, adapted, targetsOf, routedLayers } = charts.formulas(data);
 
   // ---- inputs ---------------------------------------------------------------------------------------
