@@ -24,6 +24,7 @@ from bytescope.memory.compare.compare_rows import (
     unit_of,
     value_text,
     varying,
+    why_slower,
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, as_text
@@ -137,6 +138,7 @@ def render(comparison: Mapping[str, Any]) -> str:
         notes=[
             *limit_notes(target, target.get("limit_bytes")),
             *rates_notes(comparison["rows"]),
+            *(f"{name}: {reason}." for name, reason in why_slower(rows).items()),
             *NOTES,
             *([FORMULA_NOTE] if with_formulas else []),
         ],

@@ -22,6 +22,7 @@ from bytescope.memory.compare.compare_rows import (
     unit_of,
     value_text,
     varying,
+    why_slower,
 )
 from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.seconds.ranking import TIE
@@ -131,6 +132,10 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
     out += [
         Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
         for source in dict.fromkeys(row.rates for row in rows if row.rates)
+    ]
+    out += [
+        Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
+        for name, reason in why_slower(rows).items()
     ]
     if any(row.pareto for row in rows):
         out.append(
