@@ -200,7 +200,7 @@ def test_a_row_that_recomputes_no_more_and_is_slower_says_why():
         predicted("dots", 30, 0.4, 0.24, predicted_by_term=terms | {"products": 0.2}),
         predicted("same", 30, 0.0, 0.141, predicted_by_term=terms),
     ]
-    reason = "0.1 s slower than same: waiting for collectives 0.142 s instead of 0.02 s"
+    reason = "0.099 s slower than same: waiting for collectives 0.142 s instead of 0.02 s"
     assert plan_rows.why_slower(rows) == {"none": reason}
     assert reason in " ".join(printed(rows).split())
     assert plan_rows.why_slower(rows[2:3]) == {}
