@@ -12,18 +12,18 @@ from types import ModuleType
 
 from bytescope.memory import __main__ as memory_commands
 from bytescope.memory.errors import exit_code_of
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 # Command of the trainer -> (module with parse(argv) and main(argv) -> exit code, what it does); memory/__main__.py has
 # the others.
 TRAINER = {
-    "train": ("__main__", "train a transformer, its memory known before the first step"),
+    "train": ("commands.train_command", "train a transformer, its memory known before the first step"),
     "prepare": ("data.prepare", "turn text into token shards, which train reads fast"),
-    "generate": ("generation.command", "text from a run or a folder of weights, with a paged cache"),
-    "score": ("generation.score_command", "log-probabilities and perplexity of texts under a run or a folder"),
-    "quantize": ("quantize.command", "write a model in 4 bits with scales that a text asks for (AWQ)"),
-    "export": ("export.command", "write the model of a run as a folder that transformers loads"),
-    "completion": ("completion.command", "print a script that completes commands in bash, zsh or fish"),
+    "generate": ("commands.generate_command", "text from a run or a folder of weights, with a paged cache"),
+    "score": ("commands.score_command", "log-probabilities and perplexity of texts under a run or a folder"),
+    "quantize": ("commands.quantize_command", "write a model in 4 bits with scales that a text asks for (AWQ)"),
+    "export": ("commands.export_command", "write the model of a run as a folder that transformers loads"),
+    "completion": ("commands.completion_command", "print a script that completes commands in bash, zsh or fish"),
 }
 GROUPS = {
     "train": ("train", "prepare", "generate", "score", "quantize", "export"),
@@ -106,7 +106,7 @@ def _known(argv: Sequence[str]) -> Sequence[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process by default; returns the exit code."""
     if argv is None:  # the process is this command line
-        from bytescope.train.run.signals import INTERRUPTED, end_quietly
+        from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it

@@ -10,9 +10,9 @@ from bytescope.memory.errors import ReportError
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 KERNELS = ("blocks", "gather", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
-# How weights of the blocks may be stored: rows of FORMATS of model/quantized/table.py.
+# How weights of the blocks may be stored: rows of FORMATS of model/quantized/quantized_formats.py.
 WEIGHTS = ("int4_g32", "int4_g64", "int4_g128", "nf4", "int8")
-PAGE = 16  # positions of a page, as in model/paged/pool.py
+PAGE = 16  # positions of a page, as in model/paged/page_pool.py
 FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
 
 

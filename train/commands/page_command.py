@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if overrides:
         raise ReportError(f"page takes no --config.{overrides[0][0]}: it reads a run directory")
     check_files(args)
-    from bytescope.train.recording import run_directory_page as run_page
+    from bytescope.train.run import run_directory_page as run_page
 
     try:
         found = run_page.write(args.workdir, args.html, args.others)

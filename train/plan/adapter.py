@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare.trainer import Overrides
 from bytescope.memory.errors import ReportError
-from bytescope.train import config as configs
+from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.generation.budget import Planned
     from bytescope.memory.peak.runtime_overheads import LoopOverhead
-    from bytescope.train.program import Program
+    from bytescope.train.program.program import Program
 
 
 class Adapter:
@@ -34,7 +34,7 @@ class Adapter:
 
     def check(self, name: str, overrides: Overrides) -> None:
         """See `Trainer.check`."""
-        from bytescope.train.checks import check_without_devices
+        from bytescope.train.program.checks import check_without_devices
 
         try:
             check_without_devices(configs.load(name, overrides))
@@ -136,7 +136,7 @@ class Adapter:
 
     def generation(self, name: str, overrides: Overrides, target: Target, asked: Any) -> Planned:
         """See `Trainer.generation`."""
-        from bytescope.train.generation.opened import plan
+        from bytescope.train.generate.open_engine import plan
 
         return plan(name, configs.load(name, overrides), target, asked)
 

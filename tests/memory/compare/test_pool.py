@@ -23,9 +23,9 @@ from bytescope.memory.compare.variants import Trials
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
-from bytescope.train.config import split_overrides
-from bytescope.train.errors import UserError
 from bytescope.train.plan.adapter import Adapter
+from bytescope.train.program.config_files import split_overrides
+from bytescope.train.user_errors import UserError
 
 SMALL = [
     "--config.model.n_layers=2",

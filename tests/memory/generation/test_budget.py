@@ -7,10 +7,10 @@ import pytest
 from bytescope.memory.generation import budget_arguments
 from bytescope.memory.generation import budget_page as page
 from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
-from bytescope.model.paged import pool
-from bytescope.model.paged.kernels import KERNELS
+from bytescope.model.paged import page_pool
+from bytescope.model.paged.paged_kernels import KERNELS
 from bytescope.train import cli
-from bytescope.train.generation.source import DTYPES
+from bytescope.train.generate.model_source import DTYPES
 from support.browser import body
 from support.described import described
 from support.oracles import require
@@ -46,7 +46,7 @@ def test_figures():
 
 @pytest.mark.quick
 def test_flags_name_what_there_is():
-    assert budget_arguments.PAGE == pool.PAGE
+    assert budget_arguments.PAGE == page_pool.PAGE
     assert set(budget_arguments.KERNELS) == set(KERNELS) and set(budget_arguments.DTYPES) == set(DTYPES)
 
 

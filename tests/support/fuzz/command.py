@@ -67,10 +67,10 @@ def override_lines() -> list[bytes]:
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
-    from bytescope.train import config
     from bytescope.train.plan.adapter import Adapter
+    from bytescope.train.program import config_files
 
-    _, overrides = config.split_overrides(words(data).split("\n"))
+    _, overrides = config_files.split_overrides(words(data).split("\n"))
     Adapter().check(CONFIG, overrides)
     strict(Adapter().config(CONFIG, overrides))
 

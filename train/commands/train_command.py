@@ -1,0 +1,183 @@
+"""bytescope train: trains a transformer; its memory is known before the first step."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import exit_code_of
+from bytescope.train.user_errors import UserError
+
+DESCRIPTION = """\
+trains a transformer; its memory is known before the first step.
+CONFIG is a file, a name of bytescope configs (default: tiny), or hf:FOLDER."""
+EPILOG = """\
+examples:
+  bytescope train                              a tiny model, about two minutes
+  bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  bytescope train char --fit --budget=600MiB   the fastest configuration in that
+exit codes: 0 done, or saved at the first Ctrl-C; 2 mistake, 3 does not fit,
+4 non-finite loss, 5 process lost, 130 ended by a second Ctrl-C"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    from bytescope.memory.commands.arguments import Parser, add_lora, add_rates, user_path
+    from bytescope.train.launch.processes import add_flags
+
+    parser = Parser(
+        prog="bytescope train",
+        usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
+    parser.add_argument("--config", help=argparse.SUPPRESS)
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
+    parser.add_argument(
+        "--workdir", type=user_path, metavar="DIR", help="new or to resume (default: runs/<config>-<time>)"
+    )
+    parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
+    parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
+    parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
+    add_lora(parser)
+    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
+    add_rates(parser)
+    parser.add_argument("--show-data", action="store_true", help="print the first row, [what is learned], and stop")
+    parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
+    add_flags(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; config overrides are left in `overrides`."""
+    from bytescope.memory.commands.arguments import settle_subject
+    from bytescope.train.program.config_files import keys_named, split_overrides
+    from bytescope.train.program.run_command import DEFAULT
+
+    rest, overrides = split_overrides(argv)
+    parser = make_parser()
+    parser.keys_named = keys_named
+    args = parser.parse_args(rest)
+    settle_subject(args)
+    args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    from bytescope.memory.devices.platform import choose_platform
+    from bytescope.train.launch.signals import INTERRUPTED, surviving_output
+
+    try:
+        choose_platform()  # before jax is imported
+        with surviving_output():
+            return command(argv)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if (code := exit_code_of(error)) is None:
+            raise
+        for line in getattr(error, "advice", ()):  # what to try where memory does not suffice
+            print(line, file=sys.stderr)
+        return code
+
+
+def command(argv: Sequence[str]) -> int:
+    """The command itself; raises UserError for what the user can mend."""
+    args = parse(argv)
+    if args.budget == "":
+        raise UserError("--budget=: give a size such as 72GiB, or leave it out")
+    if args.budget and not args.fit:
+        raise UserError(
+            f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
+            f"--config.remat.budget={args.budget}"
+        )
+    from bytescope.memory.commands.arguments import chosen_rates
+
+    with chosen_rates(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Trains as the arguments say; returns the exit code."""
+    from bytescope.train.launch.runtime import check_limits
+    from bytescope.train.program.config_files import load
+
+    check_limits()
+    if args.lora:
+        from bytescope.memory.commands.arguments import with_lora
+        from bytescope.train.plan.adapter import Adapter
+
+        args.overrides = with_lora(args, args.overrides, Adapter())
+    if args.fit:
+        from bytescope.train.launch.processes import find
+        from bytescope.train.plan.fit_before_training import fitted
+
+        if find(args) is not None:
+            raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
+        load(args.config, args.overrides)  # its mistakes are told before anything is compiled
+        args.overrides = fitted(args.config, args.overrides, args.budget or "", args.rates)
+    config = load(args.config, args.overrides)
+    if args.show_data:
+        return _show_data(config)
+    from bytescope.train.checkpoints.workdir import check_path
+    from bytescope.train.run.profile import NOTHING, Asked
+
+    check_path(args.workdir or Path("runs"))
+    asked = NOTHING if args.profile is None else Asked.parse(args.profile)
+    from bytescope.train.launch.processes import find, start
+    from bytescope.train.launch.runtime import prepare
+
+    address = find(args)
+    prepare(config, *((address.count, address.index) if address else ()))
+    processes = start(address, args, config.train.stall_timeout)
+    from bytescope.train.launch.failures import disk_explained
+    from bytescope.train.launch.signals import Stop
+
+    with processes.together(), disk_explained():
+        from bytescope.memory.compare.trainer import called
+        from bytescope.memory.devices.targets import parse as parse_target
+        from bytescope.memory.seconds import rates
+        from bytescope.memory.view.console import make_console
+        from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
+        from bytescope.train.program.run_command import Command
+        from bytescope.train.run import loop
+
+        if args.rates is not None:
+            rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
+        workdir = args.workdir or Path(processes.from_first(str(new_workdir(called(args.config)))))
+        with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
+            try:
+                loop.run(
+                    config,
+                    workdir=workdir,
+                    extend=args.extend,
+                    console=make_console(quiet=not processes.first),
+                    processes=processes,
+                    asked=asked,
+                    command=Command.of(args),
+                    stop=stop,
+                )
+            except KeyboardInterrupt:  # before `stop` takes the signals over
+                raise KeyboardInterrupt(interrupted_note(workdir)) from None
+            processes.close()
+    return 0
+
+
+def _show_data(config: Any) -> int:
+    """Prints the beginning of what a run would read; returns the exit code. No device is started."""
+    from bytescope.memory.view.console import make_console
+    from bytescope.train.data.first_row import show_data
+    from bytescope.train.data.settings import DataConfig
+    from bytescope.train.program.checks import check_without_devices
+
+    try:
+        check_without_devices(config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    show_data(DataConfig(**config.data), config.seed, make_console())
+    return 0
