@@ -54,7 +54,7 @@ def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
     try:
         # An argument that is not used has None for a sharding; a None among the arguments is no leaf of either.
         arrays, tree = jax.tree.flatten(compiled.args_info)
-        shardings = tree.flatten_up_to(compiled.input_shardings)
+        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
         layouts = tuple(
@@ -233,7 +233,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
             if index >= len(sizes):
                 raise wire.WireError(f"a replica group along axis {index} of a mesh of {len(sizes)} axes")
             inner = sizes[index] // (before * size) if size else 0  # a part of an axis varies in its middle
-            place[index] = 0 if not inner else (place[index] // (inner * size), place[index] % inner)
+            place[index] -= place[index] // inner % size * inner if inner else place[index]
         members.setdefault(tuple(place), []).append(id)
     return list(members.values())
 

@@ -58,6 +58,11 @@ def test_a_mesh_with_its_own_order_of_devices():
     assert sorted(groups(field(93, field(1, mesh) + field(2, field(1, 1))))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+def test_groups_along_two_parts_of_one_axis():
+    first, last = field(2, field(2, field(1, 1) + field(2, 2))), field(2, field(2, field(1, 4) + field(2, 2)))
+    assert groups(field(93, field(1, field(1, field(2, 8))) + first + last)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
 def test_no_groups_is_everyone_and_pairs_are_groups():
     assert groups() == [list(range(8))]
     assert groups(field(52, field(1, 3) + field(2, 4)), field(52, field(1, 4))) == [[3, 4], [4, 0]]
