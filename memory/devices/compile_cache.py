@@ -22,7 +22,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 MESSAGE = "Error (reading|writing) persistent compilation cache"
 # The logger that tells the key of an entry, found or written: nothing public does.
@@ -42,14 +42,19 @@ def mend(tell: Callable[[str], None]) -> None:
     """From now on damaged entries are removed, and the first is told in a line in place of jax's warnings."""
     told: set[str] = set()
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         found = _ENTRY.match(str(message))
         if found is None:
-            plain(message, category, filename, lineno, *rest)
+            plain(message, category, filename, lineno, file, line)
             return
-        import jax
-
-        folder, (does, program, why) = Path(jax.config.jax_compilation_cache_dir or ""), found.groups()
+        folder, (does, program, why) = Path(_folder()), found.groups()
         if does == "reading":
             remove_damaged(folder, program)
         if does not in told:
@@ -93,6 +98,13 @@ def _reads(path: Path) -> bool:
         return False
 
 
+def _folder() -> str:
+    """Returns the folder or the URL of jax's compilation cache; "" without one."""
+    import jax
+
+    return jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]  # jax sets its options at run time
+
+
 def _short(text: str) -> str:
     return " ".join(text.split())[:120]
 
@@ -106,9 +118,7 @@ class Entry:
 
     def path(self) -> Path | None:
         """The file of the entry; None without a cache on a local disk."""
-        import jax
-
-        folder = jax.config.jax_compilation_cache_dir
+        folder = _folder()
         return Path(folder, f"{self.key}-cache") if folder and "://" not in folder else None
 
     def kept(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
@@ -149,11 +159,13 @@ class Entry:
         """The entry is gone meanwhile, and jax compiles and writes it again; whether it is. What jax does not write, a
         compile of less than its shortest seconds, is put back."""
         path, content = self.path(), b""
+        if path is None:
+            yield False
+            return
         with contextlib.suppress(OSError):
-            if path is not None:
-                content = path.read_bytes()
-                path.unlink()
-        gone = path is not None and not path.exists()
+            content = path.read_bytes()
+            path.unlink()
+        gone = not path.exists()
         try:
             yield gone
         finally:
@@ -186,9 +198,7 @@ def _clear(entry: Path) -> None:
 def digest(lowered: Any) -> str:
     """A program's text with the names and lines of its source, which jax's key leaves out and a report shows; as a
     hash. "" for one that does not tell, and where there is no cache."""
-    import jax
-
-    if not jax.config.jax_compilation_cache_dir:
+    if not _folder():
         return ""
     try:
         out = io.BytesIO()

@@ -225,8 +225,8 @@ def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
         with _no_cache():
             return _compile(lowered, options)
     if made.proto and made.entry is not None:
-        stats = dataclasses.asdict(made.stats) if made.stats else None
-        made.entry.keep(program, made.proto, {"stats": stats, "notes": made.notes})
+        stats_json = dataclasses.asdict(made.stats) if made.stats else None
+        made.entry.keep(program, made.proto, {"stats": stats_json, "notes": made.notes})
     return made
 
 
@@ -307,7 +307,7 @@ def _no_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # jax sets its options at run time
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

@@ -7,7 +7,7 @@ never. jax knows both when it lowers; which parameter a leaf became follows from
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from bytescope.memory.devices import nnx_paths
@@ -86,7 +86,7 @@ def signature_of(lowered: Any) -> Signature | None:
 def _named(debug: Any, field: str, count: int) -> list[str] | None:
     """The names that jax keeps for its error messages, if it has one for every leaf."""
     names = getattr(debug, field, None)
-    return list(names) if isinstance(names, Iterable) and len(names) == count and all(names) else None
+    return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else None
 
 
 def _positional(path: str) -> str:

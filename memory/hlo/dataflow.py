@@ -97,7 +97,9 @@ class Flow:
         chain: list[Instruction] = []
         seen: set[tuple[int, Index]] = set()
         entered: list[tuple[Instruction, Index]] = []
-        stack, looped, carried, inside = None, False, False, False
+        stack: Instruction | None = None
+        after: tuple[Instruction | None, Index] | None
+        looped, carried, inside = False, False, False
         for _ in range(_LIMIT):
             # Round once, unchanged: a loop hands on what came in from outside. A walk that began in its body meets that
             # beginning before the loop itself.

@@ -293,8 +293,9 @@ class _Agreement:
             return self._get(module.operand(instruction, 0), () if kind != "async-done" else (1, *index))
         if opcode == "async-start":
             return self._get(module.root(instruction.called[0]), index[1:]) if instruction.called else self._uniform
-        operands = [self._get(module.instructions.get(operand)) for operand in instruction.operands]
-        if any(value is None for value in operands):
+        values = [self._get(module.instructions.get(operand)) for operand in instruction.operands]
+        operands = [value for value in values if value is not None]
+        if len(operands) < len(values):
             return None
         if kind in COLLECTIVES:
             if index and index[0] < len(operands) and kind == opcode:

@@ -88,7 +88,9 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> Shape:
     """
     if depth > _MAX_NESTING:
         raise wire.WireError("a shape nested too deep")
-    element, dims, parts, space = 0, (), [], 0
+    element, space = 0, 0
+    dims: tuple[int, ...] = ()
+    parts: list[Shape] = []
     for field, value in wire.fields(data, span):
         if field == 2:
             element = wire.number(value)

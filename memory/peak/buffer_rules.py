@@ -218,7 +218,8 @@ class Attribution:
 
     def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
         """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
-        pending, seen = [(instruction, index)], set()
+        pending = [(instruction, index)]
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MOST_VALUES:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:

@@ -79,8 +79,9 @@ class _Derivation:
             for left, right in self._shared(instruction):
                 self._join(left, right)
         entry = self.module.computations.get(self.module.entry)
-        for output, number, index in self.module.aliases if entry else ():
-            self._join((entry.parameters.get(number, -1), index), (entry.root, output))
+        if entry is not None:
+            for output, number, index in self.module.aliases:
+                self._join((entry.parameters.get(number, -1), index), (entry.root, output))
         groups = self._groups(instructions)
         self._overwrite(instructions, groups)
         return self._records([groups[root] for root in dict.fromkeys(map(self._find, groups))])

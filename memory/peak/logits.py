@@ -7,6 +7,7 @@ that size makes logits where no other product with a weight follows: an MLP of t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bytescope.memory.hlo import scopes
@@ -53,26 +54,26 @@ class Logits:
         """Sizes of the vocabulary: over all devices and on one, of tables and of heads."""
         found: set[int] = set()
         arguments = self.look.arguments.by_number
-        entry = self.module.computations.get(self.module.entry)
+        parameters = self.module.parameters
         for instruction in self.module.instructions.values():
             if instruction.opcode == "gather" and instruction.operands:
                 number = self._parameter(self.module.operand(instruction, 0))
                 if number in arguments and len(arguments[number].shape) == 2:
-                    found.update(self._sizes(number, 0, entry))
+                    found.update(self._sizes(number, 0, parameters))
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
             if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
-                found.update(self._sizes(number, self._out_of(number, entry), entry))
+                found.update(self._sizes(number, self._out_of(number, parameters), parameters))
         return frozenset(size for size in found if size > 1)
 
-    def _sizes(self, number: int, dim: int, entry) -> tuple[int, ...]:
+    def _sizes(self, number: int, dim: int, parameters: Mapping[int, Instruction]) -> tuple[int, ...]:
         """A dimension of an argument over all devices and on one."""
-        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        local = self.module.shape(parameters[number]).dims
         return self.look.arguments.by_number[number].shape[dim], *(local[dim:][:1])
 
-    def _out_of(self, number: int, entry) -> int:
+    def _out_of(self, number: int, parameters: Mapping[int, Instruction]) -> int:
         """The dimension of a head that its products leave: the first in libraries that keep weights as (out, in)."""
-        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        local = self.module.shape(parameters[number]).dims
         left = [
             set(self._made(i).dims)
             for i in self.module.instructions.values()
@@ -129,7 +130,8 @@ class Logits:
 
     def _goes_on(self, product: Instruction) -> bool:
         """Whether another product with a weight follows in the forward pass."""
-        pending, seen = list(self.state.readers(product, ())), set()
+        pending = list(self.state.readers(product, ()))
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MOST:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:

@@ -38,7 +38,7 @@ def render(found: Mapping[str, Any], name: str = "", report: Report | None = Non
         f"{title} · where the time went",
         page_data(found),
         heading=title,
-        where=" · ".join(filter(None, (report and subject(report), where_text(found)))),
+        where=" · ".join(filter(None, (subject(report) if report else "", where_text(found)))),
         facts=program_facts(report) if report else [],
         versions=versions(report.versions) if report else "",
         figures=figures(found),

@@ -156,7 +156,8 @@ class _Plane:
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
         """(name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
         if key not in self._known:
-            name, shown, stats = "", "", {}
+            name, shown = "", ""
+            stats: dict[str, Any] = {}
             for field, value in wire.fields(self.data, self.kinds.get(key, (0, 0))):
                 if field == 2:
                     name = wire.text(self.data, value)
@@ -169,7 +170,8 @@ class _Plane:
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
         """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a place."""
-        name, found = "", None
+        name = ""
+        found: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
             if field == 1:
                 name = self.stat_names.get(wire.number(value), "")

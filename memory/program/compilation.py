@@ -168,7 +168,9 @@ def _traced(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
 def _lowered(program: Any, target: Target | None) -> Any:
     """A Traced lowered: for the target, or for the devices of its arguments."""
     here = target or _target_at(retarget.devices_of(program))
-    calls_back = here is not None and here.is_described and callbacks.count(program.jaxpr) > 0
+    if here is None:
+        return program.lower()
+    calls_back = here.is_described and callbacks.count(program.jaxpr) > 0
     if calls_back or (target is not None and retarget.moves(program, target)):
         return retarget.lowered_for(program, here)
     return program.lower()

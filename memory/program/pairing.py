@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bytescope.memory.devices.signature import Leaf
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
@@ -37,11 +37,9 @@ def keys_of(path: str) -> Keys:
 
 def root_of(path: str) -> str:
     """The argument that a path is a leaf of: "state", "args[1]"; "" for a result's path."""
-    found = re.match(r"\w*", path)[0]
-    if found in _PLACED:
-        place = re.match(r"\[\d+\]", path[len(found) :])
-        return found + (place[0] if place else "")
-    return found
+    name = re.split(r"\W", path, maxsplit=1)[0]
+    place = re.match(r"\[\d+\]", path[len(name) :])
+    return name + place[0] if name in _PLACED and place else name
 
 
 def pairs(
@@ -77,9 +75,9 @@ class _Pairing:
         for place, leaf in enumerate(results):
             self.by_array.setdefault(_array(leaf), []).append(place)
 
-    def take(self, found: Iterator[tuple[int, int]]) -> None:
+    def take(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keeps (result, argument) pairs, the first of each."""
-        for result, argument in found:
+        for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)

@@ -143,8 +143,8 @@ class _Reading:
         owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
         by_number, results = {}, {}
         for place, (leaf, role) in enumerate(zip(self.leaves, found)):
-            pair = self.pairs.get(place)
-            update = pair.result if pair is not None and self._is_update(place) else -1
+            pair, changed = self.pairs.get(place), self._update_of(place)
+            update = changed.result if changed is not None else -1
             by_number[leaf.parameter] = Argument(leaf.path, role, owner.of(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
@@ -161,8 +161,9 @@ class _Reading:
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
-        state = self._is_update(place)
-        learns = state and self.state.trained and self.state.from_backward(*self.values[pair.result])
+        changed = self._update_of(place)
+        state = changed is not None
+        learns = changed is not None and self.state.trained and self.state.from_backward(*self.values[changed.result])
         return Evidence(
             leaf.path,
             leaf.shape,
@@ -179,13 +180,13 @@ class _Reading:
             batch_dim=not state and leaf.shape[:1] in self._batch_dims,
         )
 
-    def _is_update(self, place: int) -> bool:
-        """Whether an argument comes back changed."""
+    def _update_of(self, place: int) -> Pair | None:
+        """Returns the pair of an argument that is returned with other values; None for any other argument."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
-            return False
+            return None
         update = self.updates[pair.result]
-        return update.changed or update.arguments.get(self.leaves[place].parameter) != SAME
+        return pair if update.changed or update.arguments.get(self.leaves[place].parameter) != SAME else None
 
     def _is_read(self, reads: Reads) -> bool:
         """Whether the model reads an argument, not the update alone: a product whose name is lost is the model's."""
@@ -213,7 +214,7 @@ class _Reading:
         return frozenset(
             place
             for place, leaf in enumerate(self.leaves)
-            if leaf not in params and owners.alike(leaf, alone=self._is_update(place)) is not None
+            if leaf not in params and owners.alike(leaf, alone=self._update_of(place) is not None) is not None
         )
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:

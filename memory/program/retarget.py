@@ -129,7 +129,7 @@ def _as_function(program: Any, inside: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(program.out_tree, flat)
 
     step.__name__ = step.__qualname__ = program.fun_name
-    step.__signature__ = _signature(program)
+    vars(step)["__signature__"] = _signature(program)
     return step
 
 

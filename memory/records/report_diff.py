@@ -126,7 +126,7 @@ def _by_identity(report: Report) -> dict[str, int]:
 def _identity(b: Buffer) -> str:
     """What a buffer is, in words that stay from one compile to the next."""
     if b.phase == "argument":
-        words = (b.category, b.name)
+        words: tuple[str, ...] = (b.category, b.name)
     else:
         what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
         words = (b.category, b.phase, b.module, what)

@@ -190,10 +190,12 @@ def _config(before: Report, after: Report) -> list[tuple[str, str, str]]:
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(name, value before, value after) of the names whose values differ."""
-    pairs = (
-        (str(name), *(str(side.get(name, "")) for side in (before, after))) for name in dict.fromkeys((*before, *after))
-    )
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    rows = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = str(before.get(name, "")), str(after.get(name, ""))
+        if old != new:
+            rows.append((str(name), old, new))
+    return rows
 
 
 # ---- what changed ---------------------------------------------------------------------------------------------

@@ -25,17 +25,16 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int 
     told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
-    return blocks(
+    printed = blocks(
         Group(*told) if told else None,
-        _table("", sizes),
+        _table("", sizes) if sizes else None,
         Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None,
-    ) or Text("nothing to compare")
+    )
+    return printed if printed.renderables else Text("nothing to compare")
 
 
-def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:
-    if not changes:
-        return None
+def _table(title: str, changes: Sequence[Change]) -> FigureTable:
     table = FigureTable(path(title), figure("before"), figure("after"), figure("change"), figure("%"))
     for change in changes:
         name = change.name if title else f"{change.kind} {change.name}"

@@ -74,7 +74,10 @@ def _head(report: Report, choices: str, verbose: bool) -> RenderableType:
         (one_line(of.name or report.program or "program"), "bold"),
         f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}",
     )
-    named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
+    named: list[str | Text] = [title]
+    if of.policy:
+        named.append(f"remat {of.policy}")
+    named.append(Text(versions_text(report.versions), style="dim"))
     xla = report.xla
     stats = (
         ("arguments", xla.argument_bytes),
@@ -143,10 +146,9 @@ def _composition(report: Report) -> RenderableType | None:
     """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
     left = breakdown(report)
     folded = naming.folded(report.buffers)
-    right = blocks(
-        _names("residuals by checkpoint name", report.residuals_by_name, folded),
-        _names("workspace by phase and component", report.workspace_by_scope, folded),
-    )
+    residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
+    workspace = _names("workspace by phase and component", report.workspace_by_scope, folded)
+    right = blocks(residuals, workspace) if residuals or workspace else None
     return Pair(left, right) if left or right else None
 
 

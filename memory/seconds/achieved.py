@@ -279,7 +279,7 @@ _GB200_REDUCE = (
 # Collectives of XLA's programs on a host of eight (compute capability 9.0), in groups of 8, of 4 and of 2 at once: kind
 # -> group -> (MiB, GB/s on the wire), from bytes a second of the unsharded array, the launch within it.
 _XLA = "XLA's own table (github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h, sm_90)"
-_XLA_RATES = {
+_XLA_RATES: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = {
     "all-reduce": {
         8: (
             (1 / 128, 0.605),

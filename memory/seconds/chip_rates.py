@@ -42,7 +42,7 @@ def over(found: Rates, network: str) -> Rates:
 def _rates(name: str) -> Rates:
     chip = CHIPS[name]
     products, attention = _products(chip), _attention_table(chip)
-    memory, host_link, floor = (_nearest(chip, (part,)) for part in ("memory", "host_link", "floor"))
+    memory, host_link, floor = (_measured(chip, (part,)) for part in ("memory", "host_link", "floor"))
     collectives, links = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
         "attention": attention[1],
@@ -72,6 +72,13 @@ def _rates(name: str) -> Rates:
     )
 
 
+def _measured(chip: Chip, part: tuple) -> tuple[Curve, str]:
+    nearest = _nearest(chip, part)
+    if nearest is None:
+        raise KeyError(f"no figure of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED")
+    return nearest
+
+
 def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
     """A part's curve and source: the chip's own, or the nearest one's times the ratio of their data sheets."""
     for name in (chip.name, *NEAREST[chip.name]):
@@ -84,14 +91,17 @@ def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
     """Unit -> curve and source; a unit that nobody measured takes the efficiency of one nearly like it."""
-    found = {unit: _nearest(chip, ("products", unit)) for unit in chip.peak_flops}
+    found: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
-        if found[unit] is None:
-            like = next(each for each in LIKE[unit] if found.get(each))
+        if measured := _nearest(chip, ("products", unit)):
+            found[unit] = measured
+    for unit in chip.peak_flops:
+        if unit not in found:
+            like = next(each for each in LIKE[unit] if each in found)
             curve, source = found[like]
             ratio = chip.peak_flops[unit] / chip.peak_flops[like]
             found[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
-    return found
+    return {unit: found[unit] for unit in chip.peak_flops}
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:

@@ -238,9 +238,9 @@ def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, .
     """(m, n, k) of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or of the products
     of two arrays of rows, to [e, m, n]; None for arrays of other shapes."""
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
-        return (*result, left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
+        return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
     if (len(left), len(right), len(result)) == (2, 2, 3) and left[0] == right[0]:
-        return (*result[1:], left[0]) if result[1:] == (left[1], right[1]) else None
+        return (left[1], right[1], left[0]) if result[1:] == (left[1], right[1]) else None
     return None
 
 

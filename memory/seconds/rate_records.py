@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.cost import roofline
@@ -248,7 +248,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[Collective, ...]:
 
 
 # Field -> how its JSON value is read; others are as they are, and checked by the record.
-_READ = {
+_READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,
     "cores": _whole,

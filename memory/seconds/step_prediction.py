@@ -58,9 +58,10 @@ class Prediction:
         """What a report says that it takes; None where it says nothing."""
         if not report.prediction:
             return None
-        return cls(
-            **{field.name: report.prediction.get(_KEY.get(field.name, field.name)) for field in dataclasses.fields(cls)}
-        )
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            values[field.name] = report.prediction.get(_KEY.get(field.name, field.name))
+        return cls(**values)
 
 
 # Field -> its key in JSON, where they differ.

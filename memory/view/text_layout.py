@@ -138,14 +138,14 @@ def _parts(argument: str, width: int) -> list[str]:
     return [shlex.quote(part) for part in out if part]
 
 
-def blocks(*parts: RenderableType | None) -> Group | None:
-    """The parts under each other with one blank line between; None and empty text are left out. None for no part."""
+def blocks(*parts: RenderableType | None) -> Group:
+    """Returns the parts under each other with one blank line between; None and empty text are left out."""
     out: list[RenderableType] = []
     for part in parts:
         if part is None or (isinstance(part, str | Text) and not str(part)):
             continue
         out += [Text(), part] if out else [part]
-    return Group(*out) if out else None
+    return Group(*out)
 
 
 class Pair:
@@ -156,7 +156,7 @@ class Pair:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._left is None or self._right is None or options.max_width < TWO_COLUMNS:
-            yield blocks(self._left, self._right) or Group()
+            yield blocks(self._left, self._right)
             return
         room = options.max_width - self._gap
         wanted = [Measurement.get(console, options, part).maximum for part in (self._left, self._right)]

@@ -128,7 +128,8 @@ class FigureTable:
     """
 
     def __init__(self, *columns: Column, gap: int = 2, heading: str = "bold") -> None:
-        self.columns, self.rows, self._gap, self._heading = columns, [], gap, heading
+        self.columns, self._gap, self._heading = columns, gap, heading
+        self.rows: list[tuple[list[Text], str]] = []
 
     def add(self, *cells: str | Text, style: str = "") -> None:
         """Adds a row; `style` is that of all its cells."""

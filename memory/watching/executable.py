@@ -59,12 +59,13 @@ class Executable:
         """Runs the step. Raises TypeError for arguments of other shapes or static values than it was compiled for, and
         ReportError where its devices are not here."""
         if self._statics:
-            args, kwargs, values = self._statics.split(args, kwargs)
+            inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
                 raise TypeError(
                     f"compiled for the static arguments {_named(self._values)}, called with "
                     f"{_named(values)}: compile again for those"
                 )
+            return self._run(*inputs, **named_inputs)
         return self._run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +135,8 @@ def compiled(
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
         compilation, found = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
-            return compilation, found, Executable(compilation.compiled, _refusing(found.name))
+            elsewhere = found.name if found else "other devices"
+            return compilation, found, Executable(compilation.compiled, _refusing(elsewhere))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
     compilation, found = compiled_for(stage, target=target)
     if compilation.jaxpr is None:

@@ -118,8 +118,9 @@ def write(found: PostMortem, folder: Path, number: int = 0) -> tuple[str, ...]:
 
     stem = folder / (f"{NAME}-{number}" if number else NAME)
     texts = {".json": lambda: json.dumps(found.to_json(), indent=1) + "\n"}
-    if found.report is not None:
-        texts = {".html": lambda: report_page.render(found.report, found), **texts}
+    report = found.report
+    if report is not None:
+        texts = {".html": lambda: report_page.render(report, found), **texts}
     written = []
     for suffix, text in texts.items():
         with contextlib.suppress(OSError):

@@ -70,7 +70,7 @@ class Telling:
         import jax
 
         device = device or jax.local_devices()[0]
-        error._bytescope_told = True
+        vars(error)["_bytescope_told"] = True
         try:
             self.post_mortem = found = PostMortem(
                 self.name,

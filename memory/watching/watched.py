@@ -165,8 +165,8 @@ class Watched:
         """What an executable is compiled for: structure, shapes, dtypes, shardings, static values; None if traced."""
         import jax
 
-        args, kwargs, values = statics_of(self._step).split(args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        inputs, named_inputs, values = statics_of(self._step).split(args, kwargs)
+        leaves, tree = jax.tree.flatten((inputs, named_inputs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return None
         return tree, tuple(self._kind_of(leaf) for leaf in leaves), values
@@ -193,28 +193,29 @@ class Watched:
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
         known = _Known(executable, None, device, shapes)
         try:
-            known.report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
+            report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
         except Exception as error:  # a program that nobody has read before is no reason to stop a loop
             self._telling.unwatched(error)
             return known
-        self._telling.begin(device, known.report)
+        known.report = report
+        self._telling.begin(device, report)
         _latest[:] = [weakref.ref(self)]
         _listen()
-        if self._limit is not None and known.report.predicted_bytes > self._limit:
-            self._refuse(known, arguments)
-        self._telling.predicted(known.report, len(self._known) + 1)
+        if self._limit is not None and report.predicted_bytes > self._limit:
+            self._refuse(report, self._limit, device, arguments)
+        self._telling.predicted(report, len(self._known) + 1)
         return known
 
-    def _refuse(self, known: _Known, arguments: list[Any]) -> None:
+    def _refuse(self, report: Report, limit: int, device: Any, arguments: list[Any]) -> None:
         """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
         import jax
 
         error = jax.errors.JaxRuntimeError(
-            f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(known.report.predicted_bytes)} per "
-            f"device, more than limit={human(self._limit)}"
+            f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(report.predicted_bytes)} per "
+            f"device, more than limit={human(limit)}"
         )
-        limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
-        self._telling.exhausted(error, self.calls, known.device, arguments, limited)
+        limited = dataclasses.replace(report, limit_bytes=limit, fits=False, verdict="exceeds")
+        self._telling.exhausted(error, self.calls, device, arguments, limited)
         raise error
 
     def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
@@ -261,19 +262,20 @@ def watch(
     check_options(options, "watch")
     if every < 0:
         raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
-    given = {
-        "every": every,
-        "limit": parse_bytes(limit) if limit is not None else None,
-        "folder": Path(folder),
-        "tell": tell,
-        "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
-        "options": options,
-    }
+    decorate = functools.partial(
+        Watched,
+        every=every,
+        limit=parse_bytes(limit) if limit is not None else None,
+        folder=Path(folder),
+        tell=tell,
+        about={"config": config, "roles": checked_roles(roles), "names": tuple(names)},
+        options=options,
+    )
     if step is None:
-        return functools.partial(Watched, **given)
+        return decorate
     if not callable(step):
         raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
-    return Watched(step, **given)
+    return decorate(step)
 
 
 # The step that compiled last, for errors that come when its results are read.

@@ -57,7 +57,7 @@ def render(report: Report) -> str:
 
 def _finding(finding: Finding) -> tuple[str, str, str]:
     """Message, remedy and the flags to copy."""
-    return tuple(cut(text, _SENTENCE) for text in (finding.message, finding.remedy, finding.flags))
+    return cut(finding.message, _SENTENCE), cut(finding.remedy, _SENTENCE), cut(finding.flags, _SENTENCE)
 
 
 def _figures(report: Report) -> list[Figure]:
