@@ -70,7 +70,6 @@ from bytescope.memory.records.report_json import is_count, is_number, one_line, 
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
-from bytescope.memory.records.transfer_records import Transfer
 
 # The report's records with those of report_records, which come from here.
 __all__ = [
@@ -122,6 +121,20 @@ class Finding:
     message: str
     remedy: str
     flags: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
+
+    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 if that is unknown; whether compute overlaps the transfer
+    is not considered.
+    """
+
+    phase: str
+    direction: str
+    bytes: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)

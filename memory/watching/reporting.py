@@ -6,6 +6,7 @@ loop: what fails is told, and the step's own error goes on its way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bytescope.memory.errors import in_one_line
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
-from bytescope.memory.watching import failure, measured
+from bytescope.memory.watching import failure
 
 # Letters of an error that are told.
 _LONG = 200
@@ -42,7 +43,7 @@ class Telling:
     def begin(self, device: Any, report: Report) -> None:
         """Measures what was on a device before the loop, the first time: later figures are compared with it."""
         if self._before is None:
-            self._before = measured.before_arguments(device, report)
+            self._before = before_arguments(device, report)
 
     def predicted(self, report: Report, kinds: int) -> None:
         """What an executable is predicted to take; `kinds`: of arguments that the step is compiled for by now."""
@@ -55,7 +56,7 @@ class Telling:
 
     def compared(self, report: Report, device: Any, call: int) -> None:
         """One line after a call: predicted against measured."""
-        seen = measured.since(self._before, live.sample(device, host_limit=False))
+        seen = without_older_peak(self._before, live.sample(device, host_limit=False))
         self._say(f"{self.name}, call {call:,}: {live.predicted_against_measured(report, seen, self._before)}")
 
     def exhausted(
@@ -96,3 +97,23 @@ class Telling:
 
         if jax.process_index() == 0:
             self._tell(line)
+
+
+def before_arguments(device: Any, report: Report) -> live.LiveMemory | None:
+    """Returns what a device held before the arguments of a step were on it, as far as a sample taken later can tell.
+
+    On the CPU the sample is of the process, with the arguments: their predicted bytes are subtracted.
+    """
+    sample = live.sample(device)
+    if sample is None or sample.source != "host" or sample.in_use_bytes is None:
+        return sample
+    arguments = (report.xla.argument_bytes or 0) * sample.sharing
+    return dataclasses.replace(sample, in_use_bytes=max(sample.in_use_bytes - arguments, 0))
+
+
+def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory | None) -> live.LiveMemory | None:
+    """Returns a sample; if its peak is that of the process before the loop, the bytes in use take the peak's place:
+    compiling takes more memory than most steps."""
+    if before is None or sample is None or sample.source != "host" or sample.peak_bytes != before.peak_bytes:
+        return sample
+    return dataclasses.replace(sample, peak_bytes=sample.in_use_bytes)
