@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from bytescope.memory.hlo.jax_stages import LoweredStage
+
 MESSAGE = "Error (reading|writing) persistent compilation cache"
 # The logger that tells the key of an entry, found or written: nothing public does.
 _COMPILER = logging.getLogger("jax._src.compiler")
@@ -195,7 +197,7 @@ def _clear(entry: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def digest(lowered: Any) -> str:
+def digest(lowered: LoweredStage) -> str:
     """A program's text with the names and lines of its source, which jax's key leaves out and a report shows; as a
     hash. "" for one that does not tell, and where there is no cache."""
     if not _folder():

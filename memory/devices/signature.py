@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from bytescope.memory.devices import nnx_paths
+from bytescope.memory.hlo.jax_stages import LoweredStage
 
 # How jax names leaves whose place in the arguments it forgot: those of pmap, and of other wrappers.
 _LOST = "flat_args["
@@ -47,7 +48,7 @@ class Signature:
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
-def signature_of(lowered: Any) -> Signature | None:
+def signature_of(lowered: LoweredStage) -> Signature | None:
     """The signature of a `jax.stages.Lowered`; None where it does not say which leaves it kept.
 
     Never raises: what is not public in jax is asked for carefully.
@@ -57,7 +58,7 @@ def signature_of(lowered: Any) -> Signature | None:
     try:
         inside, _ = tree_flatten_with_path(lowered.args_info)
         outside, _ = tree_flatten_with_path(lowered.out_info)
-        told = getattr(lowered._lowering, "compile_args", None) or {}
+        told = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
         kept = sorted(told["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from bytescope.memory.config_keys import MESH
 from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.jax_stages import CompiledStage
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.wire import Span
 
@@ -47,7 +48,7 @@ class Layout:
         return tuple(axis for dim in self.spec for axis in dim)
 
 
-def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
+def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[Layout, ...]]:
     """(mesh axes, layouts of the arguments that are used, in order) of an executable; () for what it does not tell."""
     import jax
 

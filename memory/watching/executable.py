@@ -12,6 +12,7 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.hlo.jax_stages import CompiledStage
 from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
@@ -51,7 +52,7 @@ class Executable:
     """
 
     def __init__(
-        self, compiled: Any, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
+        self, compiled: CompiledStage, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
     ) -> None:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
@@ -136,12 +137,12 @@ def compiled(
         compilation, found = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
             elsewhere = found.name if found else "other devices"
-            return compilation, found, Executable(compilation.compiled, _refusing(elsewhere))
+            return compilation, found, Executable(compilation.executable, _refusing(elsewhere))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
     compilation, found = compiled_for(stage, target=target)
     if compilation.jaxpr is None:
         compilation = dataclasses.replace(compilation, jaxpr=jaxpr)
-    executable = compilation.compiled
+    executable = compilation.executable
     if not compilation.local:
         return compilation, found, Executable(executable, _refusing(found.name if found else "other devices"))
     if wrapper is not None:
@@ -173,7 +174,7 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return lowered, getattr(inside, "jaxpr", None), lowered if hasattr(lowered, "lowered") else None
 
 
-def _wrapped(lowered: Any, executable: Any) -> Callable[..., Any]:
+def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
     """What a wrapper makes of an executable: its own stage, whose compiling gives that one."""
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))

@@ -183,7 +183,7 @@ class Watched:
 
         try:
             compilation, target, executable = compiled(self._step, args, kwargs)
-            device = compilation.compiled.runtime_executable().local_devices()[0]
+            device = compilation.executable.runtime_executable().local_devices()[0]
         except Exception as error:  # what is wrong with the step itself, it raises again when it is called
             if failure.is_exhausted(error):
                 raise

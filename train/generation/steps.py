@@ -204,7 +204,7 @@ class Steps:
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
         """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
-        found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
+        found, pools = self.compilation(sizes, *tokens.shape, drawing).executable(
             params, pools, tokens, view, last, draws
         )
         return np.asarray(found), pools

@@ -19,6 +19,7 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.commands.report_command import subject
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
+from bytescope.memory.hlo.jax_stages import CompiledStage
 from bytescope.memory.records.report_record import Report
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe
@@ -170,7 +171,7 @@ class Compiled:
     """The executable that runs, its memory report, its hardware FLOPs over model FLOPs (HFU over MFU), and the seconds
     that it took to compile."""
 
-    step: jax.stages.Compiled
+    step: CompiledStage
     report: Report
     flops_ratio: float
     seconds: float = 0.0
@@ -213,7 +214,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
             ],
         )
         put(report_text.render(report), console)
-    return Compiled(compilation.compiled, report, work.hardware_flops / max(named.model_flops, 1), seconds)
+    return Compiled(compilation.executable, report, work.hardware_flops / max(named.model_flops, 1), seconds)
 
 
 def write_report(report: Report, workdir: Path) -> Path:
