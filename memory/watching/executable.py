@@ -22,7 +22,7 @@ from bytescope.memory.report.report_object import Report
 
 @dataclasses.dataclass(frozen=True)
 class Statics:
-    """Arguments that a step is compiled for by their values: `numbers` of positional ones, `names` of the others."""
+    """Static arguments of a step: `numbers` of positional ones, `names` of keyword arguments."""
 
     numbers: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -31,7 +31,8 @@ class Statics:
         return bool(self.numbers or self.names)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple]:
-        """(positional, keyword arguments that are not static, the values of those that are)."""
+        """Returns (positional arguments, keyword arguments, values of the static arguments), the first two without
+        static arguments."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
         values = (
             tuple((number, args[number]) for number in sorted(fixed)),
@@ -45,10 +46,10 @@ class Statics:
 
 
 class Executable:
-    """A compiled step, called with the arguments that the step takes; all else is its `jax.stages.Compiled`'s.
+    """A compiled step, called with the arguments of the step. Other attributes are those of its `jax.stages.Compiled`.
 
-    Static arguments are given as to the step, and have to be those that it was compiled with. Donated arguments are
-    donated. What was compiled for devices that are not here cannot be called.
+    Static arguments are passed as to the step, with the values that it was compiled for. Donated arguments are donated.
+    An executable for devices that this process does not have cannot be called.
     """
 
     def __init__(
@@ -57,8 +58,12 @@ class Executable:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step. Raises TypeError for arguments of other shapes or static values than it was compiled for, and
-        ReportError where its devices are not here."""
+        """Runs the step.
+
+        Raises:
+          TypeError: shapes, dtypes or static values differ from those that it was compiled for.
+          ReportError: this process does not have its devices.
+        """
         if self._statics:
             inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
@@ -88,13 +93,14 @@ def compile(
     names: Iterable[str] = (),
     **options: Any,
 ) -> tuple[Executable, Report]:
-    """Compiles a step once: (the executable, the report of that executable).
+    """Compiles a step once. Returns the executable and its report.
 
-    The executable is called as the step is, with the same pytrees; what the step donates is donated. All arguments are
-    those of `memory.analyze`. For a described target the report is all there is: calling the executable says so.
+    The executable takes the arguments of the step, as the same pytrees, and donates what the step donates. The
+    arguments of this function are those of `memory.analyze`. An executable for a described target cannot be called:
+    it raises ReportError.
 
     Raises:
-      ReportError: what is not a step, or cannot be compiled for the target.
+      ReportError: `step` is not a step, or it cannot be compiled for the target.
       TypeError: an option that `jax.jit` does not know.
     """
     check_options(options, "compile")
@@ -110,9 +116,9 @@ def compile(
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """A step that `jax.jit` or another wrapper has made, or makes now of a plain function.
+    """Returns a plain function jitted with `options`; a step that is already jitted is returned as it is.
 
-    Raises ReportError for options of a step that is jitted already.
+    Raises ReportError for options of a step that is already jitted.
     """
     import jax
 
@@ -132,7 +138,7 @@ def compiled(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """A jitted step compiled for its arguments: (compilation, the target that it is judged by, the executable)."""
+    """Compiles a jitted step for its arguments. Returns (compilation, target of the verdict, executable)."""
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
         compilation, found = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
@@ -152,7 +158,7 @@ def compiled(
 
 
 def statics_of(jitted: Any) -> Statics:
-    """The static arguments of a step that `jax.jit` has made: jax keeps what it was told, names and numbers both."""
+    """Returns the static arguments of a step that `jax.jit` made; jax keeps both their numbers and their names."""
     told = getattr(jitted, "_jit_info", None)
     return Statics(
         tuple(getattr(told, "static_argnums", None) or ()), tuple(getattr(told, "static_argnames", None) or ())
@@ -160,12 +166,12 @@ def statics_of(jitted: Any) -> Statics:
 
 
 def is_wrapper(jitted: Any) -> bool:
-    """Whether a step is not `jax.jit`'s own but somebody's around it, as those of equinox and `flax.nnx.jit` are."""
+    """Returns whether a step is jitted by another library's wrapper, such as `equinox.filter_jit` or `flax.nnx.jit`."""
     return not hasattr(jitted, "_jit_info")
 
 
 def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """(what to compile, the jaxpr where that does not tell it, the wrapper's own stage or None for `jax.jit`'s)."""
+    """Returns (stage to compile, jaxpr, lowered stage of the wrapper); the last two are None for `jax.jit`."""
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
     traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -175,14 +181,14 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
-    """What a wrapper makes of an executable: its own stage, whose compiling gives that one."""
+    """Returns the compiled stage of a wrapper around `executable`: a copy of its lowered stage "compiles" to it."""
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()
 
 
 def _refusing(target: str) -> Callable[..., Any]:
-    """What is called in the place of an executable whose devices are not here."""
+    """Returns the function that is called in place of an executable for devices that this process does not have."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(
