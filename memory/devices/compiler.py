@@ -260,7 +260,7 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _Made:
 
 def _compile_once(lowered: LoweredStage, options: Mapping[str, Any]) -> _Made:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.mended(), compile_cache.watched() as entries:
+    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
