@@ -46,7 +46,7 @@ def show(report: Report, console: Console | None = None, choices: str = "", verb
     put(render(report, choices, verbose), console)
 
 
-def render(report: Report, choices: str = "", verbose: bool = True) -> RenderableType | None:
+def render(report: Report, choices: str = "", verbose: bool = True) -> RenderableType:
     """Returns the report for rich.
 
     Args:
