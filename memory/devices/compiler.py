@@ -28,7 +28,7 @@ from bytescope.memory.records.report_json import one_line
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
-    from bytescope.memory.hlo.buffers import Program
+    from bytescope.memory.hlo.buffers import HloProgram
 
 _PACKAGES = (
     "jax",
@@ -99,7 +99,7 @@ class Compilation:
         return self.compiled
 
     @functools.cached_property
-    def program(self) -> Program:
+    def program(self) -> HloProgram:
         """Returns the module and its buffers, read once.
 
         Raises:
@@ -208,7 +208,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _CompileResult:
     """What one compile gave: the executable, the proto that XLA wrote (b"" for one out of the cache), its entry."""
 
     compiled: CompiledStage
@@ -218,7 +218,7 @@ class _Made:
     entry: Entry | None = None
 
 
-def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _Made:
+def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
     """A program compiled, or out of the cache with the proto that was kept of it; then again, if it has to be exact."""
     program = compile_cache.digest(lowered)
     made = _compile(lowered, options)
@@ -238,7 +238,7 @@ def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _Ma
     return made
 
 
-def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _Made:
+def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
     """Compiles once, or twice if XLA fails in a way that a flag avoids; the result has no proto if XLA wrote none with
     buffers.
 
@@ -258,14 +258,14 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _Made:
         return dataclasses.replace(made, notes=(known.note,))
 
 
-def _compile_once(lowered: LoweredStage, options: Mapping[str, Any]) -> _Made:
+def _compile_once(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
     with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _unpacked(protos[-1]) if protos else b""
-    return _Made(
+    return _CompileResult(
         compiled, proto if _has_buffers(proto) else b"", stats_of(compiled), entry=entries[-1] if entries else None
     )
 

@@ -18,7 +18,7 @@ _LOST = "flat_args["
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class SignatureLeaf:
     """One array that goes in or comes out.
 
     Fields:
@@ -39,11 +39,11 @@ class Leaf:
 class Signature:
     """The leaves of a program's arguments and results, in the order in which jax flattens them."""
 
-    arguments: tuple[Leaf, ...] = ()
-    results: tuple[Leaf, ...] = ()
+    arguments: tuple[SignatureLeaf, ...] = ()
+    results: tuple[SignatureLeaf, ...] = ()
 
     @property
-    def by_parameter(self) -> dict[int, Leaf]:
+    def by_parameter(self) -> dict[int, SignatureLeaf]:
         """Number of the entry parameter -> its argument."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
@@ -75,11 +75,12 @@ def signature_of(lowered: LoweredStage) -> Signature | None:
     first = max(len(told.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}
     arguments = [
-        Leaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
+        SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
         for number, (name, (_, info)) in enumerate(zip(names, inside))
     ]
     results = [
-        Leaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype)) for path, (_, info) in zip(paths, outside)
+        SignatureLeaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype))
+        for path, (_, info) in zip(paths, outside)
     ]
     return Signature(tuple(arguments), tuple(results))
 

@@ -1,6 +1,6 @@
 """Protos to records, without interpretation: what the compiler wrote, in Python.
 
-In: the bytes of an HloProto (or of an HloModuleProto and a BufferAssignmentProto). Out: `buffers.Program`: the
+In: the bytes of an HloProto (or of an HloModuleProto and a BufferAssignmentProto). Out: `buffers.HloProgram`: the
 computations and instructions of the module, its logical buffers, allocations and heap traces, and helpers that walk
 them. Start at `buffers.read`. `module` has the instructions, `frames` the table of source locations, `dataflow` where a
 value comes from and goes to, `divergence` the collectives that some of their devices skip, `loops` the trip counts,

@@ -27,7 +27,7 @@ _MOST = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ArgumentLayout:
     """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's shard, `spec` the
     mesh axes that shard each dimension, `position` its place among all arguments."""
 
@@ -48,7 +48,7 @@ class Layout:
         return tuple(axis for dim in self.spec for axis in dim)
 
 
-def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[Layout, ...]]:
+def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
     """(mesh axes, layouts of the arguments that are used, in order) of an executable; () for what it does not tell."""
     import jax
 
@@ -59,7 +59,7 @@ def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[Layout, ...]]:
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
         layouts = tuple(
-            Layout(
+            ArgumentLayout(
                 tuple(array.shape),
                 tuple(sharding.shard_shape(array.shape)),
                 str(array.dtype),
@@ -100,7 +100,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def match(module: Module, layouts: Iterable[Layout]) -> dict[int, Layout]:
+def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
     """Entry parameter number -> layout; jax leaves out arguments that are not used."""
     left = iter(layouts)
     found = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, LogicalBuffer, Program
+from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
@@ -14,10 +14,10 @@ from bytescope.memory.peak import lifetimes, naming
 from bytescope.memory.peak.buffer_rules import Attribution, buffer_of, categorize
 from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.ledger import rows as ledger_rows
-from bytescope.memory.peak.lifetimes import Curve, Life, Value
+from bytescope.memory.peak.lifetimes import Curve, Life, LiveValue
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
-from bytescope.memory.records.report_record import CATEGORIES, Buffer, Report, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, ReportRecord, TimelinePoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _HeldBuffer:
 
 
 def attribution_of(
-    program: Program, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
+    program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
     """The attribution of a program's buffers and operations.
 
@@ -40,7 +40,7 @@ def attribution_of(
     return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
-def report(look: Attribution, method: str = "heap_trace") -> Report:
+def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
     """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
 
     Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
@@ -63,14 +63,14 @@ def report(look: Attribution, method: str = "heap_trace") -> Report:
 
 
 def _assemble(
-    program: Program,
+    program: HloProgram,
     curve: Curve,
     points: tuple[TimelinePoint, ...],
     base: int,
     buffers: tuple[Buffer, ...],
     elements: dict[int, int],
     method: str,
-) -> Report:
+) -> ReportRecord:
     peak = base + curve.peak_bytes
     allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
     live = [b for b in buffers if b.at_peak and b.memory == "device"]
@@ -80,7 +80,7 @@ def _assemble(
     for allocation in program.allocations:
         if not allocation.thread_local:
             elsewhere[_memory(allocation.color)] += allocation.size
-    return Report(
+    return ReportRecord(
         peak_bytes=peak,
         allocated_bytes=allocated,
         breakdown=breakdown,
@@ -228,7 +228,7 @@ def _temporary(look: Attribution, life: Life, curve: Curve, points: tuple[Timeli
     return buffer, look.flow.shape(instruction, logical.index).elements
 
 
-def _representative(program: Program, life: Life, point: int | None) -> Value:
+def _representative(program: HloProgram, life: Life, point: int | None) -> LiveValue:
     """The value that a stretch of memory holds at a point; without a point, the one that holds it longest."""
     if point is not None:
         alive = [v for v in life.values if v.start <= point <= v.end] or list(life.values)
@@ -236,7 +236,7 @@ def _representative(program: Program, life: Life, point: int | None) -> Value:
     return max(life.values, key=lambda v: (v.end - v.start, v.start))
 
 
-def _points(program: Program, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
+def _points(program: HloProgram, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
     """The timeline: what is held through the step added to the curve, phases from the instructions."""
     out, phase, component = [], "forward", ""
     for index, (size, name) in enumerate(curve.points):

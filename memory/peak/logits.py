@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.shapes import Index, Shape
+from bytescope.memory.hlo.shapes import HloShape, Index
 from bytescope.memory.program.roles import WEIGHTS
 from bytescope.memory.program.state_flow import StateFlow
 
@@ -34,7 +34,7 @@ class Logits:
         self.vocabulary = self._vocabulary()
         self._products: frozenset[int] | None = None
 
-    def __contains__(self, value: tuple[Instruction, Index, Shape]) -> bool:
+    def __contains__(self, value: tuple[Instruction, Index, HloShape]) -> bool:
         """Whether a value (instruction, index, shape) is logits, or made of them place by place; they may be padded
         and cut along other dimensions than the vocabulary."""
         instruction, index, shape = value
@@ -46,7 +46,7 @@ class Logits:
             return False
         return any(id in self._products for id, _ in self.state.update(instruction, index, self.vocabulary).values)
 
-    def _wide(self, shape: Shape) -> bool:
+    def _wide(self, shape: HloShape) -> bool:
         """Whether an array of numbers with a fraction has a dimension as large as the vocabulary."""
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
@@ -81,7 +81,7 @@ class Logits:
         ]
         return 0 if left and all(local[0] in dims and local[-1] not in dims for dims in left) else -1
 
-    def _made(self, instruction: Instruction) -> Shape:
+    def _made(self, instruction: Instruction) -> HloShape:
         """The shape of a product; of a call of a library the first of its results."""
         shape = self.module.shape(instruction)
         return shape.leaf((0,)) if shape.parts is not None else shape

@@ -32,7 +32,7 @@ from bytescope.memory.profile.op_scopes import (
     key_of,
     priority,
 )
-from bytescope.memory.profile.xplane import HOST, Operation, Span, Trace
+from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace, Span
 from bytescope.memory.records.report_record import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
@@ -149,7 +149,7 @@ class Breakdown:
         }
 
 
-def find(trace: Trace) -> Breakdown:
+def find(trace: ProfilerTrace) -> Breakdown:
     """Where the time of a trace went. Raises ReportError for one in which no device ran anything."""
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]

@@ -17,7 +17,7 @@ from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.peak import assemble
-from bytescope.memory.profile.xplane import HOST, Operation, Trace
+from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
@@ -55,7 +55,7 @@ class OpScopes:
     """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest, pauses
     aside."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: ProfilerTrace):
         self.trace = trace
         self._known: dict[Key, OpScope] = {}
         self._modules: dict[Any, _Module | None] = {}

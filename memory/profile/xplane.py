@@ -65,7 +65,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class ProfilerTrace:
     """What one process's trace holds. `programs`: id -> (name of the module, HloProto)."""
 
     operations: tuple[Operation, ...] = ()
@@ -91,7 +91,7 @@ def find(place: str | Path) -> Path:
     return newest[0]
 
 
-def read(path: str | Path) -> Trace:
+def read(path: str | Path) -> ProfilerTrace:
     """Reads a *.xplane.pb. Raises ReportError for one that cannot be read or is damaged."""
     try:
         data = Path(path).read_bytes()
@@ -108,7 +108,7 @@ def is_host(plane: str) -> bool:
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
 
-def parse(data: bytes) -> Trace:
+def parse(data: bytes) -> ProfilerTrace:
     """The records of a serialized XSpace. Raises WireError for other bytes."""
     operations: list[Operation] = []
     on_host: list[Operation] = []
@@ -127,7 +127,7 @@ def parse(data: bytes) -> Trace:
             on_host += found
             spans += more
     # Beside an accelerator, what the host's own threads ran is not the step.
-    return Trace(tuple(operations or on_host), tuple(spans), programs)
+    return ProfilerTrace(tuple(operations or on_host), tuple(spans), programs)
 
 
 class _Plane:

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from bytescope.memory.devices.signature import Leaf
+from bytescope.memory.devices.signature import SignatureLeaf
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 
 _KEY = re.compile(r"\.(\w+)|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]|\[([^\]]*)\]")
@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class ResultPair:
     """A result that belongs to an argument: its update, or its gradient (`gradient`), by their places in the lists."""
 
     argument: int
@@ -43,12 +43,12 @@ def root_of(path: str) -> str:
 
 
 def pairs(
-    arguments: Sequence[Leaf],
-    results: Sequence[Leaf],
+    arguments: Sequence[SignatureLeaf],
+    results: Sequence[SignatureLeaf],
     updates: Sequence[Update],
     trained: bool,
     aliased: Mapping[int, int],
-) -> list[Pair]:
+) -> list[ResultPair]:
     """The results that are updates or gradients of arguments, each result used once.
 
     Args:
@@ -59,13 +59,19 @@ def pairs(
     look = _Pairing(arguments, results, updates, trained)
     for found in (look.whole_arguments(), look.by_keys(), look.by_flow(), aliased.items()):
         look.take(found)
-    return [Pair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
+    return [ResultPair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
 
 
 class _Pairing:
     """Results paired with arguments so far: `taken`, place of a result -> place of its argument."""
 
-    def __init__(self, arguments: Sequence[Leaf], results: Sequence[Leaf], updates: Sequence[Update], trained: bool):
+    def __init__(
+        self,
+        arguments: Sequence[SignatureLeaf],
+        results: Sequence[SignatureLeaf],
+        updates: Sequence[Update],
+        trained: bool,
+    ):
         self.arguments, self.results, self.updates, self.trained = arguments, results, updates, trained
         self.taken: dict[int, int] = {}
         self.back: set[int] = set()
@@ -132,7 +138,7 @@ class _Pairing:
         if self.trained:
             yield from self._gradients()
 
-    def _is_update(self, how: str, made: Update, result: Leaf) -> bool:
+    def _is_update(self, how: str, made: Update, result: SignatureLeaf) -> bool:
         """Whether what a result is made of proves an update. Sums of activations are made of arguments as well: they
         count where the step has a backward pass, and outside of the two passes."""
         if how == ELEMENTWISE:
@@ -150,7 +156,7 @@ class _Pairing:
                 )
 
 
-def _array(leaf: Leaf) -> tuple:
+def _array(leaf: SignatureLeaf) -> tuple:
     return leaf.shape, leaf.dtype
 
 

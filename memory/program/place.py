@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 
-class Place:
+class TargetPlacement:
     """Where a program goes: shardings over devices of this process become those over the target's."""
 
     def __init__(self, target: Target):

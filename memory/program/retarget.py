@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.hlo.jax_stages import LoweredStage, TracedStage
 from bytescope.memory.program import callbacks
-from bytescope.memory.program.place import Place, is_abstract
+from bytescope.memory.program.place import TargetPlacement, is_abstract
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -69,7 +69,7 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     """
     import jax
 
-    params, place = program._params, Place(target)
+    params, place = program._params, TargetPlacement(target)
     jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
     inside, moved = place.closed(jaxpr), [place.concrete(sharding) for sharding in _shardings(program)]
     context = place.context(params["ctx_mesh"])

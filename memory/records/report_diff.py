@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Change:
         return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
 
 
-def diff(before: Report, after: Report) -> tuple[Change, ...]:
+def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
     """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of
     each the largest change first.
 
@@ -64,14 +64,14 @@ def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
-def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str], ...]:
+def version_changes(before: ReportRecord, after: ReportRecord) -> tuple[tuple[str, str, str], ...]:
     """(package, version before, version after) of each package whose version differs; "none" for a missing one."""
     names = dict.fromkeys((*before.versions, *after.versions))
     pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
-def warnings(before: Report, after: Report) -> tuple[str, ...]:
+def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
     """What makes two programs hard to compare, a sentence each: other targets, other versions of jax, other methods."""
     found = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
@@ -101,7 +101,7 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
-def sources(report: Report) -> dict[str, str]:
+def sources(report: ReportRecord) -> dict[str, str]:
     """Name of a buffer's change -> "file.py:line" that makes the largest buffer of that name at the peak."""
     found: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
@@ -115,7 +115,7 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
     return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
 
 
-def _by_identity(report: Report) -> dict[str, int]:
+def _by_identity(report: ReportRecord) -> dict[str, int]:
     """Bytes at the peak by what a buffer is."""
     out: dict[str, int] = {}
     for b in report.alive_at(report.peak_index):

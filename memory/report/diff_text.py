@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.report_diff import Change, version_changes, warnings
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.text_layout import Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, path
@@ -16,7 +16,7 @@ from bytescope.memory.view.text_table import FigureTable, figure, path
 _SHOWN = 20
 
 
-def render(before: Report, after: Report, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
+def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
     """What makes the two hard to compare; the tables: totals, changed categories and residuals, and the `shown` buffers
     that changed most; then versions."""
     sizes = [change for change in changes if change.kind != "buffer"]

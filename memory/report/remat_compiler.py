@@ -32,7 +32,7 @@ BUILT_IN = {
 }
 
 
-class Compiler:
+class PolicyCompiler:
     """Compiles the step of a loss under the policies that a search asks for."""
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):

@@ -90,7 +90,7 @@ class Items:
             yield ignoring(line)
 
 
-class Command:
+class CopyCommand:
     """Arguments to copy: where a line ends, a backslash follows, so that a shell reads all of them as one command."""
 
     def __init__(self, text: str, style: str = "bold green", indent: int = 2) -> None:
@@ -148,7 +148,7 @@ def blocks(*parts: RenderableType | None) -> Group:
     return Group(*out)
 
 
-class Pair:
+class SideBySide:
     """Two blocks beside each other from 100 columns, the second under the first below that; either may be None."""
 
     def __init__(self, left: RenderableType | None, right: RenderableType | None, gap: int = 3) -> None:

@@ -292,7 +292,7 @@ def test_what_the_line_is_compared_with(monkeypatch):
     """The process holds the step's arguments when it is first called: they are part of what is predicted."""
     seen = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=1000)
     monkeypatch.setattr(live, "sample", lambda device: seen)
-    report = report_record.Report(0, 0, {}, xla=report_record.XlaStats(argument_bytes=300))
+    report = report_record.ReportRecord(0, 0, {}, xla=report_record.XlaStats(argument_bytes=300))
     assert reporting.before_arguments(None, report).in_use_bytes == 400
     monkeypatch.setattr(live, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
     assert reporting.before_arguments(None, report).in_use_bytes == 1000
