@@ -22,7 +22,7 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.errors import ReportError
 from bytescope.memory.generation import budget_arguments as pool
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import Report, Subject
+from bytescope.memory.records.report_record import ReportRecord, Subject
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.trainer import Trainer
@@ -132,7 +132,9 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
         user_program.split(args.program)
 
 
-def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> Report:
+def _of_config(
+    args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any
+) -> ReportRecord:
     """Reports on the step of a config, compiled by the trainer; the report."""
     from bytescope.memory.analysis import report_of, with_seconds
 
@@ -204,7 +206,7 @@ def subject(
     )
 
 
-def _of_file(args: argparse.Namespace, target: Any) -> Report:
+def _of_file(args: argparse.Namespace, target: Any) -> ReportRecord:
     """Reports on a program that XLA dumped; the report."""
     from bytescope.memory.analysis import report_of, with_seconds
     from bytescope.memory.program.compilation import compiled_for
@@ -216,7 +218,7 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
     return report
 
 
-def _of_program(args: argparse.Namespace) -> Report:
+def _of_program(args: argparse.Namespace) -> ReportRecord:
     """Reports on a step that a function of the user's makes; the report."""
     from bytescope.memory.analysis import report_of, with_seconds
     from bytescope.memory.program.compilation import compiled_for
@@ -236,7 +238,7 @@ def _of_program(args: argparse.Namespace) -> Report:
     return report
 
 
-def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
+def _advise(report: ReportRecord, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
     """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
     from rich.console import Group
     from rich.text import Text
@@ -245,7 +247,7 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
     from bytescope.memory.findings.remedies import advice
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Command, Prose
+    from bytescope.memory.view.text_layout import CopyCommand, Prose
 
     missing = human(report.predicted_bytes - (report.limit_bytes or 0))
     parts: list[Any] = [Text(), Prose(f"does not fit: {missing} too much", "bold red")]
@@ -254,18 +256,18 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
     if args.config:
         parts += map(Prose, advice.lines(report, advice.open_levers(report), []))
         if command := advice.fit_command(args.config, args.target, overrides, report):
-            parts += [Text("the fastest that fits, found by compiling:", style="bold"), Command(command)]
+            parts += [Text("the fastest that fits, found by compiling:", style="bold"), CopyCommand(command)]
     put(Group(*parts))
 
 
-def _show(report: Report, verbose: bool, choices: str = "") -> None:
+def _show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     from bytescope.memory.report import report_text
 
     report_text.show(report, choices=choices, verbose=verbose)
 
 
 def _formulas(
-    report: Report, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
+    report: ReportRecord, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
 ) -> dict[str, Any] | None:
     """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
     from rich.console import Group
@@ -295,7 +297,7 @@ def _formulas(
     return dataclasses.asdict(found)
 
 
-def _run(report: Report, others: Mapping[str, int]) -> dict[str, int]:
+def _run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
     """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put
@@ -308,7 +310,7 @@ def _run(report: Report, others: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _write(args: argparse.Namespace, report: Report, proto: bytes, more: Mapping[str, Any]) -> None:
+def _write(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")

@@ -24,7 +24,7 @@ from bytescope.memory.records import report_json
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.trainer import Trainer
-    from bytescope.memory.records.report_record import Report
+    from bytescope.memory.records.report_record import ReportRecord
 
 # Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
 _WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
@@ -98,7 +98,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     return row
 
 
-def residuals_of(report: Report) -> int:
+def residuals_of(report: ReportRecord) -> int:
     """Bytes of residuals at the highest point of the timeline that holds any: at the peak itself, which may lie in the
     update, they may all be freed."""
     steps: Counter[int] = Counter()

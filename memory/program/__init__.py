@@ -1,6 +1,6 @@
 """What the arguments of a program are: parameters, an optimizer's state, caches, random keys, data.
 
-In: a parsed program (`hlo.buffers.Program`) and, where jax told it, its signature (`devices.signature`). Out: an
+In: a parsed program (`hlo.buffers.HloProgram`) and, where jax told it, its signature (`devices.signature`). Out: an
 `Argument` for each entry parameter, and which values are on the way to which parameter's update. Start at
 `program_arguments.read`: `state_flow` follows values through the module, `pairing` finds what comes back, and the table
 of `roles` decides, structure first and names second.

@@ -13,7 +13,7 @@ import time
 import jax
 import pytest
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.checkpoint import Checkpoints
 from bytescope.train.launch.failures import explain, too_big
 from bytescope.train.user_errors import DoesNotFit, UserError
@@ -149,7 +149,7 @@ def test_metrics_rows_have_the_promised_keys(uninterrupted):
     assert all(set(row) == {"step", "loss", "grad_norm", "lr", "batch_tokens", *TIMED} for row in steps)
     assert [row["step"] for row in lines if "eval_loss" in row] == [10, 20, 30]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    report = Report.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
+    report = ReportRecord.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
     assert sum(report.breakdown.values()) == report.allocated_bytes and report.breakdown["accumulator"] > 0
 
 
@@ -282,7 +282,7 @@ def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
 
 
 def test_out_of_memory_and_a_full_disk_are_explained():
-    report = Report(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
+    report = ReportRecord(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
     told = explain(
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"),
         report,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bytescope.memory.files import write_whole
-from bytescope.memory.records.report_record import Report, load
+from bytescope.memory.records.report_record import ReportRecord, load
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +51,6 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
 
 
 def test_a_saved_report_is_whole(tmp_path):
-    report = Report(peak_bytes=1, allocated_bytes=1, breakdown={})
+    report = ReportRecord(peak_bytes=1, allocated_bytes=1, breakdown={})
     report.save(tmp_path / "a.json")
     assert load(tmp_path / "a.json").to_json() == report.to_json() and os.listdir(tmp_path) == ["a.json"]

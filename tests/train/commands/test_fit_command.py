@@ -13,7 +13,7 @@ from bytescope.memory.compare import worker_pool
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.schedule_records import Kernel
+from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
 from support.fit_trials import GIB
 from support.screen import seen, terminal
@@ -118,7 +118,10 @@ class Worker:
             "calls_per_update": 1,
             "target": targets.parse("h100").to_json(),
             "schedule": schedule_records.to_json(
-                tuple(Kernel("product", phase, 0, 10**12, "bfloat16") for phase in ("forward", "recompute", "backward"))
+                tuple(
+                    ScheduledKernel("product", phase, 0, 10**12, "bfloat16")
+                    for phase in ("forward", "recompute", "backward")
+                )
             ),
         }
 

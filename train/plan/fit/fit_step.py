@@ -8,7 +8,7 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row, thrift
 from bytescope.memory.compare.variants import Trials
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 
 
@@ -29,7 +29,7 @@ class Step:
     answer: Mapping[str, Any]
     fits: bool
     verdict: str
-    prediction: Prediction | None = None
+    prediction: StepPrediction | None = None
 
     @property
     def ok(self) -> bool:
