@@ -4,7 +4,7 @@
     python tests/bench/structure.py ../before .              # two trees side by side, with the change
     python tests/bench/structure.py --list "import circles"  # the entries behind each count whose title contains this
     python tests/bench/structure.py --mypy --collect --start --json=structure.json
-    python tests/bench/structure.py --tree                   # rewrite the generated tree in memory/ARCHITECTURE.md
+    python tests/bench/structure.py --tree                   # rewrite the generated lists in memory/ARCHITECTURE.md
 
 Production code is every top-level package except tests. A room is a sub-package directly under a package, or a module
 at the top of a package; layers and circles between folders are those of rooms. The layers are declared in the tree's
@@ -24,6 +24,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,12 @@ from support.import_graph import Module, SourceTree, circles, room_of
 
 ROOT = Path(__file__).parents[2]
 LAYERS = Path("tests", "support", "layers.py")
+# The page with two generated lists, each between two markers.
+PAGE = ROOT / "memory" / "ARCHITECTURE.md"
+MARKERS = {
+    name: (f"<!-- {name}: python tests/bench/structure.py --tree -->", f"<!-- end of the {name} -->")
+    for name in ("layers", "tree")
+}
 # Title -> a number, the entries that are counted, or why there is no figure.
 Figures = dict[str, int | float | list[str] | str]
 
@@ -337,6 +344,49 @@ def record_start(result: Path) -> None:
     sys.exit(cli.main(["train", "tiny", f"--workdir={result.parent / 'run'}", *FEW_STEPS]))
 
 
+# ---- the generated lists of the architecture page
+
+
+def folder_tree(tree: SourceTree, page: Path) -> str:
+    """A nested list with a line for each folder: a link from the page, and the first sentence of its docstring."""
+    lines = []
+    for name, module in tree.modules.items():
+        if module.is_package:
+            folder = module.path.parent
+            paragraph = (ast.get_docstring(module.syntax) or "").partition("\n\n")[0]
+            sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraph.split()))[0].rstrip(".")
+            link = os.path.relpath(folder, page.parent)
+            lines.append(f"{'  ' * name.count('.')}- [{folder.name}/]({link}): {sentence}")
+    return "\n".join(lines)
+
+
+def layer_block(layers: Mapping[str, Any]) -> str:
+    """A block with the imports of each package, and its layers from the lowest up."""
+    lines = []
+    for package, allowed in layers["PACKAGES"].items():
+        lines.append(f"{package:<9}imports {', '.join(sorted(allowed - {package})) or 'no other package'}")
+        # The room of a package's own __init__.py has the name of the package.
+        names = [
+            [room.partition(".")[2] or "__init__" for room in layer] for layer in layers["LAYERS"].get(package, ())
+        ]
+        joined = " < ".join(", ".join(layer) for layer in names)
+        lines += textwrap.wrap(joined, 118, initial_indent=" " * 9, subsequent_indent=" " * 9, break_on_hyphens=False)
+    return "\n".join(["```", *lines, "```"])
+
+
+def architecture_page() -> str:
+    """The text of the architecture page with the lists that this tree has now."""
+    tree = SourceTree(ROOT)
+    lists = {"layers": layer_block(runpy.run_path(str(ROOT / LAYERS))), "tree": folder_tree(tree, PAGE)}
+    text = PAGE.read_text(encoding="utf-8")
+    for name, (begin, end) in MARKERS.items():
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"{PAGE} has no place for the {name}: put the lines {begin} and {end} into it")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{lists[name]}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
 # ---- what is printed
 
 
@@ -387,6 +437,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mypy", action="store_true", help="count mypy's errors, with this tree's pyproject.toml")
     parser.add_argument("--collect", action="store_true", help="count the tests that pytest collects")
     parser.add_argument("--start", action="store_true", help="train tiny up to its first step, and count the files")
+    parser.add_argument("--tree", action="store_true", help=f"rewrite the generated lists in {PAGE.relative_to(ROOT)}")
     parser.add_argument("--record-start", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if len(args.trees) > 2:
@@ -401,6 +452,10 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.record_start:
         record_start(args.record_start)
+    if args.tree:
+        PAGE.write_text(architecture_page(), encoding="utf-8")
+        print(f"{PAGE.relative_to(ROOT)} written")
+        return 0
     paths = args.trees or [ROOT]
     columns: dict[str, Figures] = {}
     for column, path in zip(("before", "after") if len(paths) == 2 else ("this tree",), paths, strict=True):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "README.md"
-TOP = ("configs", "memory", "model", "tests", "train")
+TOP = (".github", "configs", "memory", "model", "tests", "train")
 READMES = sorted([*ROOT.glob("*.md"), *itertools.chain.from_iterable((ROOT / top).rglob("*.md") for top in TOP)])
 READERS = {"my.py", "conftest.py"}
 # What may stand before a command, and what ends it.
@@ -164,6 +164,14 @@ def test_the_front_page_leads_to_every_other_page():
     text = FRONT.read_text(encoding="utf-8")
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
     assert {path for path in READMES if path != FRONT} <= linked
+
+
+def test_the_lists_of_the_architecture_page_are_current(monkeypatch):
+    """If this fails: python tests/bench/structure.py --tree"""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import structure
+
+    assert structure.PAGE.read_text(encoding="utf-8") == structure.architecture_page()
 
 
 def test_the_front_page_is_short():

@@ -14,25 +14,22 @@ PACKAGES = {
 # Rooms from the lowest layer up; a room imports only rooms of the layers below its own.
 LAYERS = {
     "memory": (
-        ("memory.errors", "memory.units", "memory.config_keys", "memory.report_json", "memory.jaxprs"),
-        ("memory.report_records",),
-        ("memory.records", "memory.pipeline"),
+        ("memory.errors", "memory.units", "memory.config_keys", "memory.files", "memory.jaxprs"),
+        ("memory.records",),
+        ("memory.pipeline",),
         ("memory.hlo", "memory.formulas"),
         ("memory.devices",),
-        ("memory.arguments",),
-        ("memory.attribution", "memory.steps"),
-        ("memory.costs",),
+        ("memory.program",),
+        ("memory.peak",),
+        ("memory.cost",),
         ("memory.seconds",),
-        ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
-        ("memory.analyze",),
-        ("memory.plan", "memory.guard", "memory.user_program"),
-        ("memory.validation",),
-        ("memory.text",),
-        ("memory.pages",),
-        ("memory.generation",),
-        ("memory.tables",),
+        ("memory.remat", "memory.findings"),
+        ("memory.analysis",),
+        ("memory.view",),
         ("memory.report",),
-        ("memory.execution", "memory.remat_plan"),
+        ("memory.watching", "memory.profile"),
+        ("memory.compare",),
+        ("memory.generation",),
         ("memory",),
         ("memory.pytest_guard",),
         ("memory.commands",),
@@ -42,7 +39,7 @@ LAYERS = {
 # (importer, imported) -> why this import is allowed against the tables above.
 EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
-    ("memory.__main__", "train.planning.adapter"): "python -m bytescope.memory reads configs of the trainer",
+    ("memory.__main__", "train.plan.adapter"): "python -m bytescope.memory reads configs of the trainer",
 }
 
 
