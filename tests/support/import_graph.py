@@ -68,12 +68,31 @@ class SourceTree:
     @cached_property
     def imports(self) -> Mapping[str, frozenset[str]]:
         """Module -> modules of the tree that it imports, inside functions and for type checkers too."""
-        return {name: frozenset(self._imported(module)) - {name} for name, module in self.modules.items()}
+        return {name: self._imported(module) for name, module in self.modules.items()}
 
-    def _imported(self, module: Module) -> Iterable[str]:
-        for node in ast.walk(module.syntax):
+    @cached_property
+    def runtime_imports(self) -> Mapping[str, frozenset[str]]:
+        """The same without what a module imports for type checkers only.
+
+        The imports of an __init__.py for type checkers are included: it fetches these names at their first use.
+        """
+        return {name: self._imported(module, module.is_package) for name, module in self.modules.items()}
+
+    def _imported(self, module: Module, type_checking: bool = True) -> frozenset[str]:
+        names = self.imported_names(module, type_checking)
+        return frozenset(filter(None, map(self.own_name, names))) & self.modules.keys() - {module.name}
+
+    def imported_names(self, module: Module, type_checking: bool = True) -> Iterable[str]:
+        """The full name of every module that a module imports, of this tree or not."""
+        waiting: list[ast.AST] = [module.syntax]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not type_checking:
+                waiting += node.orelse
+                continue
+            waiting += ast.iter_child_nodes(node)
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 source = node.module or ""
                 if node.level:
@@ -81,15 +100,11 @@ class SourceTree:
                     kept = len(parents) - node.level + module.is_package
                     source = ".".join([*parents[:kept], *filter(None, [source])])
                 # `from package import name` imports the submodule of that name if there is one, else the package.
-                submodules = [f"{source}.{alias.name}" for alias in node.names]
-                names = [name if self._own_name(name) in self.modules else source for name in submodules]
-            else:
-                continue
-            for name in names:
-                if self._own_name(name) in self.modules:
-                    yield self._own_name(name)
+                for alias in node.names:
+                    submodule = f"{source}.{alias.name}"
+                    yield submodule if self.own_name(submodule) in self.modules else source
 
-    def _own_name(self, name: str) -> str:
+    def own_name(self, name: str) -> str:
         """The name without the project, "" for a module of another project."""
         return name.removeprefix(f"{self.project}.") if name.startswith(f"{self.project}.") else ""
 
