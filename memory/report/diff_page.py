@@ -215,7 +215,7 @@ def _changes(changes: Iterable[Change]) -> PageTable:
     return table(columns, sorted(changes, key=lambda change: -abs(change.growth)))
 
 
-def _measures(rows: Iterable[Measure]) -> Table:
+def _measures(rows: Iterable[Measure]) -> PageTable:
     columns = (
         ("what", "name", lambda row: row.name),
         ("before", "num", lambda row: UNITS[row.unit](row.before)),

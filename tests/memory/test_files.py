@@ -16,7 +16,7 @@ import resource, sys
 from pathlib import Path
 from bytescope.memory.commands import arguments
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 path = Path(sys.argv[1])
 try:
@@ -24,7 +24,7 @@ try:
 except ReportError as error:
     print(error)
 try:
-    Report(peak_bytes=1, allocated_bytes=1, breakdown={}).save(path)
+    ReportRecord(peak_bytes=1, allocated_bytes=1, breakdown={}).save(path)
 except OSError as error:
     print(error.strerror)
 """
