@@ -98,6 +98,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "Sequences against length" in body(written) and written.count("<circle") >= 4
 
 
+@pytest.mark.exhaustive
 def test_llama_8b_at_64_sequences_takes_a_tenth_of_a_gibibyte(tmp_path, monkeypatch, capsys):
     require("cuda")
     described("h100")

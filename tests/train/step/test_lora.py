@@ -162,6 +162,7 @@ def test_the_step_holds_the_base_once_and_state_of_the_adapters_alone():
     assert peaks[0] < peaks[1] - 11 * sizes[1]
 
 
+@pytest.mark.exhaustive
 def test_dropout_is_of_the_adapters_and_does_not_depend_on_how_the_batch_is_cut():
     one = {**LORA, "model.n_layers": "1", "lora.targets": "q,down"}
     dropout = {**one, "lora.dropout": "0.2"}
