@@ -76,6 +76,7 @@ def test_no_room_is_told_before_anything_is_compiled():
         settle(10**9, 5 * 10**8, 10**6, 100, lambda pages: {"a": 6 * 10**8})
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
     check_page(browser, page.render(Planned("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
 
