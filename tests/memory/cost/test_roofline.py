@@ -396,6 +396,7 @@ def test_predictions_rank_precisions_as_cards_do():
     assert narrow.by_term["memory"] < wide.by_term["memory"]
 
 
+@pytest.mark.exhaustive
 def test_predictions_rank_policies_as_cards_do():
     none, full = (predicted(("remat.policy", policy)) for policy in ("none", "full"))
     assert none.by_term["products"] < full.by_term["products"] and none.by_phase["recompute"] == 0

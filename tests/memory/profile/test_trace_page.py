@@ -132,5 +132,6 @@ def test_a_trace_without_annotations_or_steps_gives_a_page(tmp_path):
     assert 'data-ready="yes"' in seen and "the whole trace as one update" in seen
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
     check_page(browser, trace_page.render(make_breakdown()))

@@ -198,6 +198,7 @@ def test_reports_with_nothing_in_them_give_a_page(tmp_path):
     assert "Nothing changed" in empty and 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(text, browser):
     check_page(browser, text)
 

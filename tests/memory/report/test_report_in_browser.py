@@ -183,6 +183,7 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
     check_page(browser, report_page.render(changed))
 
 
+@pytest.mark.exhaustive
 def test_the_page_of_a_failure_is_sound_when_it_is_used(report, browser):
     held = tuple(HeldArrays((2, size), "int8", 1, 2 * size, 1, size) for size in (2, 3))
     found = PostMortem("step", 3, "RESOURCE_EXHAUSTED", held=held, allocator={"bytes_limit": 2**30}, report=report)

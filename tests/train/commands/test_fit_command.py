@@ -16,6 +16,7 @@ from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
 from support.fit_trials import GIB
+from support.same_process import SameProcess
 from support.screen import seen, terminal
 
 SMALL = [
@@ -64,6 +65,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e9, 1e12))
     monkeypatch.setattr(walks, "MOST_NEIGHBOURS", 1)
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
 
     def fit(budget, code):
         files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]

@@ -301,5 +301,6 @@ def test_the_browser_draws_the_curves(folder, tmp_path):
     assert 'data-ready="yes"' in body(browse(tmp_path, nothing, options=["--dump-dom"]))
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(folder, browser):
     check_page(browser, run_page.render(run_directory.read(folder)))
