@@ -1,7 +1,7 @@
 """Saves what every command prints and writes, and compares two saved folders: the proof that a change changes nothing.
 
-    python tests/bench/outputs.py save DIR [--bytescope=PATH] [--inputs=OTHER/inputs] [--only=GROUP,...] [--jobs=N]
-    python tests/bench/outputs.py compare BEFORE AFTER [--only=GROUP,...] [--all]
+    python tests/bench/outputs.py save DIR [--bytescope=PATH] [--inputs=OTHER/inputs] [--only=...] [--jobs=N]
+    python tests/bench/outputs.py compare BEFORE AFTER [--only=GROUP[/CASE],...] [--all]
 
 `save` runs the cases of outputs_cases.py with the executable PATH (default: the one beside this Python) and writes for
 each case DIR/GROUP/CASE/: exit code, stdout, stderr, every JSON file, and of every HTML page the data in its script
@@ -10,6 +10,7 @@ outputs_library.py through the executable's own Python, so the tree may be laid 
 only be measured (a profiler trace with its run directory); `--inputs` reuses that of an earlier save, which makes the
 output of `trace` and `page` equal to the digit.
 
+`--only` takes groups and GROUP/CASE; a case that reads what an earlier case of its group wrote needs the whole group.
 Each group has caches of its own, which are empty at its start: a program from a shared compilation cache would have
 the scopes and source lines of the tree that compiled it, and would hide a change of them.
 
@@ -56,27 +57,29 @@ SHOWN_PER_FILE = 12
 def save(args: argparse.Namespace) -> int:
     import outputs_cases
 
-    unknown = set(filter(None, args.only.split(","))) - outputs_cases.GROUPS.keys()
-    if unknown:
-        print(f"error: --only={','.join(sorted(unknown))}: choose of {','.join(outputs_cases.GROUPS)}", file=sys.stderr)
+    groups = {}
+    for name, cases in outputs_cases.GROUPS.items():
+        if selected := [case for case in cases if is_selected(f"{name}/{case.name}", args.only)]:
+            groups[name] = selected
+    if not groups:
+        print(f"error: --only={args.only}: choose of {','.join(outputs_cases.GROUPS)}, or GROUP/CASE", file=sys.stderr)
         return 2
     folder, executable = Path(args.dir).resolve(), Path(args.bytescope).absolute()
-    groups = {name: cases for name, cases in outputs_cases.GROUPS.items() if is_selected(name, args.only)}
     folder.mkdir(parents=True, exist_ok=True)
     # A random name of constant length, so that absolute paths wrap at the same place in both folders.
     temporary = Path(tempfile.mkdtemp(prefix="outputs-"))
     try:
         paths = installed_paths(executable) | {"<tmp>": str(temporary)}
         if outputs_cases.NEEDS_INPUTS in groups:
-            record_inputs(folder, executable, temporary, args.inputs)
+            record_inputs(Group("inputs", temporary / "inputs", folder, executable, paths), args.inputs)
         started = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             running = []
             for name, cases in groups.items():
-                shutil.rmtree(folder / name, ignore_errors=True)
-                (folder / name).mkdir()
-                (folder / name / "paths.json").write_text(json.dumps(paths, indent=1))
-                running.append(pool.submit(run_group, Group(name, temporary / name, folder, executable), cases))
+                if cases == outputs_cases.GROUPS[name]:
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                group = Group(name, temporary / name, folder, executable, paths)
+                running.append(pool.submit(run_group, group, cases))
             for each in running:
                 each.result()
         print(f"saved {len(groups)} groups to {args.dir} in {time.monotonic() - started:.0f} s")
@@ -85,8 +88,9 @@ def save(args: argparse.Namespace) -> int:
     return 0
 
 
-def is_selected(group: str, only: str) -> bool:
-    return not only or group in only.split(",")
+def is_selected(case: str, only: str) -> bool:
+    """Returns whether a case, by GROUP/NAME, is in a list of groups and cases; an empty list has all."""
+    return not only or case in only.split(",") or case.split("/")[0] in only.split(",")
 
 
 def python_of(executable: Path) -> str:
@@ -112,12 +116,14 @@ class Group:
     Attributes:
         work: the working directory; the cases' files are written there.
         saved: the folder of `save`.
+        paths: what `compare` masks: mask -> path.
     """
 
     name: str
     work: Path
     saved: Path
     executable: Path
+    paths: dict[str, str]
 
     def environment(self, case: Any, columns: int) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not DROPPED_VARIABLES.fullmatch(key)}
@@ -166,7 +172,9 @@ def has_package(executable: Path, package: str) -> bool:
 def run_case(group: Group, case: Any) -> None:
     """Runs a case at each of its widths and saves what it printed and wrote."""
     target = group.saved / group.name / case.name
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
+    (target / "paths.json").write_text(json.dumps(group.paths, indent=1))
     (target / "command.txt").write_text(" ".join(case.argv) + "\n")
     before = file_states(group.work)
     started = time.monotonic()
@@ -213,7 +221,7 @@ def save_files(work: Path, written: list[str], target: Path) -> None:
         elif path.suffix == ".html":
             page = Page.read(path.read_text(encoding="utf-8"))
             saved.with_name(f"{path.name}.data.json").write_text(json.dumps(page.data, indent=1))
-            saved.with_name(f"{path.name}.text.txt").write_text("\n".join(page.text) + "\n")
+            saved.with_name(f"{path.name}.text.txt").write_text("\n".join(page.lines) + "\n")
             whole = target / "pages" / relative
             whole.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, whole)
@@ -226,14 +234,22 @@ def save_files(work: Path, written: list[str], target: Path) -> None:
 
 
 class Page(html.parser.HTMLParser):
-    """The JSON in the script elements of a page, and its text without tags; texts of attributes stand in brackets."""
+    """The JSON in the script elements of a page, and its text without tags; texts of attributes stand in brackets.
+
+    A row of a table is a line, as is any other element that is not part of a line.
+    """
 
     SHOWN_ATTRIBUTES = ("href", "title", "aria-label", "alt", "placeholder", "value")
+    INLINE = (
+        *("a", "abbr", "b", "button", "code", "em", "i", "input", "kbd", "label", "mark", "option", "small", "span"),
+        *("strong", "sub", "sup", "dt", "dd", "th", "td"),
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.data: dict[str, Any] = {}
-        self.text: list[str] = []
+        self.lines: list[str] = []
+        self.line: list[str] = []
         self.hidden: str | None = None  # the open script or style element
         self.data_id = ""
 
@@ -242,43 +258,49 @@ class Page(html.parser.HTMLParser):
         page = cls()
         page.feed(text)
         page.close()
+        page.end_line()
         return page
+
+    def end_line(self) -> None:
+        if self.line:
+            self.lines.append(" ".join(self.line))
+            self.line = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
+        if tag not in self.INLINE:
+            self.end_line()
         if tag in ("script", "style"):
             self.hidden, self.data_id = tag, ""
             if attributes.get("type") == "application/json":
                 self.data_id = attributes.get("id") or str(len(self.data))
         for name in self.SHOWN_ATTRIBUTES:
             if attributes.get(name):
-                self.text.append(f"[{tag} {name}: {' '.join(str(attributes[name]).split())}]")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
+                self.line.append(f"[{tag} {name}: {' '.join(str(attributes[name]).split())}]")
 
     def handle_endtag(self, tag: str) -> None:
         if tag == self.hidden:
             self.hidden = None
+        if tag not in self.INLINE:
+            self.end_line()
 
     def handle_data(self, data: str) -> None:
         if self.hidden and self.data_id:
             self.data[self.data_id] = json.loads(data)
         elif not self.hidden and data.strip():
-            self.text.append(" ".join(data.split()))
+            self.line.append(" ".join(data.split()))
 
 
-def record_inputs(folder: Path, executable: Path, temporary: Path, given: str) -> None:
+def record_inputs(group: Group, given: str) -> None:
     """Puts the measured inputs into DIR/inputs: those of another save, or of a short profiled run."""
     import outputs_cases
 
-    inputs = folder / "inputs"
+    inputs = group.saved / "inputs"
     if given and Path(given).resolve() != inputs:
         shutil.rmtree(inputs, ignore_errors=True)
         shutil.copytree(given, inputs)
     if inputs.exists():
         return
-    group = Group("inputs", temporary / "inputs", folder, executable)
     outputs_cases.write_input_files(group.work, None)
     for case in outputs_cases.INPUTS:
         code, stdout, stderr = group.run(case, COLUMNS)
@@ -306,24 +328,30 @@ TEXT_MASKS = [
     (r"\b(process|pid) \d{2,}", r"\1 <pid>"),
     (r"0x[0-9a-f]{6,}", "<address>"),
 ]  # fmt: skip
-# (case, pattern, replacement): measured values in the text of certain cases. An empty line is left out.
+# (cases, pattern, replacement): measured values in the text of certain cases. An empty line is left out. The programs
+# of CPU cases take megabytes, so a figure in GiB is the free memory of this host.
+ON_CPU = "training/* cpu/* plans/compare programs/rnn programs/folder library/compile library/watch"
 _ROOM = r"\d[\d.]* [KMGT]iB"
 MEASURED_TEXT = [
-    # The memory of this host that is free, and its share.
-    ("*", rf"of {_ROOM} \([\d.]+ ?%\), {_ROOM} free", "of <free>"),
-    ("*", rf"(allocated {_ROOM} )of {_ROOM} \([\d.]+ ?%\)", r"\1of <limit>"),
     ("training/*", r"\d[\d,.]* tok/s( +data wait \d+ %)?( +mem [\d.]+/[\d.]+ GiB)?", "<speed>"),
+    (ON_CPU, rf"of {_ROOM} \([\d.]+ ?%\), {_ROOM} free", "of <free>"),
+    (ON_CPU, rf"\bof {_ROOM} \([\d.]+ ?%\)", "of <limit>"),
+    (ON_CPU, r"\b\d[\d.]+ GiB", "<limit>"),
+    (ON_CPU, r"\b\d{1,3}(,\d{3}){3,} bytes", "<limit> bytes"),
     ("training/*", r"\d+:\d\d:\d\d left", "<left>"),
     ("training/*", r"in \d+:\d\d:\d\d, [\d,.]+ tokens/s", "in <time>"),
     ("training/*", r"the process grew by .*", "<process>"),
     ("training/*", r"^the devices spent \d+ % of the time waiting for data.*", ""),
     ("training/*", r"^update \d+ took .*", ""),
     ("training/*", r"compiled +in [\d.]+ s", "compiled <seconds>"),
+    ("training/*", r"^tokens/s [\d,]+ [\d.]+ m?s per update, medians", "<speed>"),
+    ("training/*", r"^measured memory .* of the process; predicted .*", "<process>"),
 ]  # fmt: skip
-# (case, file, JSON path): measured values in JSON; the path is a regular expression.
+# (cases, file, JSON path): measured values in JSON; the path is a regular expression.
 MEASURED_JSON = [
     ("*", "*", r".*\.versions\.\w[\w-]*"),
     ("*", "*", r".*\.compile_seconds"),
+    (ON_CPU, "*", r".*\.(limit|limit_bytes|device_memory_bytes|host_memory_bytes)"),
     ("training/*", "*metrics.jsonl", r".*\.(tokens_per_s|step_time_s|data_wait_s|mfu|hfu)"),
     ("training/*", "*metrics.jsonl", r".*\.memory\.\w+"),
     ("training/*", "*index.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
@@ -340,6 +368,10 @@ def masked_text(text: str, case: str, paths: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def is_one_of(case: str, cases: str) -> bool:
+    return any(fnmatch.fnmatch(case, pattern) for pattern in cases.split())
+
+
 def mask_line(line: str, case: str, paths: dict[str, str]) -> str | None:
     masked = line
     for name, path in paths.items():
@@ -347,7 +379,7 @@ def mask_line(line: str, case: str, paths: dict[str, str]) -> str | None:
     for pattern, replacement in TEXT_MASKS:
         masked = re.sub(pattern, replacement, masked)
     for cases, pattern, replacement in MEASURED_TEXT:
-        if fnmatch.fnmatch(case, cases):
+        if is_one_of(case, cases):
             masked = re.sub(pattern, replacement, masked)
     if masked == line:
         return line
@@ -356,7 +388,7 @@ def mask_line(line: str, case: str, paths: dict[str, str]) -> str | None:
 
 def masked_json(value: Any, case: str, file: str, paths: dict[str, str], at: str = "$") -> Any:
     for cases, files, pattern in MEASURED_JSON:
-        if fnmatch.fnmatch(case, cases) and fnmatch.fnmatch(file, files) and re.fullmatch(pattern, at):
+        if is_one_of(case, cases) and fnmatch.fnmatch(file, files) and re.fullmatch(pattern, at):
             return None if value is None else "<measured>"
     if isinstance(value, dict):
         return {key: masked_json(each, case, file, paths, f"{at}.{key}") for key, each in value.items()}
@@ -445,10 +477,9 @@ def compare(args: argparse.Namespace) -> int:
 def differences(before: Path, after: Path, only: str) -> Iterator[Difference]:
     """Yields the differences of two saved folders that masks do not cover, case by case."""
     for case in sorted(saved_cases(before) | saved_cases(after)):
-        group = case.split("/")[0]
-        if not is_selected(group, only):
+        if not is_selected(case, only):
             continue
-        paths = [read_paths(folder / group) for folder in (before, after)]
+        paths = [read_paths(folder / case) for folder in (before, after)]
         files = [saved_files(folder / case) for folder in (before, after)]
         for file in sorted(files[0].keys() | files[1].keys()):
             if file not in files[1]:
@@ -459,8 +490,8 @@ def differences(before: Path, after: Path, only: str) -> Iterator[Difference]:
                 yield from file_differences(case, file, files[0][file], files[1][file], paths)
 
 
-def read_paths(group: Path) -> dict[str, str]:
-    file = group / "paths.json"
+def read_paths(case: Path) -> dict[str, str]:
+    file = case / "paths.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
@@ -473,7 +504,7 @@ def saved_files(case: Path) -> dict[str, Path]:
     pages = case / "pages"
     found = {}
     for path in case.rglob("*"):
-        if path.is_file() and pages not in path.parents:
+        if path.is_file() and pages not in path.parents and path.name != "paths.json":
             found[path.relative_to(case).as_posix()] = path
     return found
 
@@ -545,13 +576,13 @@ def main(argv: list[str] | None = None) -> int:
     saving.add_argument("dir")
     saving.add_argument("--bytescope", default=str(Path(sys.executable).parent / "bytescope"), metavar="PATH")
     saving.add_argument("--inputs", default="", metavar="DIR", help="measured inputs of an earlier save")
-    saving.add_argument("--only", default="", metavar="GROUP,...")
+    saving.add_argument("--only", default="", metavar="GROUP[/CASE],...")
     saving.add_argument("--jobs", type=int, default=2, metavar="N", help="groups that run at a time (default 2)")
     saving.set_defaults(run=save)
     comparing = commands.add_parser("compare", help="print what differs; exit with 1 if anything does")
     comparing.add_argument("before")
     comparing.add_argument("after")
-    comparing.add_argument("--only", default="", metavar="GROUP,...")
+    comparing.add_argument("--only", default="", metavar="GROUP[/CASE],...")
     comparing.add_argument("--all", action="store_true", help=f"print more than {SHOWN_PER_FILE} differences of a file")
     comparing.add_argument("--expected", metavar="FILE", help="table of expected differences (outputs_expected.md)")
     comparing.set_defaults(run=compare)

@@ -346,12 +346,12 @@ PLANS = [
          "--html=levers.html --jobs=1", widths=(80, 120)),
     case("front", "front small.py h100 --points=3 --json=front.json --html=front.html --jobs=1", widths=(80, 120)),
     case("front_flops", "front small.py h100 --points=2 --cost=flops --auto-offload --jobs=1"),
-    case("fit", "fit small.py h100:2 --batch-tokens=65536 --budget=2GiB --max-compiles=8 --json=fit.json "
-         "--html=fit.html --jobs=1", widths=(80, 120)),
-    case("fit_levers", "fit small.py rtx4090 --levers=remat,micro --max-compiles=4 --json=fit_levers.json --jobs=1"),
+    case("fit", "fit small.py h100:2 --batch-tokens=65536 --budget=2GiB --max-compiles=6 --json=fit.json "
+         "--html=fit.html --jobs=1"),
+    case("fit_levers", "fit small.py rtx4090 --levers=micro --json=fit_levers.json --jobs=1", widths=(80, 120)),
     case("fit_nothing", "fit llama_8b rtx4090 --budget=1GiB --levers=remat --max-compiles=2 --jobs=1 "
          "--config.model.n_layers=2 --json=nothing.json --html=nothing.html"),
-    case("fit_lora", "fit small.py l4 --lora --max-compiles=3 --jobs=1"),
+    case("fit_lora", "fit small.py l4 --lora --max-compiles=2 --jobs=1"),
 ]  # fmt: skip
 
 VALIDATION = [

@@ -197,7 +197,7 @@ def test_outputs_are_saved_through_the_executable(outputs, tmp_path):
 
     assert outputs.main(["save", str(tmp_path), "--only=absent"]) == 2
 
-    group = outputs.Group("lists", tmp_path / "work", tmp_path, Path(sys.executable).parent / "bytescope")
+    group = outputs.Group("lists", tmp_path / "work", tmp_path, Path(sys.executable).parent / "bytescope", {})
     outputs_cases.write_input_files(group.work, None)
     outputs.run_case(group, outputs_cases.case("pipeline", "pipeline --stages=2 --micro-batches=2 --json=a.json"))
     saved = tmp_path / "lists" / "pipeline"
