@@ -18,7 +18,13 @@ ROOT = TESTS.parent
 # Oracles that the README's line does not install: tests that need one are skipped there.
 NOT_INSTALLED = {"transformers", "peft"}
 # Files whose command lines are only parsed, or refused.
-ONLY_PARSED = {"test_mistakes.py", "test_readmes.py", "test_completion.py", "test_gpu_scripts.py", "test_config_records.py"}
+ONLY_PARSED = {
+    "test_mistakes.py",
+    "test_readmes.py",
+    "test_completion.py",
+    "test_gpu_scripts.py",
+    "test_config_records.py",
+}
 # Modules with a `main` of one subcommand.
 MAINS = {"bytescope.train.__main__": "train", "bytescope.train.data.prepare": "prepare"}
 
@@ -62,7 +68,9 @@ def definitions(path: Path) -> dict[str, ast.AST]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {name.id: node for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found |= {
+                name.id: node for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name: node for alias in node.names}
     return found
