@@ -246,6 +246,14 @@ def outputs(monkeypatch):
     return outputs
 
 
+@pytest.fixture
+def outputs(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    import outputs
+
+    return outputs
+
+
 PAGE = """<!doctype html><html><head><title>tiny</title><style>.a {}</style></head><body><h1>tiny, {peak} B</h1>
 <a href="{path}">report</a><script type="application/json" id="data">{{"peak": {peak}, "rows": [[1, {row}]]}}</script>
 <script>draw(1)</script></body></html>"""
