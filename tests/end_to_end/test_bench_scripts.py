@@ -239,13 +239,6 @@ def test_structures_of_two_trees_are_compared(structure, made_up_tree, tmp_path_
     assert "has no pyproject.toml: give the root of a checkout" in capsys.readouterr().err
 
 
-def outputs(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
-    import outputs
-
-    return outputs
-
-
 @pytest.fixture
 def outputs(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
