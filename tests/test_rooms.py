@@ -32,7 +32,6 @@ FLOORS = (
     ("memory.report",),
     ("memory.watching", "memory.profile"),
     ("memory.compare",),
-    ("memory.generation",),
     ("memory",),
     ("memory.pytest_guard",),
     ("memory.commands",),

@@ -19,13 +19,13 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.errors import ReportError
-from bytescope.memory.generation import budget_arguments as pool
+from bytescope.train.generation import budget_arguments as pool
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Report, Subject
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.trainer import Trainer
-    from bytescope.memory.generation.budget import Planned
+    from bytescope.train.generation.budget import Planned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +155,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
 
 def _generation(args: argparse.Namespace, planned: Planned) -> int:
     """Shows the memory of generation, and writes it."""
-    from bytescope.memory.generation import budget_page, budget_text
+    from bytescope.train.generation import budget_page, budget_text
     from bytescope.memory.view.console import put
 
     put(budget_text.view(planned))

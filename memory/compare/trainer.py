@@ -15,7 +15,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 
 if TYPE_CHECKING:
-    from bytescope.memory.generation.budget import Planned
+    from bytescope.train.generation.budget import Planned
 
 Overrides = Sequence[tuple[str, str]]
 # Begins the name of a config that a trainer makes from a folder of weights.
@@ -86,7 +86,7 @@ class Trainer(Protocol):
 
     def generation(self, name: str, overrides: Overrides, target: Target, asked: Any) -> Planned:
         """The memory of generating from a config's model on a target, its steps compiled; `asked`: the flags of
-        memory/generation/budget_arguments.py."""
+        train/generation/budget_arguments.py."""
 
     def configs(self) -> Mapping[str, str]:
         """Shipped config -> its purpose in one line."""

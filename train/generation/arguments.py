@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError, exit_code_of
-from bytescope.memory.generation import budget_arguments as pool
-from bytescope.memory.generation.budget_arguments import add_devices, add_dtype, add_pool
+from bytescope.train.generation import budget_arguments as pool
+from bytescope.train.generation.budget_arguments import add_devices, add_dtype, add_pool
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 

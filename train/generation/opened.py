@@ -17,8 +17,8 @@ from bytescope.memory.compare.trainer import called
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.generation.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.memory.generation.budget_arguments import KV
+from bytescope.train.generation.budget import Budget, DoesNotFit, Planned, settle
+from bytescope.train.generation.budget_arguments import KV
 from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 from bytescope.model.paged.pool import PAGE

@@ -15,7 +15,7 @@ from bytescope.train import config as configs
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
-    from bytescope.memory.generation.budget import Planned
+    from bytescope.train.generation.budget import Planned
     from bytescope.memory.peak.runtime_overheads import LoopOverhead
     from bytescope.train.program import Program
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
-from bytescope.memory.generation.budget_arguments import add_dtype
+from bytescope.train.generation.budget_arguments import add_dtype
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 

@@ -14,7 +14,7 @@ import numpy as np
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.generation.budget import DoesNotFit
+from bytescope.train.generation.budget import DoesNotFit
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.config import load

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from bytescope.memory.generation import budget_arguments
-from bytescope.memory.generation import budget_page as page
-from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
+from bytescope.train.generation import budget_arguments
+from bytescope.train.generation import budget_page as page
+from bytescope.train.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.model.paged import pool
 from bytescope.model.paged.kernels import KERNELS
 from bytescope.train import cli

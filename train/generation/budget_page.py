@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bytescope.memory.generation.budget import Budget, Planned, lengths_of
-from bytescope.memory.generation.budget_text import lengths, rows_of
+from bytescope.train.generation.budget import Budget, Planned, lengths_of
+from bytescope.train.generation.budget_text import lengths, rows_of
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import table, versions, where
 from bytescope.memory.view.frame import page
