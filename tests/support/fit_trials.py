@@ -12,11 +12,11 @@ import queue
 import re
 from types import SimpleNamespace
 
-from bytescope.memory.compare import variants
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, Kernel, Start, Wait
 from bytescope.memory.remat.block_graph import Block, Step
+from bytescope.train.plan import trials as variants
 from bytescope.train.plan.fit import fit_result, fit_space
 from bytescope.train.plan.fit import fit_walk as walks
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.commands.arguments import (
-    NO_CONFIG,
-    SET_KEY,
-    add_config,
     check_files,
     keep_old_flag,
     user_path,
@@ -24,9 +21,8 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+from bytescope.train import config as configs
+from bytescope.train.commands.config_arguments import SET_KEY, add_config
 
 # What may be given beside a config and beside --params: flag -> what it is.
 WORK = {
@@ -125,26 +121,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the estimate and writes the files that were asked for. A config is read by the trainer, not compiled."""
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:
         raise ReportError("give either a config or --params")
     if args.params is None and not args.config:
-        raise ReportError(f"{NO_CONFIG}, or --params=7e9")
+        raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
     if args.config:
-        config = trainer.config(args.config, overrides)
+        config = configs.flatten(configs.load(args.config, args.overrides))
         question, notes = _configured(args, config), _notes_on(args, config)
-    elif overrides:
-        raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
+    elif args.overrides:
+        raise ReportError(f"--config.{args.overrides[0][0]} with --params: there is no config to change")
     else:
         question = assumed(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
-    _write(args, found, trainer)
+    _write(args, found)
     return 0
 
 
@@ -292,24 +288,23 @@ def _table(found: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer) -> None:
+def _write(args: argparse.Namespace, found: Estimate) -> None:
     """Writes the files asked for; the page offers every shipped config as a preset."""
     if args.json:
         write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
     if args.html:
-        from bytescope.memory.compare.trainer import called
         from bytescope.train.plan import estimate_page
 
-        name = called(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(found.question, name, _presets(trainer)))
+        name = configs.title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
+        write(args.html, estimate_page.render(found.question, name, _presets()))
 
 
-def _presets(trainer: Trainer) -> dict[str, Question]:
+def _presets() -> dict[str, Question]:
     """The question of each shipped config that has formulas."""
     found = {}
-    for name in trainer.configs():
+    for path in configs.shipped():
         try:
-            found[name] = check(question_of(trainer.config(name, ())))
+            found[path.stem] = check(question_of(configs.flatten(configs.load(path.stem))))
         except ReportError:  # it names what no formula is known for
             continue
     return found

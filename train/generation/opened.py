@@ -13,17 +13,17 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from bytescope.memory.compare.trainer import called
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.train.generation.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.train.generation.budget_arguments import KV
 from bytescope.memory.records.report_record import Report
 from bytescope.memory.units import human
 from bytescope.model.paged.pool import PAGE
 from bytescope.model.quantized.table import FORMATS
+from bytescope.train.config import title_of
 from bytescope.train.errors import UserError
+from bytescope.train.generation.budget import Budget, DoesNotFit, Planned, settle
+from bytescope.train.generation.budget_arguments import KV
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.score import Scorer
 from bytescope.train.generation.source import WIDE, Source, describe_model
@@ -130,7 +130,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
         f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
-    return Planned(called(name), facts, found, reports)
+    return Planned(title_of(name), facts, found, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:

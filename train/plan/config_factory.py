@@ -1,168 +1,283 @@
-"""The trainer of this repository as `memory.compare.trainer.Trainer`, for the commands and workers of `memory`."""
+"""The trainer's programs for `report` and `compare`: from the overrides of a config and a target to a program.
+
+Overrides are dotted key -> text; the key `config` names the config. Nothing here starts jax before it has to.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.compare.trainer import Overrides
+from bytescope.memory.compare import row_cache
+from bytescope.memory.compare.grids import CONFIG
+from bytescope.memory.compare.prepared_program import PreparedProgram
+from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import Subject
 from bytescope.train import config as configs
+from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 
 if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from bytescope.memory.devices.compiler import Compilation
     from bytescope.memory.devices.targets import Target
-    from bytescope.train.generation.budget import Planned
-    from bytescope.memory.peak.runtime_overheads import LoopOverhead
     from bytescope.train.program import Program
 
+AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
 
-class Adapter:
-    """Implements the Protocol, which explains each method. None starts jax before it has to; errors of the config are
-    raised as they are, with their exit codes."""
 
-    def split_overrides(self, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-        """See `Trainer.split_overrides`."""
-        return configs.split_overrides(argv)
+class ConfigFactory(ProgramFactory):
+    """Makes the programs of configs."""
 
-    def config(self, name: str, overrides: Overrides) -> dict[str, Any]:
-        """See `Trainer.config`."""
-        return configs.flatten(configs.load(name, overrides))
+    reference = "bytescope.train.plan.config_factory:FACTORY"
+    row = ConfigRow
 
-    def check(self, name: str, overrides: Overrides) -> None:
-        """See `Trainer.check`."""
-        from bytescope.train.checks import check_without_devices
+    def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
+        """The program of a config on a target's devices, nothing compiled yet."""
+        name, pairs = split(overrides)
+        config = configs.load(name, pairs)
+        return prepare_program(build_program(config, target), target, configs.flatten(config))
 
-        try:
-            check_without_devices(configs.load(name, overrides))
-        except ValueError as error:
-            if hasattr(error, "exit_code"):
-                raise
-            raise ReportError(" ".join(str(error).split())) from error
+    def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
+        """The keys of a combination, with its policy as config keys.
 
-    def program(self, name: str, overrides: Overrides, target: Target) -> Program:
-        """See `Trainer.program`."""
-        from bytescope.train.plan.remat_auto import settled_program
+        A config's own names for `custom` are an error under any other policy, so those combinations clear them.
+        """
+        if POLICY not in chosen:
+            return chosen
+        name, pairs = split({**fixed, **{key: text for key, text in chosen.items() if key == CONFIG}})
+        flat = configs.flatten(configs.load(name, pairs))
+        out = {**chosen, **policy_keys(chosen[POLICY])}
+        ranges = any(str(text).endswith(":custom") for text in flat.get(LAYERS, ()))
+        if out[POLICY] != "custom" and not ranges:
+            out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}
+        return out
 
-        config = configs.load(name, overrides)
-        try:
-            return settled_program(config, target.devices())
-        except ValueError as error:  # a config that cannot run there; the message says what to change
-            if hasattr(error, "exit_code"):
-                raise
-            raise ReportError(" ".join(str(error).split())) from error
+    def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
+        name, pairs = split(overrides)
+        return configs.flatten(configs.load(name, pairs))
 
-    def settled(self, program: Program) -> dict[str, Any]:
-        """See `Trainer.settled`."""
-        from bytescope.memory.config_keys import MESH, MODEL_ATTENTION
-        from bytescope.model.remat.policies import POLICIES
+    def check(self, overrides: Mapping[str, Any]) -> None:
+        """Raises ValueError with an `exit_code` for a config that could run on no target."""
+        check_config(*split(overrides))
 
-        plan = program.remat
-        segments = []
-        for segment in plan.segments(program.model.n_layers):
-            moved = segment.policy.moved
-            policy = segment.name if segment.name in POLICIES else "custom"
-            segments.append(
-                {
-                    "layers": segment.stop - segment.start,
-                    "policy": policy,
-                    "groups": segment.groups,
-                    "save": [name for name in segment.policy.names if name not in moved],
-                    "offload": list(moved),
-                }
-            )
-        mesh = {MESH + axis: size for axis, size in program.mesh.shape.items()}
-        return {MODEL_ATTENTION: program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
+    def sources(self) -> Sequence[Path]:
+        """The files of the model, and of the trainer as far as it makes the step."""
+        return row_cache.source_files(making_programs())
 
-    def describe(self, name: str, overrides: Overrides, target: Target) -> dict[str, Any]:
-        """See `Trainer.describe`."""
-        from bytescope.memory.compare.worker import tokens_of
-        from bytescope.memory.config_keys import MODEL_SCAN
+    def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
+        """The files that settle a remat policy of `auto`."""
+        return row_cache.source_files(choosing_plans()) if resolved.get(POLICY) == AUTO else ()
+
+    def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What the published formulas give for a row, a `formulas.reconcile.Formula` as JSON."""
+        from bytescope.memory.formulas import reconcile
+
+        found = reconcile.formula_of(resolved, answer["settled"], answer["target"].get("platform", ""))
+        return None if isinstance(found, str) else dataclasses.asdict(found)
+
+    def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
+        """What the search for the least recomputation needs of a config on a target; nothing is compiled.
+
+        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call
+        of the step; `ranges`: ranges of layers with patterns of their own at most; `policies`: policy -> names that it
+        keeps, null where only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
+        `tokens_per_update`: over all devices.
+        """
         from bytescope.train.plan.block_description import describe_block, most_ranges
         from bytescope.train.plan.remat_auto import fixed_policies
 
-        program = self.program(name, (*overrides, (MODEL_SCAN, "true")), target)
-        micro_steps = program.batch.accumulation if program.scanned else 1
+        name, pairs = split({**overrides, "model.scan": "true"})
+        program = build_program(configs.load(name, pairs), target)
         return {
             "block": dataclasses.asdict(describe_block(program)),
-            "micro_steps": micro_steps,
+            "micro_steps": program.batch.accumulation if program.scanned else 1,
             "ranges": most_ranges(program),
             "policies": fixed_policies(),
             "moving": fixed_policies(moving=True),
             "tokens_per_update": tokens_of(program),
         }
 
-    def choices(self, program: Program) -> str:
-        """See `Trainer.choices`."""
-        (kernel, why), (matmul, how) = program.kernel, program.matmul
-        return f"attention {kernel} ({why})\nproducts {matmul} ({how})"
 
-    def loop_overhead(self, program: Program) -> LoopOverhead:
-        """See `Trainer.loop_overhead`."""
-        from bytescope.train.plan.run_peak import loop_overhead
+FACTORY = ConfigFactory()
 
-        return loop_overhead(program)
 
-    def run_peaks(self, program: Program) -> dict[str, int]:
-        """See `Trainer.run_peaks`."""
-        from bytescope.train.plan.run_peak import peaks
+def making_programs() -> tuple[ModuleType, ...]:
+    """The modules, and packages with all their modules, whose code makes the step of a config or what a row says of it.
+    Searches, views, commands and whatever runs around the step are not among them."""
+    from bytescope import model
+    from bytescope.memory import formulas
+    from bytescope.memory.remat import block_graph
+    from bytescope.train import (
+        batch,
+        checks,
+        choices,
+        config,
+        loss_fn,
+        losses,
+        optimizer,
+        parallel,
+        pipeline,
+        program,
+        step,
+    )
+    from bytescope.train.plan import block_description, config_factory, run_peak
 
-        return peaks(program)
+    return (
+        *(model, formulas, block_graph),
+        *(batch, checks, choices, config, loss_fn, losses, optimizer, parallel, pipeline, program, step),
+        *(block_description, config_factory, run_peak),
+    )
 
-    def vocabulary(self) -> tuple[str, ...]:
-        """See `Trainer.vocabulary`."""
-        from bytescope.model.names import NAMES
 
-        return tuple(NAMES)
+def choosing_plans() -> tuple[ModuleType, ...]:
+    """The modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
+    from bytescope.memory import remat, seconds
+    from bytescope.train.plan import remat_auto
 
-    def names(self, name: str, overrides: Overrides, target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
-        """See `Trainer.names`."""
-        from bytescope.model.names import NAMES
-        from bytescope.train.parallel.axes import activation_axes
-        from bytescope.train.plan.block_description import trace_gradient
+    return remat, seconds, remat_auto
 
-        program = self.program(name, overrides, target)
 
-        def sharding(tensor: str) -> tuple[str, int]:
-            letters = NAMES[tensor][0]
-            dims = program.layout.split(activation_axes(letters))
-            text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
-            return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """(the config's name, the other overrides). Raises ReportError where no config is named."""
+    if not overrides.get(CONFIG):
+        raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
+    return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
 
-        return trace_gradient(program), sharding
 
-    def generation(self, name: str, overrides: Overrides, target: Target, asked: Any) -> Planned:
-        """See `Trainer.generation`."""
-        from bytescope.train.generation.opened import plan
+@contextlib.contextmanager
+def config_mistakes() -> Iterator[None]:
+    """A context in which what a config cannot be becomes a ReportError: the message says what to change."""
+    try:
+        yield
+    except ValueError as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise ReportError(" ".join(str(error).split())) from error
 
-        return plan(name, configs.load(name, overrides), target, asked)
 
-    def configs(self) -> Mapping[str, str]:
-        """See `Trainer.configs`."""
-        return configs.purposes()
+def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
+    from bytescope.train.checks import check_without_devices
 
-    def keys(self) -> list[tuple[str, str, str]]:
-        """See `Trainer.keys`."""
-        return configs.describe_keys()
+    with config_mistakes():
+        check_without_devices(configs.load(name, overrides))
 
-    def keys_named(self, name: str) -> Sequence[str]:
-        """See `Trainer.keys_named`."""
-        return configs.keys_named(name)
 
-    def policies(self) -> Mapping[str, str]:
-        """See `Trainer.policies`."""
-        from bytescope.model.remat.policies import AUTO, POLICIES
+def build_program(config: ConfigDict, target: Target) -> Program:
+    """The program of a config on a target's devices; `remat.policy=auto` is settled.
 
-        special = {
-            "custom": "the names of remat.save kept, those of remat.offload in pinned host memory",
-            AUTO: "the least recomputation that fits remat.budget, chosen by name and range of layers",
-        }
-        return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
+    Raises ValueError with an `exit_code` for a config that cannot run there.
+    """
+    from bytescope.train.plan.remat_auto import settled_program
 
-    def sources(self) -> list[Path]:
-        """See `Trainer.sources`."""
-        found = (importlib.util.find_spec(package) for package in ("bytescope.model", "bytescope.train"))
-        return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
+    with config_mistakes():
+        return settled_program(config, target.devices())
+
+
+def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
+    """A program with what the trainer knows of it, for `report` and `compare`.
+
+    config: dotted key -> value, as it is to be reported.
+    """
+    from bytescope.memory.formulas import reconcile
+    from bytescope.model.names import NAMES
+    from bytescope.train.plan.run_peak import loop_overhead
+
+    settled = settle(program)
+
+    def compile_program() -> tuple[Compilation, Target]:
+        with config_mistakes():
+            return program.compile_for_report(exact=True), target
+
+    (kernel, why), (matmul, how) = program.kernel, program.matmul
+    return PreparedProgram(
+        compile_program,
+        config=config,
+        names=tuple(NAMES),
+        loop=loop_overhead(program),
+        calls_per_update=program.calls_per_update,
+        tokens_per_update=tokens_of(program),
+        model_flops=lambda counted: reconcile.model_flops(config, settled, counted),
+        settled=settled,
+        batch=settled["batch"],
+        policy=policy_words(settled["segments"]),
+        choices=f"attention {kernel} ({why})\nproducts {matmul} ({how})",
+        measure=lambda compilation: measure_program(program, compilation.compiled),
+    )
+
+
+def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram) -> Subject:
+    """What the report of a config's step calls it, without its model FLOPs.
+
+    name, overrides: as the command line gives them.
+    """
+    return Subject(
+        name=configs.title_of(name),
+        changes=tuple(f"{key}={value}" for key, value in overrides),
+        batch=program.batch,
+        policy=program.policy,
+        tokens=program.tokens_per_update or 0,
+        calls=program.calls_per_update,
+    )
+
+
+def settle(program: Program) -> dict[str, Any]:
+    """What a program made of its config, as JSON values: the kernel under `model.attention`, the mesh's axes without
+    -1, `batch` in words, and `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"},
+    the last two the names of tensors."""
+    from bytescope.model.remat.policies import POLICIES
+
+    segments = []
+    for segment in program.remat.segments(program.model.n_layers):
+        moved = segment.policy.moved
+        segments.append(
+            {
+                "layers": segment.stop - segment.start,
+                "policy": segment.name if segment.name in POLICIES else "custom",
+                "groups": segment.groups,
+                "save": [name for name in segment.policy.names if name not in moved],
+                "offload": list(moved),
+            }
+        )
+    mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
+    return {"model.attention": program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
+
+
+def tokens_of(program: Program) -> int:
+    """Tokens per optimizer update, over all devices."""
+    import jax
+
+    return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
+
+
+def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
+    """Runs updates of the executable on batches of zeros, from the program's initial state."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    from bytescope.memory.compare.measured_steps import time_updates
+
+    state = program.init()
+    zeros = jax.tree.map(
+        lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)(),
+        program.batch_shapes,
+    )
+
+    def update() -> float:
+        nonlocal state
+        began = time.perf_counter()
+        for _ in range(program.calls_per_update):
+            state, metrics = compiled(state, zeros)
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - began
+
+    return time_updates(update, program.mesh.local_devices, tokens_of(program))

@@ -14,11 +14,11 @@ import numpy as np
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
 from bytescope.memory.devices.limits import budget_of
-from bytescope.train.generation.budget import DoesNotFit
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.config import load
 from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.generation.budget import DoesNotFit
 from bytescope.train.generation.opened import limit_here
 from bytescope.train.generation.source import precision_of
 from bytescope.train.quantize.origin import Origin, check_model, open_origin

@@ -19,13 +19,13 @@ from bytescope.memory.commands import compare_command
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.compare import row_cache, worker, worker_pool
 from bytescope.memory.compare.jobs import Jobs
-from bytescope.memory.compare.variants import Trials
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.train.config import split_overrides
 from bytescope.train.errors import UserError
 from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.trials import Trials
 
 SMALL = [
     "--config.model.n_layers=2",

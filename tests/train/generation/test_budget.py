@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from bytescope.train.generation import budget_arguments
-from bytescope.train.generation import budget_page as page
-from bytescope.train.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.model.paged import pool
 from bytescope.model.paged.kernels import KERNELS
 from bytescope.train import cli
+from bytescope.train.generation import budget_arguments
+from bytescope.train.generation import budget_page as page
+from bytescope.train.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.train.generation.source import DTYPES
 from support.browser import body
 from support.described import described

@@ -13,7 +13,6 @@ from rich.console import Console
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.variants import Stopped
 from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.memory.remat.ilp import Passes
 from bytescope.memory.remat.patterns import Rates
@@ -22,6 +21,7 @@ from bytescope.memory.remat.search import Search, spread
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.adapter import Adapter
 from bytescope.train.plan.frontier import Fixed, Front, Point
+from bytescope.train.plan.trials import Stopped
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from bytescope.memory.devices import targets
-from bytescope.train.generation.budget_arguments import WEIGHTS
 from bytescope.model.quantized import groups
 from bytescope.model.quantized.table import BASES, FORMATS
+from bytescope.train.generation.budget_arguments import WEIGHTS
 from bytescope.train.generation.source import describe_model
 from bytescope.train.generation.steps import Sizes, Steps
 from bytescope.train.quantize import command

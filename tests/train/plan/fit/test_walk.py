@@ -5,7 +5,6 @@ import json
 import pytest
 
 from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.variants import Stopped, Trials
 from bytescope.memory.remat.search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import Prediction
 from bytescope.memory.view.console import plain_text
@@ -13,6 +12,7 @@ from bytescope.train.plan.fit import fit_result, fit_text
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_space import SQUEEZES
 from bytescope.train.plan.fit.fit_step import Step
+from bytescope.train.plan.trials import Stopped, Trials
 from support.fit_trials import GIB, SEQ, as_json, walk
 
 pytestmark = pytest.mark.quick
