@@ -80,6 +80,11 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """As `load`, dotted key -> value."""
+    return flatten(load(name, overrides))
+
+
 def find_file(name: str) -> Path:
     """The config file `name`: a path, or the name of a shipped config. Raises UserError where there is none."""
     if not name:

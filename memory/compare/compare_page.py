@@ -123,7 +123,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
     return page(
         "compare",
         title(subject, target, "compared"),
-        page_data(comparison, rows),
+        page_data(comparison, row_type),
         heading=f"{subject}, compared",
         where=where(target),
         facts=facts(comparison["rows"], comparison["given"]),
@@ -144,14 +144,15 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
     )
 
 
-def page_data(comparison: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values. `rows`: those of the comparison.
+def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
+    """Everything the script draws, as JSON values. row_type: as in `render`.
 
     `rows` hold their label, the text of each key in `keys`, the columns that any row fills, and the command that runs
     it; of the label, `group` is all but the policy, `section` what of it is the model and the target, `short` the
     rest; `rival` is what tells it from the rest of its task and `task_label` what it shares with them. Growth is drawn
     along one of `axes`.
     """
+    rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
     lines = [

@@ -3,8 +3,8 @@
 import dataclasses
 import random
 
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats
+from bytescope.train.plan.config_grid import ConfigRow as Row
 
 MIB, GIB = 2**20, 2**30
 PHASES = ("forward", "recompute", "backward", "optimizer")

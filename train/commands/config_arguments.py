@@ -99,7 +99,7 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
     Raises:
       ReportError: the command line says that there are none. UserError: the config cannot be read.
     """
-    if not args.lora or config.flatten(config.load(args.config, overrides))[LORA_RANK]:
+    if not args.lora or config.load_flat(args.config, overrides)[LORA_RANK]:
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(f"--lora with --config.{LORA_RANK}={dict(overrides)[LORA_RANK]}: leave one out")

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     if args.params is None and not args.config:
         raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
     if args.config:
-        config = configs.flatten(configs.load(args.config, args.overrides))
+        config = configs.load_flat(args.config, args.overrides)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif args.overrides:
         raise ReportError(f"--config.{args.overrides[0][0]} with --params: there is no config to change")
@@ -304,7 +304,7 @@ def _presets() -> dict[str, Question]:
     found = {}
     for path in configs.shipped():
         try:
-            found[path.stem] = check(question_of(configs.flatten(configs.load(path.stem))))
+            found[path.stem] = check(question_of(configs.load_flat(path.stem)))
         except ReportError:  # it names what no formula is known for
             continue
     return found

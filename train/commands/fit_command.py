@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     _check_numbers(args)
     target = targets.to_compile_for(args.target)
     given, overrides = [key for key, _ in args.overrides], with_lora(args, args.overrides)
-    flat = configs.flatten(configs.load(args.config, overrides))
+    flat = configs.load_flat(args.config, overrides)
     check_config(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
@@ -155,7 +155,7 @@ def _finish(
     from bytescope.memory.devices.compiler import versions
 
     def flags(keys: Mapping[str, str]) -> str:
-        values = configs.flatten(configs.load(args.config, [*overrides, *keys.items()]))
+        values = configs.load_flat(args.config, [*overrides, *keys.items()])
         return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)

@@ -51,7 +51,7 @@ class ConfigFactory(ProgramFactory):
         if POLICY not in chosen:
             return chosen
         name, pairs = split({**fixed, **{key: text for key, text in chosen.items() if key == CONFIG}})
-        flat = configs.flatten(configs.load(name, pairs))
+        flat = configs.load_flat(name, pairs)
         out = {**chosen, **policy_keys(chosen[POLICY])}
         ranges = any(str(text).endswith(":custom") for text in flat.get(LAYERS, ()))
         if out[POLICY] != "custom" and not ranges:
@@ -61,7 +61,7 @@ class ConfigFactory(ProgramFactory):
     def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
         name, pairs = split(overrides)
-        return configs.flatten(configs.load(name, pairs))
+        return configs.load_flat(name, pairs)
 
     def check(self, overrides: Mapping[str, Any]) -> None:
         """Raises ValueError with an `exit_code` for a config that could run on no target."""

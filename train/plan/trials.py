@@ -12,6 +12,7 @@ from typing import Any
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.block_graph import Block
@@ -40,6 +41,7 @@ class Trials:
         progress: called with the labels of the jobs under way and the number of finished ones.
         most, seconds: `Stopped` is raised instead of one more compile after so many (those in the cache do not count)
             or after so many seconds.
+        factory: makes the programs of configs.
         compiles: programs compiled so far, those in the cache left out.
 
     Raises ReportError for a target whose rates are unknown.
@@ -53,19 +55,20 @@ class Trials:
     progress: worker_pool.Progress = lambda labels, done: None
     most: float = math.inf
     seconds: float = math.inf
+    factory: ProgramFactory = FACTORY
 
     def __post_init__(self) -> None:
         self.compiles, self._began = 0, time.monotonic()
-        self._jobs = Jobs(FACTORY)
+        self._jobs = Jobs(self.factory)
         self._done: dict[str, dict[str, Any]] = {}
         rates = ranking.large(self.target)
         if rates is None:
             raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
         self.rates = rates
 
-    def flat(self, keys: Keys) -> dict[str, Any]:
+    def flat(self, keys: Keys) -> Mapping[str, Any]:
         """The whole config of a variant, dotted key -> value. Raises UserError."""
-        return FACTORY.resolve(self._overrides(keys))
+        return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
         """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
