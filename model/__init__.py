@@ -13,7 +13,7 @@ Shape letters, the same in every file and einsum string:
 Start with `block.py`, whose forward pass fits one screen; `transformer.py` puts N of them into the model.
 """
 
-from bytescope.model.config import ModelConfig
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.precision import PRECISIONS, Precision
 from bytescope.model.remat.policies import POLICIES, RematPlan
 from bytescope.model.transformer import Transformer

@@ -8,10 +8,10 @@ from flax import nnx
 
 from bytescope.model.adapters import Lora, add_adapters
 from bytescope.model.attention.kinds import KINDS
-from bytescope.model.config import ModelConfig
-from bytescope.model.experts.layer import Experts, Load
+from bytescope.model.experts.expert_layer import Experts, Load
 from bytescope.model.layers import dropout, fold
 from bytescope.model.mlp import Mlp
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement

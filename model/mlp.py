@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from bytescope.model.adapters import adapted
-from bytescope.model.config import ModelConfig
 from bytescope.model.layers import ACTIVATIONS, MLPS, enter, fold, leave, param, read
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision

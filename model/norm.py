@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.config import ModelConfig
 from bytescope.model.layers import STREAM, param, read
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
 

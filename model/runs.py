@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.config import ModelConfig
-from bytescope.model.experts.layer import Load
+from bytescope.model.experts.expert_layer import Load
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.remat.policies import Segment
 
 # The stack of all layers, or of those that have experts; and of dense layers where others have experts.

@@ -10,14 +10,14 @@ from jax.typing import DTypeLike
 
 from bytescope.model.adapters import Lora
 from bytescope.model.block import CUTS, Block
-from bytescope.model.config import ModelConfig
-from bytescope.model.experts.layer import Load, pool_balance
+from bytescope.model.experts.expert_layer import Load, pool_balance
 from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import HERE, Placement
 from bytescope.model.precision import Precision
-from bytescope.model.quantized.table import FORMATS
+from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
@@ -44,7 +44,7 @@ class Transformer(nnx.Module):
         larger counts.
       base: how the weights of the blocks' products are stored, a row of FORMATS; all but bf16 are frozen.
       lora: adapters of the blocks, None for none; all other parameters have the same values with them.
-      pooled: whether the balance loss of experts pools all layers (`model.experts.layer.pool_balance`).
+      pooled: whether the balance loss of experts pools all layers (`model.experts.expert_layer.pool_balance`).
       order: of each stack the layer that each of its rows holds, -1 for a row of none; None for all in their order.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """

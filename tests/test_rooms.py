@@ -184,7 +184,7 @@ def test_config_keys_stand_in_one_module_of_memory():
     """And each of them is a key of configs/base.py: a renamed key fails here."""
     from bytescope.configs import base
     from bytescope.memory import config_keys
-    from bytescope.train.config import flatten
+    from bytescope.train.program.config_files import flatten
 
     keys = set(flatten(base.get_config()))
     named = {name: value for name, value in vars(config_keys).items() if name.isupper()}

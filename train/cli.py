@@ -15,7 +15,7 @@ from bytescope.memory.errors import exit_code_of
 from bytescope.memory.view.console import settle_stdout
 from bytescope.train.commands import registry
 from bytescope.train.commands.registry import COMMANDS, GROUPS
-from bytescope.train.run.signals import INTERRUPTED, end_quietly
+from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of

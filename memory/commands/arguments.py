@@ -198,3 +198,13 @@ def write(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another file") from error
+
+
+def show_written(*paths: Path | None) -> None:
+    """Prints the files that a command wrote; pipes and devices, such as /dev/stdout, are left out."""
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    written = [str(path) for path in paths if path and (path.is_file() or path.is_dir())]
+    if written:
+        put(Prose(f"wrote {', '.join(written)}", "dim"))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, user_path, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.program import user_program
@@ -39,7 +39,12 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say where the report goes."""
+    """Adds the flags that say how much of the report is printed, and where it goes."""
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print timeline, largest buffers, state and traffic too, and why each choice was made",
+    )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)
-    show(report)
+    show(report, args.verbose)
     write_files(args, report, compilation.proto, {})
     code = verdict(args, report)
     if code == DOES_NOT_FIT and args.program:
@@ -97,11 +102,11 @@ def make_report(program: PreparedProgram, subject: Subject | None = None) -> tup
     return with_seconds(report, measure=True), compilation
 
 
-def show(report: Report, choices: str = "") -> None:
+def show(report: Report, verbose: bool, choices: str = "") -> None:
     """Prints a report. choices: `PreparedProgram.choices`."""
     from bytescope.memory.report import report_text
 
-    report_text.show(report, choices=choices)
+    report_text.show(report, choices=choices, verbose=verbose)
 
 
 def write_files(args: argparse.Namespace, report: Report, proto: bytes, more: Mapping[str, Any]) -> None:
@@ -116,6 +121,7 @@ def write_files(args: argparse.Namespace, report: Report, proto: bytes, more: Ma
         from bytescope.memory.commands.xprof_export import export
 
         export(args.export, report, proto)
+    show_written(args.json, args.html, args.export)
 
 
 def verdict(args: argparse.Namespace, report: Report) -> int:

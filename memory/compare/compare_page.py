@@ -22,6 +22,7 @@ from bytescope.memory.compare.compare_rows import (
     task_keys,
     unit_of,
     varying,
+    why_slower,
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
@@ -137,6 +138,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         notes=[
             *limit_notes(target, target.get("limit_bytes")),
             *rates_notes(comparison["rows"]),
+            *(f"{name}: {reason}." for name, reason in why_slower(rows).items()),
             *NOTES,
             *([FORMULA_NOTE] if with_formulas else []),
         ],

@@ -27,6 +27,14 @@ from bytescope.memory.units import column_unit
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
 
 
+# Terms of predicted seconds that need more words than their names.
+TERM_WORDS = {
+    "collectives": "waiting for collectives",
+    "host_link": "waiting for host memory",
+    "memory": "moving memory",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One combination. Sizes are bytes on one device; FLOPs are of one call of the step, all devices together.
@@ -51,7 +59,8 @@ class Row:
         tokens_per_update: per optimizer update, over all devices.
         predicted_seconds: per update, all its calls of the step (`memory.seconds.step_prediction`), and with
             predicted_seconds_low and predicted_seconds_high its spread; predicted_tokens_per_s, over all devices, and
-            predicted_mfu: at these seconds. rates: where those of the target's devices are from, in one line.
+            predicted_mfu: at these seconds. predicted_by_term: term of `seconds.schedule_walk.TERMS` -> seconds,
+            which add up to predicted_seconds. rates: where those of the target's devices are from, in one line.
         unpredicted: the reason why a row with figures has no predicted seconds; "" otherwise.
         least_seconds: per update, by the data sheet's peaks (`memory.cost.roofline`): a bound, not a prediction.
         batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
@@ -87,6 +96,7 @@ class Row:
     predicted_seconds_high: float | None = None
     predicted_tokens_per_s: float | None = None
     predicted_mfu: float | None = None
+    predicted_by_term: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rates: str = ""
     unpredicted: str = ""
     least_seconds: float | None = None
@@ -229,6 +239,33 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
     ]
     name, cost = cost_of(fitting)
     return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
+
+
+def why_slower(rows: Sequence[Row]) -> dict[str, str]:
+    """Explains rows that recompute no more than the best row and are predicted to be slower all the same.
+
+    Returns the label of such a row -> the term that costs it the most more seconds than the best row, for example
+    "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that do not fit are included.
+    """
+    winner = best(rows)
+    if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
+        return {}
+    keys = varying(rows)
+    reasons = {}
+    for row in rows:
+        seconds, terms = row.predicted_seconds, row.predicted_by_term
+        if row is winner or not seconds or not terms or workload(row) != workload(winner):
+            continue
+        recomputes_more = (row.recompute_flops_fraction or 0.0) > (winner.recompute_flops_fraction or 0.0) + 0.005
+        if recomputes_more or seconds <= (1 + ranking.TIE) * winner.predicted_seconds:
+            continue
+        term = max(terms, key=lambda name: terms[name] - winner.predicted_by_term.get(name, 0.0))
+        words = TERM_WORDS.get(term, term.replace("_", " "))
+        reasons[label(row, keys)] = (
+            f"{seconds - winner.predicted_seconds:.3g} s slower than {label(winner, keys)}: "
+            f"{words} {terms[term]:.3g} s instead of {winner.predicted_by_term.get(term, 0.0):.3g} s"
+        )
+    return reasons
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:

@@ -21,6 +21,7 @@ from bytescope.memory.compare.compare_rows import (
     tied,
     unit_of,
     varying,
+    why_slower,
 )
 from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.seconds.ranking import TIE
@@ -130,6 +131,10 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
     out += [
         Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
         for source in dict.fromkeys(row.rates for row in rows if row.rates)
+    ]
+    out += [
+        Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
+        for name, reason in why_slower(rows).items()
     ]
     if any(row.pareto for row in rows):
         out.append(

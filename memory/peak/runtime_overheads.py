@@ -115,7 +115,7 @@ ITEMS = (
         "results not yet read",
         POOL,
         lambda facts: facts.loop.results * sum(facts.results),
-        "train/loop.py: metrics are read a step late",
+        "train/run/loop.py: metrics are read a step late",
     ),
     Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
     Item(

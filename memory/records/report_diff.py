@@ -42,7 +42,8 @@ def diff(before: Report, after: Report) -> tuple[Change, ...]:
     each the largest change first.
 
     Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
-    compiler's names for them change from one compile to the next.
+    compiler's names for them change from one compile to the next; what is left, of another program, by its role
+    (category, dtype, shape).
     """
     totals = [
         Change("total", name, getattr(before, name), getattr(after, name))
@@ -52,11 +53,62 @@ def diff(before: Report, after: Report) -> tuple[Change, ...]:
         *_changes("category", before.breakdown, after.breakdown, ROWS),
         *_changes("residual", before.residuals_by_name, after.residuals_by_name),
         *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
-        *_changes("buffer", _by_identity(before), _by_identity(after)),
+        *_changes("buffer", *_matched_buffers(before, after)),
     ]
     changed = [change for change in parts if change.growth]
     order = ("category", "residual", "workspace", "buffer")
     return (*totals, *sorted(changed, key=lambda c: (order.index(c.kind), -abs(c.growth), c.name)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """One figure that is no size of memory, in both reports; `unit`: "seconds", "FLOPs" or "bytes" that are sent."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+
+
+def measures(before: Report, after: Report) -> tuple[Measure, ...]:
+    """Seconds, FLOPs and traffic of two reports; figures that either report lacks or that are 0 in both are left out.
+
+    Seconds are predicted, of an update, in all and by term; FLOPs are of one device and one call of the step, with
+    recomputed ones; bytes are what one device sends in a call, by kind of collective and mesh axes.
+    """
+    rows: list[tuple[str, str, float, float]] = []
+    if before.prediction and after.prediction:
+        rows.append(("update, predicted", "seconds", *(side.prediction["seconds"] for side in (before, after))))
+        for term in before.prediction["by_term"]:
+            seconds = [side.prediction["by_term"].get(term, 0.0) for side in (before, after)]
+            rows.append((f"spent on {term.replace('_', ' ')}", "seconds", *seconds))
+    if before.work and after.work:
+        rows.append(("FLOPs", "FLOPs", _flops(before), _flops(after)))
+        rows.append(("recomputed FLOPs", "FLOPs", _flops(before, "recompute"), _flops(after, "recompute")))
+    sent = [_sent(side) for side in (before, after)]
+    for name in dict.fromkeys((*sent[0], *sent[1])):
+        rows.append((name, "bytes", sent[0].get(name, 0), sent[1].get(name, 0)))
+    return tuple(Measure(*row) for row in rows if all(map(_is_figure, row[2:])) and (row[2] or row[3]))
+
+
+def _is_figure(value: object) -> bool:
+    """Whether a value of a report, which may be damaged, is a figure that can be written."""
+    return isinstance(value, int | float) and 0 <= value < 1e300
+
+
+def _flops(report: Report, phase: str = "") -> float:
+    """FLOPs of one phase, or of all phases."""
+    phases = [report.work.get(phase, {})] if phase else report.work.values()
+    return sum(sum(work.get("flops", {}).values()) for work in phases)
+
+
+def _sent(report: Report) -> dict[str, int]:
+    """Kind of collective with its mesh axes -> bytes that one device sends in a call."""
+    out: dict[str, int] = {}
+    for row in report.communication:
+        name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
+        out[name] = out.get(name, 0) + row.wire_bytes
+    return out
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
@@ -115,12 +167,28 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
     return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
 
 
-def _by_identity(report: Report) -> dict[str, int]:
-    """Bytes at the peak by what a buffer is."""
-    out: dict[str, int] = {}
+def _matched_buffers(before: Report, after: Report) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns name -> bytes at the peak for each report; matching buffers have one name, that of the second report."""
+    (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
+    only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+    for name in sorted(new.keys() - old.keys()):
+        only_new.setdefault(new_roles[name], []).append(name)
+    renamed = {}
+    for name in sorted(old.keys() - new.keys()):
+        if candidates := only_new.get(old_roles[name]):
+            renamed[name] = candidates.pop(0)
+    return {renamed.get(name, name): size for name, size in old.items()}, new
+
+
+def _by_identity(report: Report) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
+    """Returns identity -> bytes at the peak, and identity -> role: (category, dtype, shape)."""
+    sizes: dict[str, int] = {}
+    roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for b in report.alive_at(report.peak_index):
-        out[_identity(b)] = out.get(_identity(b), 0) + b.bytes
-    return out
+        name = _identity(b)
+        sizes[name] = sizes.get(name, 0) + b.bytes
+        roles[name] = (b.category, b.dtype, tuple(b.shape))
+    return sizes, roles
 
 
 def _identity(b: Buffer) -> str:

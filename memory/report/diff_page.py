@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.records.report_diff import Change, diff, warnings
+from bytescope.memory.records.report_diff import Change, Measure, diff, measures, warnings
 from bytescope.memory.records.report_record import STEP_PHASES, Report, TimelinePoint
+from bytescope.memory.report.diff_text import UNITS
 from bytescope.memory.report.report_page import flatten
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.elements import Cell, Figure, Table, exact, row_name, size, subject, table
@@ -22,8 +23,8 @@ NOTES = (
     "Both schedules are drawn over the whole width, whatever their lengths: a place is a share of the schedule, not a "
     "time. Each place has the highest bytes of its stretch, so no peak is lost.",
     "All bytes are of one device. The rows of the waterfall add up from the allocated bytes before to those after.",
-    "Buffers are matched by what they are: category, phase, scopes, operation, shape and dtype. One whose shape "
-    "changed is a row that went and a row that came.",
+    "Buffers are matched by what they are: category, phase, scopes, operation, shape and dtype; those that are left by "
+    "category, shape and dtype. A buffer whose shape changed is a row that went and a row that came.",
 )
 
 
@@ -41,6 +42,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
         versions="",
         warnings=warnings(before, after),
         programs=_programs(before, after, names),
+        measures=_measures(measures(before, after)),
         same=not _config(before, after),
         changes=_changes(parts[:MAX_CHANGES]),
         left=max(len(parts) - MAX_CHANGES, 0),
@@ -209,6 +211,16 @@ def _changes(changes: Iterable[Change]) -> Table:
         ("%", "num", _percent),
     )
     return table(columns, sorted(changes, key=lambda change: -abs(change.growth)))
+
+
+def _measures(rows: Iterable[Measure]) -> Table:
+    columns = (
+        ("what", "name", lambda row: row.name),
+        ("before", "num", lambda row: UNITS[row.unit](row.before)),
+        ("after", "num", lambda row: UNITS[row.unit](row.after)),
+        ("%", "num", lambda row: f"{100 * (row.after / row.before - 1):+.1f}" if row.before else "new"),
+    )
+    return table(columns, list(rows))
 
 
 def _change(change: Change) -> Cell:

@@ -77,7 +77,7 @@ def render(report: Report, post_mortem: PostMortem | None = None) -> str:
         facts=program_facts(report),
         extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
-        limit_share=100 * report.allocated_bytes / limit if limit else None,
+        limit_share=100 * report.predicted_bytes / limit if limit else None,
         communication=communication_page.kinds(report),
         collectives=communication_page.each(report.collectives),
         collectives_left=max(len(report.collectives) - communication_page.MAX_COLLECTIVES, 0),
@@ -124,16 +124,17 @@ def verdict(report: Report) -> dict[str, str]:
 
 
 def figures(report: Report) -> list[Figure]:
-    """Peak, allocated bytes and limit, and what an update takes."""
+    """Predicted bytes, limit, allocated bytes and peak, and what an update takes."""
     note = ""
     if report.limit_bytes is not None:
-        free = report.limit_bytes - report.allocated_bytes
+        free = report.limit_bytes - report.predicted_bytes
         share = limit_share(report.target, report.limit_bytes)
         note = "; ".join(filter(None, (f"{human(abs(free))} {'free' if free >= 0 else 'too much'}", share)))
     return [
-        figure("peak live", report.peak_bytes, "most bytes live at once"),
-        figure("allocated", report.allocated_bytes, "what the runtime takes"),
+        figure("predicted", report.predicted_bytes, "allocated, and what the runtime adds"),
         figure("limit", report.limit_bytes, note),
+        figure("allocated", report.allocated_bytes, "what the program takes"),
+        figure("peak live", report.peak_bytes, "most bytes live at once"),
         *_speed(report),
     ]
 

@@ -1,4 +1,4 @@
-"""The report on one screen of a terminal: two columns from 100 columns on, one below that."""
+"""The report on a terminal: verdict, findings and what is at the peak on one screen; with `verbose`, all of it."""
 
 from __future__ import annotations
 
@@ -32,35 +32,42 @@ PHASE_STYLE = {
     "": "dim",
 }
 _BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
+# Rows of the breakdown that hold less of the peak would read 0.0 %: they are summed in one line.
+_LEAST_SHARE = 0.0005
+MORE = "the timeline, the largest buffers, the state and the traffic: --verbose, or a page: --html=report.html"
 # Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
 _SMALL = 0.001
 # The timeline is no wider than this: more columns would show the same curve.
 _CURVE = 120
 
 
-def show(report: Report, console: Console | None = None, choices: str = "") -> None:
-    """Prints the report, to stdout when no console is given; `choices`: what the trainer chose, a choice a line."""
-    put(render(report, choices), console)
+def show(report: Report, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
+    """Prints the report, to stdout when no console is given. The arguments are those of `render`."""
+    put(render(report, choices, verbose), console)
 
 
-def render(report: Report, choices: str = "") -> RenderableType:
-    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
-    return blocks(
-        _head(report, choices),
-        _composition(report),
-        _timeline(report),
-        buffer_tables.render(report),
-        _ledger(report),
-        _zero(report),
-        _communication(report),
-        _largest(report),
-        _transfers(report),
-        findings(report),
-        _remarks(report),
-    )
+def render(report: Report, choices: str = "", verbose: bool = True) -> RenderableType | None:
+    """Returns the report for rich.
+
+    Args:
+      choices: what the trainer chose, one choice per line.
+      verbose: whether timeline, largest buffers, state and traffic follow the verdict, the findings and the breakdown.
+    """
+    parts = [_head(report, choices, verbose), findings(report), _composition(report)]
+    if verbose:
+        parts += [
+            _timeline(report),
+            buffer_tables.render(report),
+            _ledger(report),
+            _zero(report),
+            _communication(report),
+            _largest(report),
+            _transfers(report),
+        ]
+    return blocks(*parts, _remarks(report), None if verbose else Prose(MORE, "dim"))
 
 
-def _head(report: Report, choices: str) -> RenderableType:
+def _head(report: Report, choices: str, verbose: bool) -> RenderableType:
     of, target = report.subject, report.target
     kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
     title = Text.assemble(
@@ -81,26 +88,26 @@ def _head(report: Report, choices: str) -> RenderableType:
     changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
     taken = times.predicted(report) or times.unpredicted(report)
     plain = [line for line in (taken, of.batch, mixture(report.parameters), changes) if line]
-    told = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
-    return Group(
-        Items(filter(None, named)),
-        peak_line(report),
-        *map(Prose, plain),
-        Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
-        *(Prose(line, "dim") for line in told if line),
-    )
+    lines: list[RenderableType] = [Items(filter(None, named)), verdict_line(report), *map(Prose, plain)]
+    if verbose:
+        lines.append(Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"))
+        details = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
+        lines += [Prose(line, "dim") for line in details if line]
+    return Group(*lines)
 
 
-def peak_line(report: Report) -> RenderableType:
-    """Returns the peak, the allocated bytes with their share of the limit, and the verdict, in one line if there is
-    room; the next line has the limit as a share of the GPU's memory."""
+def verdict_line(report: Report) -> RenderableType:
+    """Returns the verdict, the predicted bytes with their share of the limit, allocated bytes and peak, in one line if
+    there is room; the next line has the limit as a share of the GPU's memory."""
     limit = report.limit_bytes
-    share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
+    share = f" of {human(limit)} ({report.predicted_bytes / limit:.1%})" if limit else ""
+    verdict = Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))
     judged = Items(
         (
+            *([verdict] if limit else []),
+            Text.assemble("predicted ", (human(report.predicted_bytes), "bold"), share),
+            Text.assemble("allocated ", (human(report.allocated_bytes), "bold")),
             Text.assemble("peak ", (human(report.peak_bytes), "bold")),
-            Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
-            Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold")),
         ),
         gap=3,
     )
@@ -148,10 +155,13 @@ def breakdown(report: Report) -> RenderableType | None:
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
-    largest = max(report.breakdown.values())
+    largest, peak = max(report.breakdown.values()), max(report.peak_bytes, 1)
+    smaller = [size for size in report.breakdown.values() if 0 < size < _LEAST_SHARE * peak]
     for row, size in report.breakdown.items():
-        if size:
-            table.add(row, human(size), f"{size / max(report.peak_bytes, 1):.1%}", _bar(size / largest))
+        if size >= _LEAST_SHARE * peak:
+            table.add(row, human(size), f"{size / peak:.1%}", _bar(size / largest))
+    if smaller:
+        table.add(f"{len(smaller)} more", human(sum(smaller)), style="dim")
     return Group(Text("at the peak", style="bold"), table)
 
 

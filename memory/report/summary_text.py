@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.report_record import Report
-from bytescope.memory.report.report_text import breakdown, findings, peak_line
+from bytescope.memory.report.report_text import breakdown, findings, verdict_line
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import one_line, plain_text, prompt_width, shorten
 from bytescope.memory.view.text_layout import Items, Prose, blocks
@@ -42,7 +42,7 @@ def _head(report: Report) -> RenderableType:
     title = f"Report of {name} on {_short(str(target.get('name', 'an unnamed target')))}{kind}"
     jax = f"jax {_short(report.versions['jax'])}" if "jax" in report.versions else ""
     taken = _cut(times.predicted(report) or times.unpredicted(report))
-    return Group(Items(filter(None, (title, jax))), peak_line(report), *([Prose(taken)] if taken else []))
+    return Group(Items(filter(None, (title, jax))), verdict_line(report), *([Prose(taken)] if taken else []))
 
 
 def _findings(report: Report) -> RenderableType | None:

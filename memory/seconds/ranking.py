@@ -36,6 +36,7 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
             "predicted_seconds_high": found.high,
             "predicted_tokens_per_s": found.tokens_per_s,
             "predicted_mfu": found.mfu,
+            "predicted_by_term": dict(found.by_term),
             "rates": found.rates,
         }
     elif answer.get("status") == "ok" and answer.get("target"):

@@ -1,4 +1,4 @@
-"""A piece of HTML for an output area: a template inside one `<div>` with its styles.
+"""A piece of HTML for an output area: a template inside one div element with its styles.
 
 JupyterLab, VS Code and Colab each say in their own way whether they are dark; where nobody says it, the system does.
 """

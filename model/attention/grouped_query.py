@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model.adapters import adapted
-from bytescope.model.attention.kernels import KERNELS, scoring_of
+from bytescope.model.attention.attention_kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
-from bytescope.model.config import ModelConfig
 from bytescope.model.layers import enter, fold, leave, param, read
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement

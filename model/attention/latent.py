@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model.attention.grouped_query import Attention
-from bytescope.model.config import ModelConfig
 from bytescope.model.layers import STREAM, WITHIN, enter, move, multiply, param
+from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.experts import rows
+from bytescope.model.experts import expert_rows as rows
+from bytescope.model.experts.expert_rows import Plan, Shape
 from bytescope.model.experts.ragged import ragged_all_to_all
-from bytescope.model.experts.rows import Plan, Shape
 from bytescope.model.placement import Peers
 
 

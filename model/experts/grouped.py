@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 
-from bytescope.model.experts.rows import Tiles
+from bytescope.model.experts.expert_rows import Tiles
 
 # Largest block of a kernel along a dimension of the weights, and along the one that is summed.
 BLOCK, DEPTH = 128, 64

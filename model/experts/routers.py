@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.config import ModelConfig
+from bytescope.model.model_config import ModelConfig
 
 # Keeps a sum of sigmoids from being zero, as DeepSeek-V3's released code has it.
 SMALL = 1e-20

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 
 from bytescope.model.attention.scoring import Scoring
-from bytescope.model.paged.pool import NOBODY, PAGE, Pool, View
+from bytescope.model.paged.page_pool import NOBODY, PAGE, Pool, View
 
 # Pages that a program reads in one turn, and the least rows of a product in Triton.
 PAGES, ROWS = 4, 16

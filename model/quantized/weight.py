@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Placement
-from bytescope.model.quantized.table import FORMATS, Matrix, check_blocks, dequantize, quantize_on_device
+from bytescope.model.quantized.quantized_formats import FORMATS, Matrix, check_blocks, dequantize, quantize_on_device
 
 # The matrices of a block that are quantized, as bitsandbytes has it: all but adapters, norms and biases.
 WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")

@@ -19,7 +19,7 @@ from bytescope.model.names import NAMES
 # What adapters make besides (model/adapters.py): their products, r wide, and their dropout masks.
 ADAPTERS = tuple(f"lora_{target}" for target in ("q", "k", "v", "o", "gate", "up", "down"))
 ADAPTER_MASKS = ("attn_norm_mask", "context_mask", "mlp_norm_mask", "act_mask")
-# What experts make (model/experts/layer.py).
+# What experts make (model/experts/expert_layer.py).
 EXPERTS = ("router_logits", "dispatched", "expert_gate", "expert_up", "expert_act", "combined")
 # What latent attention makes besides (model/attention/latent.py).
 LATENTS = ("q_latent", "kv_latent", "k_rope")

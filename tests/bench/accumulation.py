@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from ours import Trainer, compiled_bytes, start, variant
 
 from bytescope.memory.devices import targets
-from bytescope.train.program import Program, build
+from bytescope.train.program.program import Program, build
 
 # Time of in-step accumulation by that of one large batch, and by MultiSteps; and the part of a parameter-sized buffer
 # that it must save in the arguments.

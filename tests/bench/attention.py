@@ -29,7 +29,7 @@ from bytescope.configs.base import get_config
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.model import PRECISIONS, ModelConfig
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.placement import HERE
 
 LINEAR, TIME = 1.15, 1.25  # memory by tokens from the shortest to the longest; time of the leanest by the quickest

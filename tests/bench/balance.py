@@ -16,10 +16,10 @@ from interleave import Check, finish, parse_config, parser, versions
 from ml_collections import ConfigDict
 from ours import start, variant
 
+from bytescope.train.data.batches import open_data, train_batches
 from bytescope.train.data.feed import calls
-from bytescope.train.data.source import open_data, train_batches
-from bytescope.train.loop import data_config
-from bytescope.train.program import build
+from bytescope.train.program.program import build
+from bytescope.train.run.loop import data_config
 
 ROUTERS = {
     "softmax": {},

@@ -26,7 +26,7 @@ from bytescope.configs.base import get_config
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.model import PRECISIONS, ModelConfig
-from bytescope.model.experts.layer import Experts
+from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import HERE
 
 # Layer -> its shape, and its tokens.

@@ -28,10 +28,10 @@ def write(workdir: Path, layers: int, devices: int) -> int:
     import jax
     import jax.numpy as jnp
 
-    from bytescope.train.config import load, override
-    from bytescope.train.program import build
-    from bytescope.train.run.checkpoint import Checkpoints, Position
-    from bytescope.train.run.workdir import Identity
+    from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+    from bytescope.train.checkpoints.workdir import Identity
+    from bytescope.train.program.config_files import load, override
+    from bytescope.train.program.program import build
 
     config = load("tiny")
     keys = {

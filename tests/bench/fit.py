@@ -59,9 +59,9 @@ def run(config: str, keys: list) -> dict:
     import numpy as np
 
     from bytescope.memory.analysis import report_of
-    from bytescope.train.config import load
-    from bytescope.train.program import build
-    from bytescope.train.run.runtime import return_freed_memory
+    from bytescope.train.launch.runtime import return_freed_memory
+    from bytescope.train.program.config_files import load
+    from bytescope.train.program.program import build
 
     program = build(load(config, [tuple(pair) for pair in keys]))
     compilation = program.compile_for_report()

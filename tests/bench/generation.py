@@ -28,7 +28,7 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bytescope.train.generation.request import Asked
+    from bytescope.train.generate.request import Asked
     from support.models.generating import engine_of
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -81,7 +81,7 @@ def against_whole_passes(rounds: int) -> bool:
     """The trainer's sample at length 512, with pages and with a pass over everything for each token."""
     import numpy as np
 
-    from bytescope.train.sample import Sampler, by_whole_passes
+    from bytescope.train.generate.training_sample import Sampler, by_whole_passes
     from support.toy import small_program
 
     program = small_program({"data.seq_len": 512, "model.max_seq_len": 512, "precision.preset": "fp32"})

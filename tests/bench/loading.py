@@ -59,7 +59,7 @@ MODELS = {
 def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
     """Name -> shape of a checkpoint, in the order of its files."""
     from bytescope.model import ModelConfig
-    from bytescope.train.config import load
+    from bytescope.train.program.config_files import load
     from bytescope.train.weights.families import FAMILIES
     from bytescope.train.weights.leaves import parameters_of, rows_by_path
     from bytescope.train.weights.patterns import Pattern, sizes_of
@@ -114,8 +114,8 @@ def measure(folder: str, keys: list[str], devices: int) -> dict[str, float]:
     """Loads the folder, in this process: bytes and seconds."""
     import jax
 
-    from bytescope.train.config import load
-    from bytescope.train.program import build
+    from bytescope.train.program.config_files import load
+    from bytescope.train.program.program import build
     from bytescope.train.weights.folder import Folder
     from bytescope.train.weights.load import load_params
 

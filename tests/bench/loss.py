@@ -23,9 +23,9 @@ from interleave import Check, Turn, finish, mib, parser, take_turns, timed, vers
 from ours import compiled_bytes, start
 
 from bytescope.model import PRECISIONS
-from bytescope.train.losses import LOSSES, LossSettings
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.step.losses import LOSSES, LossSettings
 
 MEMORY_LIMIT, TIME_LIMIT = 0.25, 1.13
 

@@ -18,11 +18,11 @@ from interleave import Check, finish, parse_config, parser, versions
 from ml_collections import ConfigDict
 from ours import start, variant
 
+from bytescope.train.data.batches import heldout_batches, open_data, train_batches
 from bytescope.train.data.feed import calls, put
-from bytescope.train.data.source import heldout_batches, open_data, train_batches
-from bytescope.train.loop import data_config
-from bytescope.train.optimizer.rules import OPTIMIZERS
-from bytescope.train.program import build
+from bytescope.train.program.program import build
+from bytescope.train.run.loop import data_config
+from bytescope.train.step.optimizer.rules import OPTIMIZERS
 
 # Of the config's learning rate, which is AdamW's: no search, the rules of thumb of configs/base.py.
 RATES = {"lion": 0.1, "adagrad": 3.0, "momentum": 30.0, "rmsprop": 0.3}

@@ -25,11 +25,11 @@ from interleave import (
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.platform import choose_platform
-from bytescope.train.config import override
 from bytescope.train.data.feed import calls
-from bytescope.train.program import Program, build
+from bytescope.train.launch.runtime import return_freed_memory
+from bytescope.train.program.config_files import override
+from bytescope.train.program.program import Program, build
 from bytescope.train.run.metrics import model_flops_per_token
-from bytescope.train.run.runtime import return_freed_memory
 from bytescope.train.run.startup import peak_flops
 
 WARM_UP = 2  # updates before the first that is timed

@@ -28,10 +28,10 @@ from interleave import Check, finish, parse_config, parser, versions
 from ml_collections import ConfigDict
 from ours import start, variant
 
+from bytescope.train.data.batches import heldout_batches, open_data, train_batches
 from bytescope.train.data.feed import calls, put
-from bytescope.train.data.source import heldout_batches, open_data, train_batches
-from bytescope.train.loop import data_config
-from bytescope.train.program import build
+from bytescope.train.program.program import build
+from bytescope.train.run.loop import data_config
 
 SLOW = {"optimizer.learning_rate": 3e-4}
 ROWS = {

@@ -31,7 +31,7 @@ def main() -> int:
     flags.add_argument("--assert", dest="check", action="store_true", help=f"fail above {MOST:g}")
     asked, config, _ = parse_config(flags)
     simulate_devices([asked.target])
-    from bytescope.train.program import build
+    from bytescope.train.program.program import build
 
     target = targets.parse(asked.target)
     program = build(config, target.devices())

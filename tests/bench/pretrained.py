@@ -27,8 +27,8 @@ def compare(folder: Path) -> bool:
     from flax import nnx
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from bytescope.train.config import load, override
-    from bytescope.train.program import build
+    from bytescope.train.program.config_files import load, override
+    from bytescope.train.program.program import build
     from bytescope.train.weights.folder import Folder
     from bytescope.train.weights.load import load_params
 

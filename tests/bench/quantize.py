@@ -75,10 +75,10 @@ def difference(folder: Path, layout: str) -> float:
     from transformers import AutoModelForCausalLM
 
     from bytescope.model import ModelConfig
-    from bytescope.train.generation.source import describe_model, open_source
-    from bytescope.train.quantize.read import PackedFolder
-    from bytescope.train.quantize.work import decoded
+    from bytescope.train.generate.model_source import describe_model, open_source
+    from bytescope.train.quantize.quantize_work import decoded
     from bytescope.train.weights.folder import Folder
+    from bytescope.train.weights.packed_folder import PackedFolder
 
     options = {}
     if layout == "compressed-tensors":

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from ours import compiled_bytes, start, variant
 
 from bytescope.train.parallel.xla_options import xla_remat_pass
-from bytescope.train.program import build
+from bytescope.train.program.program import build
 
 LIMIT = 1.3
 

@@ -210,7 +210,7 @@ class Trainer:
             for weight in self.model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
-        # The decay mask of train/optimizer/rules.py: matrices and embeddings, never norms and biases.
+        # The decay mask of train/step/optimizer/rules.py: matrices and embeddings, never norms and biases.
         matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
         others = [weight for weight in self.model.parameters() if weight.ndim != 2]
         groups = [{"params": matrices, "weight_decay": shape.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -89,7 +89,7 @@ def test_a_lever_pays_beyond_noise(benches, rounds, pays):
 
 
 def test_every_lever_names_keys_there_are(benches):
-    from bytescope.train.config import override
+    from bytescope.train.program.config_files import override
     from support.toy import small_config
 
     for lever, variants in benches[1].LEVERS.items():

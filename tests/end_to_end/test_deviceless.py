@@ -10,8 +10,8 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.devices import targets
-from bytescope.train.config import load, override
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 from support.described import SMALL_GPU
 from support.toy import small_config
 

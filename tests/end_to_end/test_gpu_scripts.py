@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.config import load
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load
+from bytescope.train.program.program import build
 
 FOLDER = Path(__file__).parents[1] / "gpu"
 GIB, MIB = 2**30, 2**20

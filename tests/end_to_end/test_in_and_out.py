@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from bytescope.train import cli
-from bytescope.train.config import load, override
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints

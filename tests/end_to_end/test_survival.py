@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from bytescope.memory.records.report_record import Report
-from bytescope.train.errors import DoesNotFit, UserError
-from bytescope.train.run.checkpoint import Checkpoints
-from bytescope.train.run.failures import explain, too_big
+from bytescope.train.checkpoints.checkpoint import Checkpoints
+from bytescope.train.launch.failures import explain, too_big
+from bytescope.train.user_errors import DoesNotFit, UserError
 from support.formats import shown
 
 CONFIG = """
@@ -236,7 +236,7 @@ def test_a_resumed_run_may_change_its_layout(place, uninterrupted):
             assert one[key] == pytest.approx(other[key], rel=1e-4), one["step"]
 
 
-# Those of the process itself; a hundred others are tried without one (tests/train/test_mistakes.py).
+# Those of the process itself; a hundred others are tried without one (tests/train/program/test_mistakes.py).
 ERRORS = {
     "no such config": (["--config=lama_8b"], 2, "did you mean llama_8b"),
     "mesh": (["--config.mesh.data=3"], 2, "mesh.data=3 does not divide 1 device: use 1"),

@@ -5,8 +5,8 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.train.config import load, override
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 from support import programs
 from support.oracles import memory_viewer, require
 

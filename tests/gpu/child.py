@@ -3,7 +3,7 @@
     python tests/gpu/child.py '{"config": "tiny", "keys": {"batch.micro": "2"}, "steps": 2}'
 
 Builds the trainer's program, compiles it, predicts, and with "steps" runs so many updates on random tokens the way the
-loop does (train/loop.py): the next batches are put on the device while an update runs, metrics are read one update
+loop does (train/run/loop.py): the next batches are put on the device while an update runs, metrics are read one update
 late. The last line printed is the answer, a JSON object; a line for each update goes to stderr.
 
 Keys of the request: config, keys (config key -> text), target (default local), steps (0: compile only), others
@@ -28,9 +28,9 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
     from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
-    from bytescope.train.config import load
     from bytescope.train.plan import run_peak
-    from bytescope.train.program import build
+    from bytescope.train.program.config_files import load
+    from bytescope.train.program.program import build
 
     target = targets.parse(asked.get("target", "local"))
     try:
@@ -96,7 +96,7 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
 
     from bytescope.memory.devices import live
     from bytescope.train.data.feed import feed
-    from bytescope.train.run.runtime import return_freed_memory
+    from bytescope.train.launch.runtime import return_freed_memory
 
     device = jax.local_devices()[0]
     return_freed_memory()

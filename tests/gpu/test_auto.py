@@ -25,7 +25,7 @@ choose_platform()
 import jax, jax.numpy as jnp
 from bytescope.memory.devices import targets
 from bytescope.memory.analysis import report_of
-from bytescope.train.config import load
+from bytescope.train.program.config_files import load
 from bytescope.train.plan.remat_auto import settled_program
 
 config, shares, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])

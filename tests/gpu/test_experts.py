@@ -12,7 +12,7 @@ from flax import nnx
 from bytescope.configs import base
 from bytescope.memory.devices import platform
 from bytescope.model import ModelConfig, Precision
-from bytescope.model.experts.layer import Experts
+from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import HERE
 
 pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")

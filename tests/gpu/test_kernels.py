@@ -17,7 +17,7 @@ import pytest
 from bytescope.configs import base
 from bytescope.memory.devices import platform
 from bytescope.model import ModelConfig
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.placement import HERE
 
 ROOT = Path(__file__).parents[2]

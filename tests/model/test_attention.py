@@ -10,7 +10,7 @@ import pytest
 
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig
-from bytescope.model.attention.kernels import KERNELS, choose_kernel, platform_of
+from bytescope.model.attention.attention_kernels import KERNELS, choose_kernel, platform_of
 from bytescope.model.placement import HERE
 from support.toy import small_program
 

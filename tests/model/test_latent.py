@@ -8,7 +8,7 @@ from flax import nnx
 
 from bytescope.configs import base, deepseek_v3
 from bytescope.model import PRECISIONS, ModelConfig, Transformer
-from bytescope.model.attention.kernels import choose_kernel
+from bytescope.model.attention.attention_kernels import choose_kernel
 from bytescope.model.attention.latent import LatentAttention
 from bytescope.model.frozen import ROUTER_BIAS, names_of
 from bytescope.model.placement import HERE

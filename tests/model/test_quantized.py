@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from bytescope.model.placement import HERE
-from bytescope.model.quantized import absmax, int8, nf4, table
-from bytescope.model.quantized.table import BASES, Matrix, parts_of
+from bytescope.model.quantized import absmax, int8, nf4, quantized_formats
+from bytescope.model.quantized.quantized_formats import BASES, Matrix, parts_of
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 
@@ -92,7 +92,7 @@ def test_nearest_level():
 def test_zeros_and_single_numbers():
     row = np.zeros((2, 128), np.float32)
     row[1, 70] = -3e-5
-    arrays = table.quantize("nf4", Matrix((128, 2), ("d_model", "d_ff"), 1), [row.T])
+    arrays = quantized_formats.quantize("nf4", Matrix((128, 2), ("d_model", "d_ff"), 1), [row.T])
     codes, scale = nf4.encode(row)
     back = nf4.LEVELS[np.stack([codes >> 4, codes & 15], -1)].reshape(2, 2, 64) * scale[..., None]
     np.testing.assert_array_equal(back.reshape(2, 128), row)
@@ -119,11 +119,11 @@ def test_round_trip(base, error, matrix):
     """The weight that is read is codes times scales, in the place of each number, and as near as the format has it."""
     inputs, outputs = matrix.sizes
     w_OI = weights(outputs, inputs, seed=3)
-    arrays = table.quantize(base, matrix, [w_OI.T[:, :50], w_OI.T[:, 50:]])
+    arrays = quantized_formats.quantize(base, matrix, [w_OI.T[:, :50], w_OI.T[:, 50:]])
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
         name: (part.shape, part.dtype) for name, part in parts_of(base, matrix).items()
     }
-    found = table.dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE)
+    found = quantized_formats.dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE)
     assert found.shape == matrix.shape
     codes, scale = BASES[base].encode(w_OI)
     if base == "nf4":
@@ -143,19 +143,21 @@ def test_devices_quantize_as_the_host_does(base):
     """The same on a mesh that shards inputs and outputs: the mean of the scales is summed in one order."""
     matrix = MATRICES[0]
     w = jnp.asarray(weights(64, 128, seed=5).T).reshape(matrix.shape)
-    expected = table.quantize(base, matrix, [np.asarray(w).reshape(matrix.sizes)])
+    expected = quantized_formats.quantize(base, matrix, [np.asarray(w).reshape(matrix.sizes)])
     mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 2, "tensor": 2}, jax.devices()[:4])
     layout = Layout(mesh, STRATEGIES["zero3"])
     sharded = jax.device_put(w, layout.stored(matrix.axes))
     for array in (w, sharded):
-        found = jax.jit(lambda w: table.quantize_on_device(base, matrix, w))(array)
+        found = jax.jit(lambda w: quantized_formats.quantize_on_device(base, matrix, w))(array)
         for name, one in expected.items():
             np.testing.assert_array_equal(np.asarray(found[name]), one, err_msg=name)
     arrays = {
         name: jax.device_put(expected[name], layout.stored(part.axes)) for name, part in parts_of(base, matrix).items()
     }
     assert not arrays["codes"].is_fully_replicated
-    read = jax.jit(lambda arrays, place: table.dequantize(base, matrix, arrays, jnp.bfloat16, place), static_argnums=1)
+    read = jax.jit(
+        lambda arrays, place: quantized_formats.dequantize(base, matrix, arrays, jnp.bfloat16, place), static_argnums=1
+    )
     np.testing.assert_array_equal(np.asarray(read(arrays, layout)), np.asarray(read(expected, HERE)))
 
 
@@ -163,7 +165,7 @@ def test_devices_quantize_as_the_host_does(base):
 def test_blocks_that_are_not_whole():
     odd = Matrix((96, 64), ("d_model", "d_ff"), 1)
     with pytest.raises(ValueError, match=r"=nf4: the 96 inputs of w_up are not whole blocks of 64: change the size"):
-        table.check_blocks("nf4", "w_up", odd)
+        quantized_formats.check_blocks("nf4", "w_up", odd)
     with pytest.raises(ValueError, match=r"the 128 inputs of w_q are not whole blocks of 64 on each of 4 devices"):
-        table.check_blocks("nf4", "w_q", MATRICES[0], shards=4)
-    table.check_blocks("int8", "w_up", odd, shards=3)
+        quantized_formats.check_blocks("nf4", "w_q", MATRICES[0], shards=4)
+    quantized_formats.check_blocks("int8", "w_up", odd, shards=3)

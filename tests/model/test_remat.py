@@ -22,7 +22,7 @@ from bytescope.model.remat.policies import (
     POLICIES,
     RematPlan,
 )
-from bytescope.train.program import build
+from bytescope.train.program.program import build
 from support.toy import block_residuals, first_state, fixed_batches, run_losses, small_config, small_program
 
 NAMED = sorted(set(POLICIES) - {"custom"})

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig, Transformer
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.attention.ring import ring_attention, unzigzag, zigzag
 from bytescope.model.placement import HERE, Ring
 from bytescope.model.segments import positions_in_segments

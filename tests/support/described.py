@@ -6,8 +6,8 @@ import jax
 
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation
-from bytescope.train.config import load, override
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 from support.oracles import require
 
 # A config that fills the tiles of a GPU's kernels and still compiles in a second.

@@ -2,8 +2,8 @@
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
-from bytescope.train.config import load, override
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 
 TENSOR = 8
 SEQ_LEN = 2048

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from bytescope.train.data.source import DataConfig
+from bytescope.train.data.batches import DataConfig
 
 
 def write(folder, files):

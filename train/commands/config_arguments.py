@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.train import config
+from bytescope.train.program import config_files as config
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
 SET_KEY = "set a config key; bytescope keys lists them"

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
     check_files,
@@ -21,8 +21,12 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
-from bytescope.train import config as configs
+from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
+from bytescope.train.program import config_files as configs
+
+if TYPE_CHECKING:
+    from bytescope.train.plan.estimate_page import Preset
 
 # What may be given beside a config and beside --params: flag -> what it is.
 WORK = {
@@ -129,8 +133,10 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError("give either a config or --params")
     if args.params is None and not args.config:
         raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
+    recompute = "none"
     if args.config:
         config = configs.load_flat(args.config, args.overrides)
+        recompute = _recompute_of(config)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif args.overrides:
         raise ReportError(f"--config.{args.overrides[0][0]} with --params: there is no config to change")
@@ -140,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
-    _write(args, found)
+    _write(args, found, recompute)
     return 0
 
 
@@ -288,7 +294,7 @@ def _table(found: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate) -> None:
+def _write(args: argparse.Namespace, found: Estimate, recompute: str) -> None:
     """Writes the files asked for; the page offers every shipped config as a preset."""
     if args.json:
         write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
@@ -296,15 +302,24 @@ def _write(args: argparse.Namespace, found: Estimate) -> None:
         from bytescope.train.plan import estimate_page
 
         name = configs.title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(found.question, name, _presets()))
+        write(args.html, estimate_page.render(found.question, name, _presets(), recompute))
 
 
-def _presets() -> dict[str, Question]:
-    """The question of each shipped config that has formulas."""
+def _recompute_of(config: Mapping[str, Any]) -> str:
+    """Returns the recomputation of the formulas, a key of `RECOMPUTE`, that is nearest to a config's remat policy."""
+    policy = config["remat.policy"]
+    return policy if policy in RECOMPUTE else "none"
+
+
+def _presets() -> dict[str, Preset]:
+    """The question and the recomputation of each shipped config that has formulas."""
+    from bytescope.train.plan.estimate_page import Preset
+
     found = {}
     for path in configs.shipped():
+        config = configs.load_flat(path.stem)
         try:
-            found[path.stem] = check(question_of(configs.load_flat(path.stem)))
+            found[path.stem] = Preset(check(question_of(config)), _recompute_of(config))
         except ReportError:  # it names what no formula is known for
             continue
     return found

@@ -22,7 +22,6 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import Bar, progress
-from bytescope.train import config as configs
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import check_config
@@ -32,6 +31,7 @@ from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.trials import Trials
+from bytescope.train.program import config_files as configs
 
 # So many finalists are run with --measure.
 MOST_MEASURED = 3

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 
 from bytescope.memory.commands.targets_command import add_arguments, show_listing
-from bytescope.train import config
+from bytescope.train.program import config_files as config
 
 __all__ = ["add_arguments", "policies", "run"]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
-from bytescope.train import config as configs
 from bytescope.train.commands.config_arguments import add_subject, require_config
+from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
-    from bytescope.train.program import Program
+    from bytescope.train.program.program import Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the page, says what is missing or damaged, and where the page is; without starting jax."""
     check_files(args)
-    from bytescope.train.recording import run_directory_page as run_page
+    from bytescope.train.run import run_directory_page as run_page
 
     try:
         found = run_page.write(args.workdir, args.html, args.others)

@@ -15,8 +15,8 @@ from types import ModuleType
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.view.text_layout import broken
-from bytescope.train.config import keys_named, split_overrides
-from bytescope.train.errors import UserError
+from bytescope.train.program.config_files import keys_named, split_overrides
+from bytescope.train.user_errors import UserError
 
 # Examples in a help go on in the next line after so many columns.
 HELP_WIDTH = 80
@@ -53,18 +53,18 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "prepare": Subcommand("train.data.prepare", "train", "turn text into token shards, which train reads fast"),
     "generate": Subcommand(
-        "train.generation.command", "train", "text from a run or a folder of weights, with a paged cache"
+        "train.commands.generate_command", "train", "text from a run or a folder of weights, with a paged cache"
     ),
     "score": Subcommand(
-        "train.generation.score_command",
+        "train.commands.score_command",
         "train",
         "log-probabilities and perplexity of texts under a run or a folder",
     ),
     "quantize": Subcommand(
-        "train.quantize.command", "train", "write a model in 4 bits with scales that a text asks for (AWQ)"
+        "train.commands.quantize_command", "train", "write a model in 4 bits with scales that a text asks for (AWQ)"
     ),
     "export": Subcommand(
-        "train.export.command", "train", "write the model of a run as a folder that transformers loads"
+        "train.commands.export_command", "train", "write the model of a run as a folder that transformers loads"
     ),
     "report": Subcommand(
         "train.commands.report_config",
@@ -186,7 +186,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         reads="reads no config",
     ),
     "completion": Subcommand(
-        "train.completion.command", "list", "print a script that completes commands in bash, zsh or fish"
+        "train.commands.completion_command", "list", "print a script that completes commands in bash, zsh or fish"
     ),
 }
 GROUPS: Mapping[str, list[str]] = {

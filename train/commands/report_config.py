@@ -16,9 +16,9 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Report
-from bytescope.train import config as configs
 from bytescope.train.commands.config_arguments import add_subject
-from bytescope.train.generation import budget_arguments
+from bytescope.train.generate import budget_arguments
+from bytescope.train.program import config_files as configs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _report_step(args: argparse.Namespace) -> int:
     program = build_program(config, target)
     prepared = prepare_program(program, target, flat)
     report, compilation = report_command.make_report(prepared, subject_of(args.config, args.overrides, prepared))
-    report_command.show(report, prepared.choices)
+    report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas:
         more["formula"] = _show_formulas(report, flat, prepared.settled, compilation.jaxpr)
@@ -112,8 +112,8 @@ def _report_step(args: argparse.Namespace) -> int:
 def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.view.console import put
-    from bytescope.train.generation import budget_page, budget_text
-    from bytescope.train.generation.opened import plan
+    from bytescope.train.generate import budget_page, budget_text
+    from bytescope.train.generate.open_engine import plan
 
     planned = plan(args.config, configs.load(args.config, args.overrides), targets.parse(args.target), args)
     put(budget_text.view(planned))

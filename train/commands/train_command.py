@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 DESCRIPTION = """\
 trains a transformer; its memory is known before the first step.
@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora
-    from bytescope.train.parallel.processes import add_flags
+    from bytescope.train.launch.processes import add_flags
 
     parser = Parser(
         prog="bytescope train",
@@ -52,9 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
-    from bytescope.train.command import DEFAULT
     from bytescope.train.commands.config_arguments import settle_subject
-    from bytescope.train.config import keys_named, split_overrides
+    from bytescope.train.program.config_files import keys_named, split_overrides
+    from bytescope.train.program.run_command import DEFAULT
 
     rest, overrides = split_overrides(argv)
     parser = make_parser()
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Trains as the arguments say; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform
-    from bytescope.train.run.signals import surviving_output
+    from bytescope.train.launch.signals import surviving_output
 
     choose_platform()  # before jax is imported
     with surviving_output():
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from bytescope.train.config import load
-    from bytescope.train.run.runtime import check_limits
+    from bytescope.train.launch.runtime import check_limits
+    from bytescope.train.program.config_files import load
 
     check_limits()
     if args.lora:
@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
 
         args.overrides = with_lora(args, args.overrides)
     if args.fit:
-        from bytescope.train.parallel.processes import find
+        from bytescope.train.launch.processes import find
         from bytescope.train.plan.fit_before_training import fitted
 
         if find(args) is not None:
@@ -102,28 +102,28 @@ def _train(args: argparse.Namespace) -> int:
     config = load(args.config, args.overrides)
     if args.show_data:
         return _show_data(config)
+    from bytescope.train.checkpoints.workdir import check_path
     from bytescope.train.run.profile import NOTHING, Asked
-    from bytescope.train.run.workdir import check_path
 
     check_path(args.workdir or Path("runs"))
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
-    from bytescope.train.parallel.processes import find, start
-    from bytescope.train.run.runtime import prepare
+    from bytescope.train.launch.processes import find, start
+    from bytescope.train.launch.runtime import prepare
 
     address = find(args)
     prepare(config, *((address.count, address.index) if address else ()))
     processes = start(address, args, config.train.stall_timeout)
-    from bytescope.train.run.failures import disk_explained
-    from bytescope.train.run.signals import Stop
+    from bytescope.train.launch.failures import disk_explained
+    from bytescope.train.launch.signals import Stop
 
     with processes.together(), disk_explained():
         from bytescope.memory.devices.targets import parse as parse_target
         from bytescope.memory.seconds import rates
         from bytescope.memory.view.console import make_console
-        from bytescope.train import loop
-        from bytescope.train.command import Command
-        from bytescope.train.config import title_of
-        from bytescope.train.run.workdir import interrupted_note, new_workdir
+        from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
+        from bytescope.train.program.config_files import title_of
+        from bytescope.train.program.run_command import Command
+        from bytescope.train.run import loop
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
@@ -149,9 +149,9 @@ def _train(args: argparse.Namespace) -> int:
 def _show_data(config: Any) -> int:
     """Prints the beginning of what a run would read; returns the exit code. No device is started."""
     from bytescope.memory.view.console import make_console
-    from bytescope.train.checks import check_without_devices
+    from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig
-    from bytescope.train.data.shown import show_data
+    from bytescope.train.program.checks import check_without_devices
 
     try:
         check_without_devices(config)

@@ -22,7 +22,7 @@ from bytescope.train.data.records import (
     is_record_file,
     is_saved_dataset,
 )
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 INDEX = "index.json"
 SHARD_SUFFIXES = (".bin", ".npy")

@@ -16,7 +16,7 @@ import numpy as np
 
 from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import Tokenizer, tokenize
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 PIECE_BYTES = 1 << 20
 

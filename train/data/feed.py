@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bytescope.train.program import Program
+from bytescope.train.program.program import Program
 from bytescope.train.run.profile import hosted
 
 HostBatch = dict[str, np.ndarray]

@@ -20,7 +20,7 @@ from itertools import islice
 
 import numpy as np
 
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 OVERLAP = 8192  # characters
 AGREED = 32  # tokens

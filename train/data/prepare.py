@@ -22,7 +22,7 @@ from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 PARTIAL = ".prepare"  # the folder inside the new one in which everything is written
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bytescope.memory.records.report_json import one_line
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 # What `datasets.save_to_disk` writes: of one data set, and of several by split.
 STATE, SPLITS = "state.json", "dataset_dict.json"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from bytescope.memory.errors import remedy_for
 from bytescope.train.data.shards import DTYPES
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 FORMATS = ("text", "chat", "pairs")
 LOSS_ON = ("assistant", "all")

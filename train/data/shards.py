@@ -17,7 +17,7 @@ from bytescope.memory.records.report_json import one_line, parse
 from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
 from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")

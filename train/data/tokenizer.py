@@ -22,7 +22,7 @@ import numpy as np
 from bytescope.memory.devices.compiler_log import REDIRECTING
 from bytescope.memory.records.report_json import one_line
 from bytescope.train.data.long_texts import encode_long
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 # Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
 # those come last.

@@ -1,5 +1,5 @@
 """A run's model as a folder that transformers and vLLM load: `bytescope export RUN OUT`.
 
-Start at command.py; saved_run.py reads a run directory, config_json.py turns `config.model` into config.json,
-tensors.py our parameters into theirs, safetensors_files.py writes those, tokenizer_files.py what text needs.
+Start at train/commands/export_command.py; config_json.py turns `config.model` into config.json, tensors.py our
+parameters into the tensors of the family, safetensors_files.py writes them, tokenizer_files.py copies what text needs.
 """

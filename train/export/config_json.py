@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.configs import base
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.expert_keys import routed_layers, same_model
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bytescope.memory.errors import disk_remedy
-from bytescope.train.errors import UserError
-from bytescope.train.run.workdir import require_utf8
+from bytescope.train.checkpoints.workdir import require_utf8
+from bytescope.train.user_errors import UserError
 
 
 def refuse_used(out: Path, force: bool) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
-from bytescope.train.errors import UserError
-from bytescope.train.export.saved_run import SavedRun
-from bytescope.train.export.stored_array import Slices
+from bytescope.train.checkpoints.saved_run import SavedRun
+from bytescope.train.checkpoints.stored_array import Slices
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import Family, Row
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path

@@ -1,4 +1,4 @@
 """Pipeline parallelism in one SPMD program: a config's layers over stages in, gradients of an update out.
 
-Start at gradients.py, the loop over the ticks of a schedule; units.py is what a stage does in one of them.
+Start at gradients.py, the loop over the ticks of a schedule; stage_units.py is what a stage does in one of them.
 """

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
-from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one
 from bytescope.train.step.state import Batch
 
 
@@ -66,7 +66,7 @@ class PipelineForward:
     def loss(
         self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
     ) -> Callable[..., Any]:
-        """Returns a loss like `train.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
+        """Returns a loss like `train.step.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
 
         `mask`: see `PipelineGradients`.
         """

@@ -1,8 +1,8 @@
 """Gradients of all micro-batches of an update through the stages of a pipeline: one loop over the ticks of a schedule.
 
-In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/units.py); then outputs
-and gradients move to the stages that use them in the next tick. No stage is special: embedding and loss run on all
-stages together, with the vocabulary sharded over them, in the ticks in which a micro-batch enters or leaves.
+In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/stage_units.py); then
+outputs and gradients move to the stages that use them in the next tick. No stage is special: embedding and loss run on
+all stages together, with the vocabulary sharded over them, in the ticks in which a micro-batch enters or leaves.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.memory.pipeline.schedule_figures import full_ticks
 from bytescope.model.frozen import joined
-from bytescope.train.losses import count_tokens
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
 from bytescope.train.pipeline.ticks import Ticks
-from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
+from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
-from bytescope.train.step.weights import Weights
+from bytescope.train.step.step_weights import Weights
 
 # What autodiff would call the two passes, for reports to tell them apart: here each is written out.
 FORWARD, BACKWARD = "jvp", "transpose(jvp)"

@@ -13,10 +13,10 @@ from bytescope.memory.remat.ilp import MOST_RANGES
 from bytescope.model.names import NAMES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
-from bytescope.train.loss_fn import make_loss
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.pipeline.rows import LAYERS, as_ordered
-from bytescope.train.program import Program
+from bytescope.train.pipeline.layer_order import LAYERS, as_ordered
+from bytescope.train.program.program import Program
+from bytescope.train.step.loss_fn import make_loss
 
 # Names that a kernel outside of the checkpoint keeps together with its result (`model.block.CUTS`).
 AROUND_KERNEL = ("q_rot", "k_rot", "v")

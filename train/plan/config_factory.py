@@ -18,15 +18,15 @@ from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
-from bytescope.train import config as configs
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
+from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from bytescope.memory.devices.compiler import Compilation
     from bytescope.memory.devices.targets import Target
-    from bytescope.train.program import Program
+    from bytescope.train.program.program import Program
 
 AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
 
@@ -113,25 +113,15 @@ def making_programs() -> tuple[ModuleType, ...]:
     Searches, views, commands and whatever runs around the step are not among them."""
     from bytescope import model
     from bytescope.memory import formulas
+    from bytescope.memory import pipeline as schedules
     from bytescope.memory.remat import block_graph
-    from bytescope.train import (
-        batch,
-        checks,
-        choices,
-        config,
-        loss_fn,
-        losses,
-        optimizer,
-        parallel,
-        pipeline,
-        program,
-        step,
-    )
+    from bytescope.train import parallel, pipeline, program, step
+    from bytescope.train.data import batch_algebra
     from bytescope.train.plan import block_description, config_factory, run_peak
 
     return (
-        *(model, formulas, block_graph),
-        *(batch, checks, choices, config, loss_fn, losses, optimizer, parallel, pipeline, program, step),
+        *(model, formulas, schedules, block_graph),
+        *(parallel, pipeline, program, step, batch_algebra),
         *(block_description, config_factory, run_peak),
     )
 
@@ -164,7 +154,7 @@ def config_mistakes() -> Iterator[None]:
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
-    from bytescope.train.checks import check_without_devices
+    from bytescope.train.program.checks import check_without_devices
 
     with config_mistakes():
         check_without_devices(configs.load(name, overrides))

@@ -9,7 +9,7 @@ command.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
@@ -18,6 +18,7 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, Experts
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
+from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
@@ -89,16 +90,31 @@ WITHIN = (
 NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
 
 
-def render(question: Question, name: str = "", presets: Mapping[str, Question] | None = None) -> str:
-    """The page, as text, filled in with `question`; `name`: what it is of. presets: config -> its question."""
+class Preset(NamedTuple):
+    """A shipped config: its question and the recomputation of its own remat policy, a key of `RECOMPUTE`."""
+
+    question: Question
+    recompute: str
+
+
+def render(
+    question: Question, name: str = "", presets: Mapping[str, Preset] | None = None, recompute: str = "none"
+) -> str:
+    """Returns the page with the inputs of `question` filled in.
+
+    Args:
+      name: what the question describes, for the title.
+      presets: config name -> its preset.
+      recompute: the recomputation that is chosen at first.
+    """
     title = f"{name} · training memory by formula" if name else "Training memory by formula"
-    return page("estimate", title, page_data(question, presets or {}), notes=NOTES)
+    return page("estimate", title, page_data(question, presets or {}, recompute), notes=NOTES)
 
 
-def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, Any]:
+def page_data(question: Question, presets: Mapping[str, Preset], recompute: str) -> dict[str, Any]:
     """What the script works with: the tables of the formulas, the inputs' first values, the presets, the flags."""
     return {
-        "inputs": inputs(question),
+        "inputs": inputs(question, recompute),
         "aspect": ASPECT,
         "zero": training_state.ZERO,
         "layer": [row._asdict() for row in transformer_formulas.LAYER],
@@ -120,16 +136,16 @@ def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, 
         "flags": REST,
         "within": WITHIN,
         "cards": cards(),
-        "models": {name: inputs(asked) for name, asked in presets.items()},
+        "models": {name: inputs(preset.question, preset.recompute) for name, preset in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
     }
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Chip -> GB (powers of ten) that are available to programs on one, its name, and its dense FLOP/s by dtype."""
+    """Chip -> GiB that are available to programs on one, its name, and its dense FLOP/s by dtype."""
     return {
         name: {
-            "memory": described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) // 10**7 / 100,
+            "memory": round(described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes) / GIB, 2),
             "kind": chip.kind,
             "peak_flops": dict(chip.peak_flops),
         }
@@ -137,7 +153,7 @@ def cards() -> dict[str, dict[str, Any]]:
     }
 
 
-def inputs(question: Question) -> dict[str, Any]:
+def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
     """Input of the page -> value."""
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
@@ -178,7 +194,7 @@ def inputs(question: Question) -> dict[str, Any]:
         "offload": q.offload,
         "fused": q.fused,
         "attention": q.attention,
-        "recompute": "none",
+        "recompute": recompute,
         "precision": q.precision,
         "optimizer": q.optimizer,
         "tensor": layout.tensor,
@@ -186,5 +202,5 @@ def inputs(question: Question) -> dict[str, Any]:
         "data": layout.data,
         "expert_parallel": layout.expert,
         "zero": layout.zero,
-        "memory": 80,
+        "memory": 72.32,  # of an H100
     }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
-from bytescope.train.errors import DoesNotFit, UserError
+from bytescope.train.user_errors import DoesNotFit, UserError
 
 
 def fitted(

@@ -22,12 +22,12 @@ from bytescope.memory.remat.search import FULL, NONE, Search
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO, POLICIES
-from bytescope.train.checks import check_values
-from bytescope.train.config import flatten, override
-from bytescope.train.errors import DoesNotFit
 from bytescope.train.plan.block_description import describe_block, most_ranges
 from bytescope.train.plan.run_peak import loop_overhead
-from bytescope.train.program import Program, build
+from bytescope.train.program.checks import check_values
+from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.program import Program, build
+from bytescope.train.user_errors import DoesNotFit
 
 # Peaks of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
 # core or two. They are for ranking plans only.
@@ -131,7 +131,7 @@ def settled_program(
 ) -> Program:
     """The program of any config, also one with `remat.policy=auto`: settle, check, assemble.
 
-    Its arguments are those of `settle`, and it raises what `settle` and `train.program.build` raise.
+    Its arguments are those of `settle`, and it raises what `settle` and `train.program.program.build` raise.
     """
     devices = jax.devices() if devices is None else list(devices)
     config, decided = settle(config, devices, tell, agree)

@@ -12,13 +12,13 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records.report_record import Report
-from bytescope.train.command import DEFAULT, Command
-from bytescope.train.config import flatten
-from bytescope.train.errors import DoesNotFit
+from bytescope.train.launch.failures import too_big
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.plan.run_peak import loop_overhead
-from bytescope.train.program import Program, build
-from bytescope.train.run.failures import too_big
+from bytescope.train.program.config_files import flatten
+from bytescope.train.program.program import Program, build
+from bytescope.train.program.run_command import DEFAULT, Command
+from bytescope.train.user_errors import DoesNotFit
 
 # Minimum host memory to compile variants: with less, the kernel would kill the process before it prints anything.
 COMPILE_BYTES = 2**30

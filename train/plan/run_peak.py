@@ -9,9 +9,9 @@ from flax import nnx
 from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
-from bytescope.train.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
-from bytescope.train.program import Program, init_state
-from bytescope.train.sample import sample_bytes
+from bytescope.train.generate.training_sample import sample_bytes
+from bytescope.train.program.program import Program, init_state
+from bytescope.train.step.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
 
 
 def loop_overhead(program: Program) -> LoopOverhead:

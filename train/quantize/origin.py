@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from bytescope.model import ModelConfig
-from bytescope.train.errors import UserError
+from bytescope.train.checkpoints.saved_run import SavedRun, began_from
+from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.export import tokenizer_files
 from bytescope.train.export.config_json import config_json
-from bytescope.train.export.saved_run import SavedRun, began_from
 from bytescope.train.export.tokenizer_files import COMPANIONS, GENERATION, TOKENIZER
-from bytescope.train.generation.source import Source, open_source
-from bytescope.train.quantize.read import matrices, packed_paths
-from bytescope.train.run.workdir import CHECKPOINTS
+from bytescope.train.generate.model_source import Source, open_source
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, rows_by_path
 from bytescope.train.weights.packed import PER_WORD, SIZES
+from bytescope.train.weights.packed_folder import matrices, packed_paths
 from bytescope.train.weights.patterns import Pattern
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.errors import UserError
 from bytescope.train.export.out_folder import move
 from bytescope.train.export.safetensors_files import Files
 from bytescope.train.quantize.folds import Params
 from bytescope.train.quantize.origin import Origin
-from bytescope.train.quantize.read import packed_paths
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED, parameters_of, rows_by_path
 from bytescope.train.weights.packed import LAYOUTS, Codes
+from bytescope.train.weights.packed_folder import packed_paths
 from bytescope.train.weights.patterns import Pattern, sizes_of
 
 PROGRESS = "progress.json"

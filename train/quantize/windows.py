@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescope.train.errors import UserError
-from bytescope.train.generation.source import Source
-from bytescope.train.generation.text import Prompts, read_texts
+from bytescope.train.generate.model_source import Source
+from bytescope.train.generate.text import Prompts, read_texts
+from bytescope.train.user_errors import UserError
 
 HELD_OUT = 32  # windows at most
 SHARE = 4  # of the calibration text, where no other is given, one part in so many is held out: its end

@@ -13,7 +13,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
-from bytescope.train.run.workdir import write_atomically
+from bytescope.train.checkpoints.workdir import write_atomically
 
 KINDS = ("loss", "eval_loss")  # a row of metrics has one of them
 

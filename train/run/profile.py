@@ -24,8 +24,8 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import annotate, breakdown, profile_text, trace_page, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import Report
-from bytescope.train.errors import UserError
-from bytescope.train.run.workdir import write_atomically
+from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.user_errors import UserError
 
 FOLDER, BREAKDOWN, PAGE = "profile", "profile.json", "trace.html"
 # Updates that include the cost of first calls: compiling small programs, filling caches and pools.

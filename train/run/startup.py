@@ -23,22 +23,22 @@ from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS, joined, parted, router_biases
-from bytescope.model.quantized.table import Matrix
+from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
-from bytescope.train.command import DEFAULT, UNKNOWN, Command
-from bytescope.train.config import flatten
-from bytescope.train.errors import UserError
-from bytescope.train.optimizer.rules import describe_scaling
-from bytescope.train.parallel.processes import Processes
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.launch.failures import explained
+from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import remedies
 from bytescope.train.plan.config_factory import prepare_program, subject_of
-from bytescope.train.program import Program
+from bytescope.train.program.config_files import flatten
+from bytescope.train.program.program import Program
+from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
-from bytescope.train.run.checkpoint import Checkpoints, Position
-from bytescope.train.run.failures import explained
-from bytescope.train.run.workdir import write_atomically
-from bytescope.train.weights.adapters import origin
-from bytescope.train.weights.start import frozen_params, initial_adapters, initial_params
+from bytescope.train.run.initial_weights import frozen_params, initial_adapters, initial_params
+from bytescope.train.step.optimizer.rules import describe_scaling
+from bytescope.train.user_errors import UserError
+from bytescope.train.weights.adapter_folder import origin
 
 REPORT, PAGE = "memory.json", "memory.html"
 

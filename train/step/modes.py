@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bytescope.train.losses import count_tokens
+from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.parts import StepParts
 from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 

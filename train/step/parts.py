@@ -10,14 +10,14 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model import Precision
-from bytescope.train.losses import count_tokens
-from bytescope.train.optimizer.loss_scale import LossScale, Scaling, guard
-from bytescope.train.optimizer.rounding import apply_updates
-from bytescope.train.optimizer.rules import grad_norm
 from bytescope.train.parallel.axes import BATCH
+from bytescope.train.step.losses import count_tokens
+from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, guard
+from bytescope.train.step.optimizer.rounding import apply_updates
+from bytescope.train.step.optimizer.rules import grad_norm
 from bytescope.train.step.routing import EXPERT_LOAD, Routed, moved_biases, routing_metrics, weighed
 from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
-from bytescope.train.step.weights import Weights
+from bytescope.train.step.step_weights import Weights
 
 ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
 
@@ -31,13 +31,13 @@ class StepParts:
       of it. schedule: number of the update -> learning rate. seed: of dropout and rounding.
     local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
     scaling: the rule of the loss scale, if there is one.
-    partwise: the optimizer's update layer by layer, where it is asked for (train/optimizer/partwise.py).
+    partwise: the optimizer's update layer by layer, where it is asked for (train/step/optimizer/partwise.py).
     pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) through the stages of a
       pipeline (train/pipeline/gradients.py), None without.
     routed: layers with experts and experts of each, None without. bias_rate: step of the routers' biases per update, 0
       for biases that stay as they are.
     fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
-      updated inside the backward pass (train/optimizer/fused_backward.py).
+      updated inside the backward pass (train/step/fused_backward.py).
     """
 
     loss: Callable[..., jax.Array]

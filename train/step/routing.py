@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from bytescope.model.config import ModelConfig
-from bytescope.model.experts.layer import Load
+from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
+from bytescope.model.model_config import ModelConfig
 
 # Values of loss.balance_layers.
 BALANCE_LAYERS = ("separate", "pooled")

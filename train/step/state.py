@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.experts.layer import Load
+from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
-from bytescope.train.optimizer.loss_scale import LossScale
+from bytescope.train.step.optimizer.loss_scale import LossScale
 from bytescope.train.step.routing import Routed, no_load
 
 Batch = dict[str, jax.Array]

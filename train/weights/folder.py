@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from bytescope.memory.records.report_json import one_line
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.header import Tensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

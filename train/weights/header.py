@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.records.report_json import one_line
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 # Bytes of an element by the format's name of a dtype.
 DTYPES = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from bytescope.memory.errors import remedy_for
 from bytescope.memory.records.report_json import one_line
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
 from bytescope.train.weights.folder import FP8, Folder
 from bytescope.train.weights.header import DTYPES, Tensor

@@ -14,7 +14,7 @@ import numpy as np
 
 from bytescope.memory.records.report_json import one_line
 from bytescope.model.quantized.groups import SIZES
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED
 
 BITS = 4

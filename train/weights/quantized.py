@@ -13,7 +13,7 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.placement import HERE
-from bytescope.model.quantized.table import Matrix, dequantize, quantize
+from bytescope.model.quantized.quantized_formats import Matrix, dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.weights.leaves import Leaf
 

@@ -15,7 +15,7 @@ const base = (() => {
 
   // ---- text -----------------------------------------------------------------------------------------
   // As memory/units.py writes bytes; a test compares the two.
-  const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  const GIB = 2 ** 30, UNITS = [[2 ** 40, "TiB"], [GIB, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
   const human = (bytes) => {
     const unit = UNITS.find(([size]) => Math.abs(bytes) >= size);
     return unit ? (bytes / unit[0]).toFixed(2) + " " + unit[1] : bytes.toFixed(0) + " B";
@@ -128,6 +128,6 @@ const base = (() => {
     root.dataset.ready = "yes";
   };
 
-  return { root, $, address, remember, human, count, exact, percent, make, svg, sorter, filtered, flags, family, start,
+  return { GIB, root, $, address, remember, human, count, exact, percent, make, svg, sorter, filtered, flags, family, start,
     data: () => JSON.parse($("data").textContent) };
 })();

@@ -84,7 +84,7 @@ const charts = window.charts = (() => {
     const below = x.type !== "names" ? LINE : names ? names.tall
       : 10 + 0.7 * Math.min(SLOPED, Math.max(...x.names.map((name) => textWidth(name))));
     const bottom = box.y + box.height - below - 6 - (x.title ? LINE + 2 : 0);
-    return { top: top + bars, bottom: Math.max(bottom, top + bars + 20), left, right, yTicks, names, below };
+    return { top: top + bars, bottom: Math.max(bottom, top + bars + 20), left, right, yTicks, names, below, bars };
   };
   const frame = (view, x, y, box, place) => {
     const { group, panel } = view, { left, right, top, bottom } = place;
@@ -176,8 +176,8 @@ const charts = window.charts = (() => {
       x: scale(x, place.left, place.right), top: place.top, bottom: place.bottom,
       y: y.type === "names" ? scale(y, place.top, place.bottom) : scale(y, place.bottom, place.top) };
     const limit = svg("clipPath", { id: clip });
-    limit.append(svg("rect", { x: place.left, y: place.top - 14, width: Math.max(place.right - place.left, 0),
-      height: place.bottom - place.top + 14 }));
+    limit.append(svg("rect", { x: place.left, y: place.top - place.bars, width: Math.max(place.right - place.left, 0),
+      height: place.bottom - place.top + place.bars }));
     const inside = svg("g", { "clip-path": `url(#${clip})` });
     frame(view, x, y, box, place);
     bands({ ...view, group: inside }, place);

@@ -2,7 +2,7 @@
 // The calculator's inputs, its table and its chart. The inputs live in the address (#layers=32&zero=3), so an estimate
 // can be shared; what is not in it has the value of the command's question.
 (() => {
-  const { root, address, count, exact, make, flags } = base, data = base.data();
+  const { GIB, root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["frozen", "frozen parameters", "frozen"],
@@ -11,7 +11,7 @@
     ["recomputed", "one layer recomputed", "workspace"], ["outside", "embedding, head and logits", "logits_loss"]];
   const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
   const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
-  const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / 2 ** 30) + " GiB";
+  const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / GIB) + " GiB";
   const { estimate, parameterCount, shapeFor, adapted, targetsOf, routedLayers } = charts.formulas(data);
 
   // ---- inputs ---------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@
   };
 
   // ---- presets: shipped configs and chips; an input that is changed by hand belongs to none ----------
-  const DEVICES = ["tensor", "sequence_parallel", "data", "expert_parallel", "zero", "memory", "recompute"];
+  const DEVICES = ["tensor", "sequence_parallel", "data", "expert_parallel", "zero", "memory"];
   const OTHER = "as below";
   for (const [id, presets] of [["model", data.models], ["card", data.cards]])
     $(id).append(new Option(OTHER, ""), ...Object.keys(presets).map((name) => new Option(name, name)));
@@ -120,8 +120,8 @@
       const each = found.per_parameter[role];
       row.append(name, make("td", each === undefined ? "" : String(+each.toPrecision(4))));
       for (const policy of policies) {
-        const cell = make("td", gb(found.policies[policy][role]), policy === chosen ? "chosen" : "");
-        cell.append(make("small", gib(found.policies[policy][role])));
+        const cell = make("td", gib(found.policies[policy][role]), policy === chosen ? "chosen" : "");
+        cell.append(make("small", gb(found.policies[policy][role])));
         cell.title = exact(found.policies[policy][role]);
         row.append(cell);
       }
@@ -141,14 +141,14 @@
     const rows = ROWS.filter(([role]) => role in found.policies[q.recompute]);
     charts.xy("bars", {
       horizontal: true,
-      x: { title: "on one device", suffix: " GB", zero: true },
+      x: { title: "on one device", suffix: " GiB", zero: true },
       y: { type: "names", names: policies },
       series: rows.map(([role, title, hue]) => ({ kind: "bar", name: title, color: `var(--c-${hue})`, x,
-        y: policies.map((policy) => found.policies[policy][role] / 1e9),
+        y: policies.map((policy) => found.policies[policy][role] / GIB),
         tips: (i) => [policies[i], ...rows.map(([other, name, color]) => ({ name, color: `var(--c-${color})`,
-          value: gb(found.policies[policies[i]][other]), strong: other === role })),
-        { name: "total", value: gb(found.policies[policies[i]].total) }] })),
-      limits: [{ x: q.memory, text: `${q.memory} GB` }],
+          value: gib(found.policies[policies[i]][other]), strong: other === role })),
+        { name: "total", value: gib(found.policies[policies[i]].total) }] })),
+      limits: [{ x: q.memory, text: `${q.memory} GiB` }],
     });
   };
   // Seconds of the products alone at the rate of a chosen chip; fp8 and 16-bit products have units of their own.
@@ -166,13 +166,13 @@
       "what recomputation leaves"]];
   };
   const header = (found, q) => {
-    const chosen = found.policies[q.recompute], fits = chosen.total <= q.memory * 1e9;
+    const chosen = found.policies[q.recompute], fits = chosen.total <= q.memory * GIB;
     $("verdict").className = "verdict " + (fits ? "fits" : "exceeds");
-    $("verdict").textContent = fits ? `✓ fits ${q.memory} GB` : `✕ exceeds ${q.memory} GB`;
+    $("verdict").textContent = fits ? `✓ fits ${q.memory} GiB` : `✕ exceeds ${q.memory} GiB`;
     const figures = [[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
       ["state", chosen.params + (chosen.frozen || 0) + chosen.gradients + chosen.optimizer],
       ["activations", chosen.kept + chosen.recomputed + chosen.outside]];
-    const boxes = [...figures.map(([name, bytes]) => [name, gb(bytes), gib(bytes)]), ...speed(found, q)];
+    const boxes = [...figures.map(([name, bytes]) => [name, gib(bytes), gb(bytes)]), ...speed(found, q)];
     $("total").replaceChildren(...boxes.map(([name, text, note]) => {
       const box = make("div", undefined, "figure"), value = make("dd", text);
       value.append(make("small", note));

@@ -9,10 +9,12 @@
   const short = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
   const rowName = (row) => data.rows[row] || row;
   const category = (i) => S[B.category[i]];
-  // Text that is cut at its beginning where it does not fit: ends say more.
-  const ended = (text) => {
-    const outer = make("span", undefined, "ended");
-    outer.append(make("bdi", text));
+  // A buffer's name without the path to the optimizer's state, which hides what differs: "mu['w_head']".
+  const brief = (text) => text.replace(/\S*opt_state(\[[^\]]*\])*\.?(?=[\w[])/, "");
+  // A name that is cut in its middle where it does not fit: its beginning and its end say what it is.
+  const middle = (text) => {
+    const outer = make("span", undefined, "middle"), end = Math.max(text.length - 16, Math.ceil(text.length / 2));
+    outer.append(make("span", text.slice(0, end)), make("span", text.slice(end)));
     return outer;
   };
   const paint = (node, row) => { node.style.background = `var(--c-${row})`; return node; };
@@ -51,7 +53,7 @@
       if (!alive(i, point)) continue;
       if (total++ >= TOP) continue;
       const item = make("li"), name = make("span");
-      name.append(ended(S[B.what[i]]));
+      name.append(middle(brief(S[B.what[i]])));
       name.title = `${S[B.what[i]]}\n${S[B.name[i]]}\n${S[B.type[i]]}\n${rowName(category(i))}`;
       item.append(paint(make("i", "", "dot"), category(i)), name, make("b", human(B.bytes[i])));
       list.append(item);
@@ -115,7 +117,7 @@
     charts.treemap("treemap", {
       legend, all: "peak",
       tiles: data.tiles.map(([id, parent, label, bytes, row, i]) => ({ id, parent, size: bytes, key: row,
-        label: parent ? label : rowName(label), color: `var(--c-${row})`, ink: `var(--on-${row})`,
+        label: parent ? brief(label) : rowName(label), color: `var(--c-${row})`, ink: `var(--on-${row})`,
         tip: (total) => (i < 0 ? [parent ? label : rowName(label), share(total)] : about(i, total)),
         pick: i < 0 ? null : () => select(i) })),
     });
@@ -145,6 +147,8 @@
     const cut = data.n_buffers > N ? `; the ${count(N)} largest of ${count(data.n_buffers)} are listed` : "";
     $("count").textContent = `${count(shown.length)} of ${count(N)} buffers, ${human(sum)}${cut}`;
     $("rows").style.height = shown.length * ROW_HEIGHT + "px";
+    // As tall as its rows, up to the height of the style sheet.
+    $("scroll").style.maxHeight = Math.max(shown.length, 1) * ROW_HEIGHT + "px";
     $("scroll").scrollTop = 0;
     rows();
   };
@@ -176,7 +180,7 @@
       const bytes = cell(human(B.bytes[i]));
       bytes.title = exact(B.bytes[i]);
       const what = cell(""), source = cell(S[B.source[i]].split("/").slice(-2).join("/"), "mono");
-      what.append(ended(S[B.what[i]]));
+      what.append(middle(brief(S[B.what[i]])));
       what.title = [S[B.what[i]], S[B.op[i]], S[B.checkpoint[i]] && "checkpoint name: " + S[B.checkpoint[i]]]
         .filter(Boolean).join("\n");
       source.title = S[B.source[i]];

@@ -69,19 +69,21 @@
     const by = Math.min(margin, width / 4, height / 4);
     return { x: x + by, y: y + by, width: width - 2 * by, height: height - 2 * by };
   };
-  // Names differ at their ends: params['blocks']['wq'], dynamic-update-slice.40.
-  const ended = (text, room) => {
+  // A name cut in its middle: names differ at both ends, mu['blocks']['wq'], dynamic-update-slice.40.
+  const fitted = (text, room) => {
     if (textWidth(text) <= room) return text;
-    let start = 1;
-    while (start < text.length && textWidth("…" + text.slice(start)) > room) start++;
-    return start < text.length - 2 ? "…" + text.slice(start) : "";
+    for (let kept = text.length - 1; kept > 3; kept--) {
+      const head = Math.floor(kept / 2), short = text.slice(0, head) + "…" + text.slice(text.length - kept + head);
+      if (textWidth(short) <= room) return short;
+    }
+    return "";
   };
   const leaf = (state, node) => {
     const box = shrunk(node.box, 0.6), { width, height } = box;
     state.svg.append(rect(box, { fill: node.color, rx: Math.min(2, width / 4) }));
     state.targets.push({ node, box: node.box });
     if (width < 30 || height < 16) return;
-    const text = ended(node.label, width - 10), second = human(node.total);
+    const text = fitted(node.label, width - 10), second = human(node.total);
     if (text) state.svg.append(words(text, box.x + 5, box.y + 14, node.ink));
     if (text && height >= 32 && textWidth(second) <= width - 10)
       state.svg.append(words(second, box.x + 5, box.y + 29, node.ink));
@@ -93,7 +95,7 @@
     group.append(rect(box, { fill: shade, rx: 3 }));
     if (head) {
       const size = human(node.total), fits = box.width > textWidth(size) + 90;
-      const name = (depth === 1 ? cut : ended)(node.label, box.width - 10 - (fits ? textWidth(size) + 12 : 0));
+      const name = (depth === 1 ? cut : fitted)(node.label, box.width - 10 - (fits ? textWidth(size) + 12 : 0));
       group.append(words(name, box.x + 5, box.y + 14, "var(--ink)", depth === 1));
       if (fits) {
         const text = words(size, box.x + box.width - 5, box.y + 14, "var(--ink)");

@@ -368,7 +368,7 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
 
     monkeypatch.setattr(config_factory, "build_program", lambda config, target: None)
     monkeypatch.setattr(config_factory, "prepare_program", precompiled)
-    words = ["report", "tiny", "h100:2", "--config.data.seq_len=64"]
+    words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64"]
     assert command.main(words) == 3
     out = capsys.readouterr().out
     assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out

@@ -28,7 +28,7 @@ from bytescope.memory.seconds.step_schedule import Kernel
 from bytescope.memory.view import prediction_text as times
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow as Row
-from bytescope.train.program import build
+from bytescope.train.program.program import build
 from support.described import described
 from support.toy import small_config, small_program
 

@@ -9,8 +9,8 @@ from bytescope.memory.findings.remedies import advice
 from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
 from bytescope.memory.records.report_record import ROWS, Report
 from bytescope.memory.units import GIB
-from bytescope.train.checks import check_values
-from bytescope.train.config import flatten, override
+from bytescope.train.program.checks import check_values
+from bytescope.train.program.config_files import flatten, override
 
 pytestmark = pytest.mark.quick
 

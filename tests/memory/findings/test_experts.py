@@ -18,7 +18,7 @@ from bytescope.memory.units import MIB
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.placement import Peers
-from bytescope.train.config import flatten
+from bytescope.train.program.config_files import flatten
 from support.toy import small_config, small_program
 
 MOE = {

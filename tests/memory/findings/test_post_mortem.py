@@ -13,7 +13,7 @@ from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, Report
 from bytescope.memory.report import post_mortem_text as text
 from bytescope.memory.units import GIB, MIB
-from bytescope.train.config import flatten, load
+from bytescope.train.program.config_files import flatten, load
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ROWS, Report
 from bytescope.memory.units import GIB
-from bytescope.train.config import flatten, override
+from bytescope.train.program.config_files import flatten, override
 
 pytestmark = pytest.mark.quick
 

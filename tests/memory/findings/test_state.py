@@ -18,7 +18,7 @@ from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, Report
 from bytescope.memory.units import GIB, MIB
-from bytescope.train.config import flatten, override
+from bytescope.train.program.config_files import flatten, override
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
-from bytescope.train.config import load_flat
+from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick
 

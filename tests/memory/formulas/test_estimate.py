@@ -21,8 +21,8 @@ from bytescope.memory.formulas.expert_formulas import Experts
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
-from bytescope.train.config import load_flat, purposes
 from bytescope.train.plan import estimate_page
+from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
 
 LLAMA_8B = Question(
@@ -290,7 +290,7 @@ def test_a_config_says_its_levers(capsys):
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(transformer_formulas.RECOMPUTE)
-    assert f"{estimate(question).total('none') / 1e9:,.2f} GB" in document and 'class="plot chart"' in document
+    assert f"{estimate(question).total('none') / 2**30:,.2f} GiB" in document and 'class="plot chart"' in document
 
 
 def test_the_address_holds_the_inputs(tmp_path):
@@ -302,7 +302,7 @@ def test_the_address_holds_the_inputs(tmp_path):
     found, document = computed(tmp_path, LLAMA_8B, fragment)
     model = Model(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
     assert same(found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, "fp32", "momentum", "naive"))
-    assert "fits 40 GB" in document and "total, full recomputation" in document
+    assert "fits 40 GiB" in document and "total, full recomputation" in document
 
 
 TYPE = """const type = (id, value) => { const node = document.getElementById(id); node.value = value;
@@ -342,8 +342,8 @@ document.title = JSON.stringify(seen);"""
 
 def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     """Of a shipped config, of one that was changed, of presets for model and card, and of a shape of its own."""
-    presets = {name: question_of(load_flat(name, ())) for name in ("llama_8b", "gpt2_xl")}
-    page = estimate_page.render(presets["llama_8b"], "llama_8b", presets)
+    presets = {name: estimate_page.Preset(question_of(load_flat(name, ())), "full") for name in ("llama_8b", "gpt2_xl")}
+    page = estimate_page.render(presets["llama_8b"].question, "llama_8b", presets)
     document = browse(tmp_path, page, script=CHOICES, options=["--dump-dom"])
     seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
     assert [command.split(" --")[0] for command, *_ in seen] == [
@@ -356,8 +356,8 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     ]
     assert seen[0][0] == "bytescope estimate llama_8b"
     h200 = str(estimate_page.cards()["h200"]["memory"])
-    assert [memory for _, _, memory, _ in seen] == ["80", "80", h200, h200, "7", "7"]
-    assert ["tokens/s, at most" in header for *_, header in seen] == [False, False, True, True, False, False]
+    assert [memory for _, _, memory, _ in seen] == ["72.32", "72.32", h200, h200, "7", "7"]
+    assert ["tokens/s, at most" in header for *_, header in seen] == [True, True, True, True, False, False]
     for command, shown, *_ in seen:
         words = shlex.split(command)
         code, _, err = run(capsys, *words[2:], f"--json={tmp_path / 'copied.json'}")
@@ -373,7 +373,8 @@ def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
     assert run(capsys, "llama_1b", "--data=4", f"--html={path}")[0] == 0
     page = one_file(path.read_text())
     assert set(page.data["models"]) == set(purposes()) and set(page.data["cards"]) == set(CHIPS)
-    assert page.data["cards"]["h100"]["memory"] == int(limits.limit_bytes(targets.parse("h100")) / 1e7) / 100
+    assert page.data["cards"]["h100"]["memory"] == round(limits.limit_bytes(targets.parse("h100")) / 2**30, 2)
+    assert page.data["inputs"]["recompute"] == load_flat("llama_1b", ())["remat.policy"] == "full"
     assert "llama_1b · training memory by formula" in path.read_text() and page.data["inputs"]["data"] == 4
 
 

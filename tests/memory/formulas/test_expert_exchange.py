@@ -12,8 +12,8 @@ from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.config import flatten
 from bytescope.train.plan.config_factory import settle
+from bytescope.train.program.config_files import flatten
 from support.toy import small_config, small_program
 
 MOE = {

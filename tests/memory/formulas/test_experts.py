@@ -23,11 +23,11 @@ from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, estimate
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
 from bytescope.model import ModelConfig
-from bytescope.model.experts import rows
+from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
-from bytescope.model.experts.kernels import KERNELS
+from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
-from bytescope.train.config import load_flat
+from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
 pytestmark = pytest.mark.quick

@@ -10,9 +10,9 @@ from bytescope.memory.formulas import reconcile, rematerialized
 from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
-from bytescope.train.config import flatten
 from bytescope.train.plan.config_factory import settle
-from bytescope.train.program import build
+from bytescope.train.program.config_files import flatten
+from bytescope.train.program.program import build
 from support.described import described
 from support.toy import small_config, small_program
 

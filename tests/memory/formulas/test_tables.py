@@ -7,7 +7,7 @@ from bytescope.memory.formulas import config_formulas, rematerialized, training_
 from bytescope.memory.formulas.reconcile import NAMED_POLICIES, PRODUCT_POLICIES
 from bytescope.memory.formulas.transformer_formulas import ATTENTION
 from bytescope.model import precision
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.layers import MLPS
 from bytescope.model.remat import policies
 from bytescope.train.parallel.axes import STRATEGIES

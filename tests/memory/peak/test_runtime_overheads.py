@@ -15,9 +15,9 @@ from bytescope.memory.peak.runtime_overheads import Facts, LoopOverhead
 from bytescope.memory.records.report_record import CARD, POOL, Report, RuntimeOverhead, load
 from bytescope.memory.report.report_text import overheads
 from bytescope.memory.units import MIB
-from bytescope.train import loop
 from bytescope.train.plan import run_peak
-from bytescope.train.program import build
+from bytescope.train.program.program import build
+from bytescope.train.run import loop
 from support.described import described
 from support.toy import small_config, small_program
 

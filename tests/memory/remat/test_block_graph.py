@@ -14,10 +14,10 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.block_graph import Block, Step, block_of
 from bytescope.memory.remat.patterns import Rates, everything, kept_under, patterns_of
-from bytescope.train.config import load, override
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import fixed_policies
-from bytescope.train.program import build
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described, described
 from support.toy import small_program

@@ -7,8 +7,11 @@ import re
 import pytest
 
 from bytescope.memory.__main__ import main
+from bytescope.memory.records import report_diff
+from bytescope.memory.records.parallel_records import Communication
 from bytescope.memory.records.report_record import Buffer, Report, Subject, TimelinePoint
-from bytescope.memory.report import diff_page
+from bytescope.memory.report import diff_page, diff_text
+from bytescope.memory.view.console import plain_text
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
 
@@ -197,3 +200,43 @@ def test_reports_with_nothing_in_them_give_a_page(tmp_path):
 
 def test_the_page_is_sound_when_it_is_used(text, browser):
     check_page(browser, text)
+
+
+def test_buffers_of_another_program_are_matched_by_role_and_shape():
+    def program(op, size):
+        gradient = Buffer("b", size, (size,), "u8", "gradients", "backward", op, f"{op}/dot", at_peak=True)
+        return make_report(residuals=0, gradients=0, buffers=(gradient,), points=0)
+
+    def rows(before, after):
+        return [(c.name, c.growth) for c in report_diff.diff(before, after) if c.kind == "buffer"]
+
+    assert rows(program("layers.0", 5), program("decoder", 5)) == []
+    grown = rows(program("layers.0", 5), program("decoder", 7))
+    assert sorted(growth for _, growth in grown) == [-5, 7], "another shape is another buffer"
+
+
+def test_seconds_flops_and_traffic_are_compared():
+    def measured(seconds, flops, sent):
+        row = Communication("all-gather", ("fsdp",), 8, 2, 9, sent, 0)
+        terms = {"by_term": {"products": 1.0, "collectives": seconds - 1}}
+        return make_report(
+            prediction=taken(seconds) | terms,
+            work={"forward": {"flops": {"bf16": flops}}, "recompute": {"flops": {"bf16": flops // 2}}},
+            communication=(row,),
+        )
+
+    before, after = measured(2.0, 10**12, 7), measured(3.0, 2 * 10**12, 21)
+    rows = {row.name: (row.unit, row.before, row.after) for row in report_diff.measures(before, after)}
+    assert rows == {
+        "update, predicted": ("seconds", 2.0, 3.0),
+        "spent on products": ("seconds", 1.0, 1.0),
+        "spent on collectives": ("seconds", 1.0, 2.0),
+        "FLOPs": ("FLOPs", 1.5e12, 3e12),
+        "recomputed FLOPs": ("FLOPs", 0.5e12, 1e12),
+        "sent by all-gather over fsdp": ("bytes", 7, 21),
+    }
+    printed = plain_text(diff_text.render(before, after, report_diff.diff(before, after)), 100)
+    assert re.search(r"update, predicted +2.00 s +3.00 s +\+1.00 s +\+50.0\n", printed)
+    assert re.search(r"spent on products +1.00 s +1.00 s +unchanged\n", printed)
+    page = diff_page.render(before, after)
+    assert "sent by all-gather over fsdp" in page and "+200.0" in page

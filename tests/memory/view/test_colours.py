@@ -158,6 +158,11 @@ def test_phases_are_told_apart(theme, deficiency):
     colours = palette("base.css", theme)
     looks = [seen(colours["p-" + phase], deficiency) for phase in STEP_PHASES]
     assert min(difference(one, other) for one, other in itertools.combinations(looks, 2)) >= NEIGHBOURS
+    categories = [seen(colours["c-" + row], deficiency) for row in ROWS]
+    least = ANY if deficiency == "none" else 4
+    assert min(difference(one, other) for one in looks for other in categories) >= least, (
+        "a phase looks like a category"
+    )
 
 
 def test_terminals_have_the_colours_of_the_dark_page():

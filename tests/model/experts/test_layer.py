@@ -8,7 +8,7 @@ from flax import nnx
 
 from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision
-from bytescope.model.experts.layer import Experts
+from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import HERE
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout

@@ -7,7 +7,7 @@ from flax import nnx
 
 from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision
-from bytescope.model.experts.layer import Experts
+from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import HERE
 from support.described import described
 

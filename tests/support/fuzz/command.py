@@ -67,9 +67,9 @@ def override_lines() -> list[bytes]:
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
-    from bytescope.train import config
-    from bytescope.train.config import load_flat
     from bytescope.train.plan.config_factory import check_config
+    from bytescope.train.program import config_files as config
+    from bytescope.train.program.config_files import load_flat
 
     _, overrides = config.split_overrides(words(data).split("\n"))
     check_config(CONFIG, overrides)

@@ -31,8 +31,8 @@ def configs() -> list[bytes]:
 
 def read_config(data: bytes, folder: Path) -> None:
     """A run's config from the folder, checked as before a compile."""
-    from bytescope.train.checks import check_without_devices
-    from bytescope.train.config import load
+    from bytescope.train.program.checks import check_without_devices
+    from bytescope.train.program.config_files import load
 
     (folder / "config.json").write_bytes(data)
     check_without_devices(load(f"hf:{folder}"))

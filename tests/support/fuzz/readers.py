@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bytescope.memory.errors import ReportError
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.fuzz import mutations
 from support.fuzz.command import (
     Printed,

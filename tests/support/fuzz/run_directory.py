@@ -20,8 +20,8 @@ def metrics_rows() -> list[bytes]:
 
 def read_metrics(data: bytes, folder: Path) -> None:
     """A row that is no row is left out; nothing is refused."""
+    from bytescope.train.checkpoints.workdir import METRICS
     from bytescope.train.run.metrics import MetricsLog, has_evaluation
-    from bytescope.train.run.workdir import METRICS
 
     path = folder / METRICS
     path.write_bytes(data)
@@ -32,8 +32,8 @@ def read_metrics(data: bytes, folder: Path) -> None:
 
 
 def identity() -> object:
-    from bytescope.train.config import load
-    from bytescope.train.run.workdir import Identity
+    from bytescope.train.checkpoints.workdir import Identity
+    from bytescope.train.program.config_files import load
 
     return Identity.of(load(CONFIG), 8, "fingerprint")
 
@@ -46,7 +46,7 @@ def run_config() -> bytes:
 
 
 def read_run_config(data: bytes, folder: Path) -> None:
-    from bytescope.train.run.workdir import claim
+    from bytescope.train.checkpoints.workdir import claim
 
     (folder / "config.json").write_bytes(data)
     claim(folder, identity(), extend=False)
@@ -75,8 +75,8 @@ def damaged_file(data: bytes, rng: Random) -> bytes:
 
 def read_run(data: bytes, folder: Path) -> None:
     """Files that are damaged are left out, with a warning; nothing is refused."""
-    from bytescope.train.recording import run_directory
-    from bytescope.train.recording import run_directory_page as run_page
+    from bytescope.train.run import run_directory
+    from bytescope.train.run import run_directory_page as run_page
 
     for file in (*run_files(), data):
         name, content = file.split(b"\n", 1)

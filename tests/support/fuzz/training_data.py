@@ -16,7 +16,7 @@ from support.fuzz import mutations
 
 def use(source: Path) -> None:
     """Opens data as a run does, and reads some of it."""
-    from bytescope.train.data.source import open_data
+    from bytescope.train.data.batches import open_data
 
     data = open_data(text_data.config(source=str(source), seq_len=4))
     for part in (data.train, data.heldout):
@@ -94,7 +94,7 @@ def records() -> list[bytes]:
 
 def read_records(data: bytes, folder: Path) -> None:
     """As documents, and as pairs, of which some may be malformed."""
-    from bytescope.train.data.source import open_data
+    from bytescope.train.data.batches import open_data
 
     (folder / "records.jsonl").write_bytes(data)
     open_data(text_data.config(source=str(folder / "records.jsonl"), seq_len=4, skip_bad=2))

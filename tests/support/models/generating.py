@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model import Transformer
-from bytescope.train.generation.engine import Engine
-from bytescope.train.generation.source import describe_model, open_source
-from bytescope.train.generation.steps import Sizes, Steps
+from bytescope.train.generate.engine import Engine
+from bytescope.train.generate.model_source import describe_model, open_source
+from bytescope.train.generate.steps import Sizes, Steps
 from support.toy import small_config
 
 NOTHING = MappingProxyType({})

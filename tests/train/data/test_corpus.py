@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bytescope.train.data import documents
 from bytescope.train.data.corpus import ShardFiles, find
 from bytescope.train.data.documents import Document, Text, texts
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.text_data import write
 
 pytestmark = pytest.mark.quick

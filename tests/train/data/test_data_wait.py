@@ -13,10 +13,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from bytescope.train import loop
-from bytescope.train.config import load
-from bytescope.train.data.source import TokenSource
-from bytescope.train.run import step_timer
+from bytescope.train.data.batches import TokenSource
+from bytescope.train.program.config_files import load
+from bytescope.train.run import loop, step_timer
 from bytescope.train.run.display import TOLD_WAIT
 from bytescope.train.run.step_timer import Clock
 

@@ -7,12 +7,12 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from bytescope.train.data import documents, long_texts, tokenizer
+from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
 from bytescope.train.data.documents import texts
 from bytescope.train.data.prepare import main
-from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import load_tokenizer, tokenize
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.text_data import config, write
 
 pytestmark = pytest.mark.quick

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bytescope.train.data import prepare
+from bytescope.train.data.batches import open_data
 from bytescope.train.data.prepare import main
-from bytescope.train.data.source import open_data
-from bytescope.train.errors import UserError
 from bytescope.train.export.out_folder import disk_told
+from bytescope.train.user_errors import UserError
 from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick

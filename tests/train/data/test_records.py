@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bytescope.train.data import records
+from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
 from bytescope.train.data.prepare import main
 from bytescope.train.data.records import RecordFiles
-from bytescope.train.data.source import open_data
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.text_data import config, write
 
 pytestmark = pytest.mark.quick

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bytescope.train.data import tokenizer as module
+from bytescope.train.data.batches import open_data
 from bytescope.train.data.prepare import main
-from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, load_tokenizer, tokenize
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick

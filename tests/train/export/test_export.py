@@ -16,16 +16,16 @@ from safetensors import safe_open
 
 from bytescope.model.frozen import parted
 from bytescope.train import cli
-from bytescope.train.config import flatten, load, override
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.stored_array import StoredArray
+from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.data.tokenizer import ByteTokenizer
-from bytescope.train.errors import UserError
 from bytescope.train.export import tensors as export_tensors
 from bytescope.train.export.config_json import config_json
-from bytescope.train.export.stored_array import StoredArray
-from bytescope.train.generation.source import describe_model, open_source
-from bytescope.train.program import build
-from bytescope.train.run.checkpoint import Checkpoints, Position
-from bytescope.train.run.workdir import Identity
+from bytescope.train.generate.model_source import describe_model, open_source
+from bytescope.train.program.config_files import flatten, load, override
+from bytescope.train.program.program import build
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints, weights
@@ -369,7 +369,7 @@ def test_what_is_not_trained_is_read_from_the_folder_that_the_run_began_from(tmp
 
 def test_config_of_a_run(gpt2):
     """The recorded config comes back as it was, tuples and all."""
-    from bytescope.train.export.saved_run import SavedRun
+    from bytescope.train.checkpoints.saved_run import SavedRun
 
     run = SavedRun.open(gpt2)
     assert json.loads(json.dumps(flatten(run.config))) == run.identity.config and run.step == 5

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bytescope.model.placement import HERE
-from bytescope.model.quantized.table import dequantize, quantize
+from bytescope.model.quantized.quantized_formats import dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train import cli
-from bytescope.train import config as configs
-from bytescope.train.program import build
-from bytescope.train.run.checkpoint import Checkpoints, Position
-from bytescope.train.run.workdir import Identity
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.workdir import Identity
+from bytescope.train.program import config_files as configs
+from bytescope.train.program.program import build
 from bytescope.train.weights.folder import Folder
 from support.models import weights
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.config import load, override
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.export.peft import module_ends
-from bytescope.train.program import build
-from bytescope.train.run.checkpoint import Checkpoints, Position
-from bytescope.train.run.workdir import Identity
+from bytescope.train.program.config_files import load, override
+from bytescope.train.program.program import build
+from bytescope.train.run.initial_weights import fingerprint_of_adapter, initial_adapters
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
-from bytescope.train.weights.start import fingerprint_of_adapter, initial_adapters
 from support.models import checkpoints
 
 pytestmark = [

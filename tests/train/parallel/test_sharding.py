@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
-from bytescope.train.program import build
+from bytescope.train.program.program import build
 from support.described import SMALL_GPU, described
 from support.hlo_text import collectives
 from support.toy import run_losses, small_config, small_program, unfused_step

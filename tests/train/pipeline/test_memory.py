@@ -8,8 +8,8 @@ from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
 from bytescope.memory.pipeline.schedule_figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
-from bytescope.train.config import flatten
-from bytescope.train.pipeline.assemble import notes_on
+from bytescope.train.pipeline.pipelined_step import notes_on
+from bytescope.train.program.config_files import flatten
 from support.described import SMALL_GPU, compile_described
 from support.toy import small_program
 

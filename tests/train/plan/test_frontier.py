@@ -17,11 +17,11 @@ from bytescope.memory.remat.ilp import Passes
 from bytescope.memory.remat.patterns import Rates
 from bytescope.memory.remat.problem import Compiled, Problem
 from bytescope.memory.remat.search import Search, spread
-from bytescope.train.config import load_flat
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
 from bytescope.train.plan.trials import Stopped
+from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30

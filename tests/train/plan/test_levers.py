@@ -12,9 +12,9 @@ from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ROWS
-from bytescope.train.config import load_flat
 from bytescope.train.plan import levers, levers_page, levers_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
+from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bytescope.model.quantized import groups
-from bytescope.train.errors import UserError
-from bytescope.train.generation.source import open_source
+from bytescope.train.generate.model_source import open_source
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.packed import LAYOUTS, Codes, layout_of
 from support.models import weights
 

@@ -6,12 +6,12 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.model.quantized import groups
-from bytescope.model.quantized.table import BASES, FORMATS
-from bytescope.train.generation.budget_arguments import WEIGHTS
-from bytescope.train.generation.source import describe_model
-from bytescope.train.generation.steps import Sizes, Steps
-from bytescope.train.quantize import command
-from bytescope.train.quantize.work import METHODS
+from bytescope.model.quantized.quantized_formats import BASES, FORMATS
+from bytescope.train.commands import quantize_command
+from bytescope.train.generate.budget_arguments import WEIGHTS
+from bytescope.train.generate.model_source import describe_model
+from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.quantize.quantize_work import METHODS
 from bytescope.train.weights.packed import BITS, LAYOUTS, SIZES
 from support.models.generating import TINY
 from support.toy import small_config
@@ -51,8 +51,8 @@ def test_a_step_decodes_no_layer_before_it_is_its_turn(measured):
 
 
 def test_choices_of_the_parsers_are_the_rows_of_the_tables():
-    assert command.GROUPS == groups.SIZES == SIZES and command.BITS == BITS
-    assert set(command.FORMATS) == set(LAYOUTS) and set(command.METHODS) == set(METHODS)
+    assert quantize_command.GROUPS == groups.SIZES == SIZES and quantize_command.BITS == BITS
+    assert set(quantize_command.FORMATS) == set(LAYOUTS) and set(quantize_command.METHODS) == set(METHODS)
     assert set(WEIGHTS) == {name for name, row in FORMATS.items() if row}
     assert set(FORMATS) - set(BASES) == {f"int4_g{size}" for size in SIZES}
 
@@ -60,7 +60,7 @@ def test_choices_of_the_parsers_are_the_rows_of_the_tables():
 @pytest.mark.parametrize("base", [name for name in FORMATS if name not in BASES])
 def test_a_row_stores_what_it_says_and_reads_it_back(base):
     from bytescope.model.placement import HERE
-    from bytescope.model.quantized.table import Matrix, dequantize, parts_of, quantize_on_device
+    from bytescope.model.quantized.quantized_formats import Matrix, dequantize, parts_of, quantize_on_device
 
     matrix = Matrix((4, 32, 24), ("heads", "d_head", "d_model"), 2)
     w = np.random.default_rng(0).standard_normal(matrix.shape).astype(np.float32)

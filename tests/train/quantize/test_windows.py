@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bytescope.train.errors import UserError
 from bytescope.train.quantize.windows import HELD_OUT, ROWS, windows_of
+from bytescope.train.user_errors import UserError
 
 SOURCE = SimpleNamespace(
     length=64,

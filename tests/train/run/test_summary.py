@@ -11,11 +11,11 @@ from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records.report_record import Report, Subject, load
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import make_console
-from bytescope.train.__main__ import parse
-from bytescope.train.command import Command
+from bytescope.train.commands.train_command import parse
+from bytescope.train.launch.failures import too_big
+from bytescope.train.program.run_command import Command
 from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
-from bytescope.train.run.failures import too_big
 from bytescope.train.run.summary import End
 from support.toy import small_program
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from bytescope.train.batch import IGNORE
-from bytescope.train.config import as_text, load, override
-from bytescope.train.program import build
-from bytescope.train.sample import generate
+from bytescope.train.data.batch_algebra import IGNORE
+from bytescope.train.generate.training_sample import generate
+from bytescope.train.program.config_files import as_text, load, override
+from bytescope.train.program.program import build
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bytescope.train import config as configs
-from bytescope.train.errors import UserError
+from bytescope.train.program import config_files as configs
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.hf_config import describe
 from support.models import weights

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.train import config as configs
-from bytescope.train.errors import UserError
-from bytescope.train.generation.source import describe_model, open_source
+from bytescope.train.generate.model_source import describe_model, open_source
+from bytescope.train.program import config_files as configs
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights import load as loading
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import checkpoint_leaves

@@ -11,11 +11,11 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train import cli
-from bytescope.train import config as configs
-from bytescope.train.batch import IGNORE
-from bytescope.train.errors import UserError
+from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.export.config_json import config_json
-from bytescope.train.program import build
+from bytescope.train.program import config_files as configs
+from bytescope.train.program.program import build
+from bytescope.train.user_errors import UserError
 from bytescope.train.weights import load as loading
 from bytescope.train.weights.expert_keys import routed_layers
 from bytescope.train.weights.finetune import check_agreement

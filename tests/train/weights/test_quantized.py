@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from bytescope.model.quantized.table import quantize
+from bytescope.model.quantized.quantized_formats import quantize
 from bytescope.model.quantized.weight import quantized_weights
-from bytescope.train import config as configs
-from bytescope.train.program import build
+from bytescope.train.program import config_files as configs
+from bytescope.train.program.program import build
 from bytescope.train.run.startup import parameters_by_component
 from bytescope.train.weights import quantized as loading
 from bytescope.train.weights.folder import Folder

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bytescope.train.batch import IGNORE
+from bytescope.train.data.batch_algebra import IGNORE
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from bytescope.train.data.examples.template import (
 from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 AT_ONCE = 256  # records rendered and encoded together
 REMEDY = (

@@ -17,7 +17,7 @@ from bytescope.train.data.examples import renderer
 from bytescope.train.data.examples.content import Chat
 from bytescope.train.data.records import Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 # For a tokenizer without a template: ChatML (OpenAI), where an answer and its <|im_end|> are learned.
 CHATML = """\

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
 from bytescope.train.data.examples import reader
 from bytescope.train.data.examples.reader import REMEDY
-from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import JsonTokenizer, load_tokenizer
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 from support.text_data import config, write
 
 pytestmark = pytest.mark.quick

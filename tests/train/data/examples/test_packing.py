@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescope.train.batch import IGNORE
+from bytescope.train.data.batch_algebra import IGNORE
+from bytescope.train.data.batches import Data, heldout_batches, train_batches
 from bytescope.train.data.examples.packing import ExampleSource, pack
-from bytescope.train.data.source import Data, heldout_batches, train_batches
 from bytescope.train.data.tokenizer import ByteTokenizer
 from support.text_data import config
 

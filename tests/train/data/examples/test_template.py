@@ -8,7 +8,7 @@ from bytescope.train.data.examples import renderer
 from bytescope.train.data.examples.content import Chat
 from bytescope.train.data.examples.template import CHATML, Renderer, Template
 from bytescope.train.data.records import Malformed
-from bytescope.train.errors import UserError
+from bytescope.train.user_errors import UserError
 
 pytestmark = pytest.mark.quick
 

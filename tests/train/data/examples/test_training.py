@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from bytescope.train.data.batches import DataConfig, heldout_batches, open_data, train_batches
 from bytescope.train.data.feed import calls, put
-from bytescope.train.data.source import DataConfig, heldout_batches, open_data, train_batches
 from support.text_data import write
 from support.toy import first_state, small_program
 

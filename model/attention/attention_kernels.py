@@ -1,0 +1,242 @@
+"""Causal self-attention kernels, rows of one table behind one signature.
+
+    run(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, config, key_B, place) -> context_BLHK
+
+Queries and keys arrive rotated; the scores' scale and cap are the kernel's. Each kernel tags its own
+result `context`, since one with a custom gradient must name the residual where it is kept.
+
+`segments_BL` are the segment ids of packed rows, None for rows that are one text each: a query attends to its own
+segment alone, padding (0) to padding. No kernel leaves out a block of scores for that: it would take a trip count that
+depends on the data. FLOPs are those of one text.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytescope.model.attention.chunked import chunked_attention
+from bytescope.model.attention.scoring import Scoring
+from bytescope.model.layers import dropout
+from bytescope.model.model_config import ModelConfig
+from bytescope.model.names import tag
+from bytescope.model.placement import Placement
+from bytescope.model.precision import Precision
+
+
+@jax.custom_vjp
+def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
+    """Softmax over the last axis in the scores' dtype, in `like`'s dtype. Positions after the query are masked, and
+    those of another segment.
+
+    Its only residual is the result itself, under the name `probs`; the residual of `jax.nn.softmax`
+    hides inside that function, where no policy can name it.
+    """
+    L, S = scores_BGRLS.shape[-2:]
+    # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
+    row = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 3)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 4)
+    allowed = column <= row
+    if segments_BL is not None:
+        allowed &= _same_segment(segments_BL)[:, None, None]
+    masked = jnp.where(allowed, scores_BGRLS, jnp.finfo(scores_BGRLS.dtype).min)
+    return jax.nn.softmax(masked, axis=-1).astype(like.dtype)
+
+
+def _same_segment(segments_BL: jax.Array) -> jax.Array:
+    """Booleans [B, L, S]."""
+    return segments_BL[:, :, None] == segments_BL[:, None, :]
+
+
+def _softmax_forward(scores_BGRLS, like, segments_BL=None):
+    probs_BGRLS = tag(causal_softmax(scores_BGRLS, like, segments_BL), "probs")
+    return probs_BGRLS, (probs_BGRLS, jnp.zeros((0,), scores_BGRLS.dtype), like)
+
+
+def _softmax_backward(residuals, d_probs_BGRLS):
+    probs_BGRLS, scores_like, like = residuals
+    p, d = probs_BGRLS.astype(scores_like.dtype), d_probs_BGRLS.astype(scores_like.dtype)
+    return p * (d - (p * d).sum(-1, keepdims=True)), jnp.zeros_like(like), None
+
+
+causal_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def scoring_of(config: ModelConfig) -> Scoring:
+    """How the kernels make scores."""
+    return Scoring(config.attention_scale, config.attention_softcap)
+
+
+def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
+    """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
+    B, L, H, K = q_BLHK.shape
+    G = k_BSGK.shape[2]
+    # Heads first: then both products, forward and backward, read the scores without a transpose. With positions first
+    # XLA transposes them, and keeps whole stacks of probabilities twice.
+    q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
+    k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
+    scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
+    probs_BGRLS = causal_softmax(scoring_of(config)(scores_BGRLS, K), jnp.zeros((0,), v_BSGK.dtype), segments_BL)
+    if key_B is not None and config.dropout:
+        probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
+    context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
+    return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, -1), "context")
+
+
+def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
+    """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
+    del key_B
+    return chunked_attention(
+        q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
+    )
+
+
+def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
+    """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). Narrower values are padded to the width of keys."""
+    del key_B
+    width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
+    if pad:
+        v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, pad)])
+    # Without a scale of the config none is given: 1/sqrt(K) is its own.
+    scale = {"scale": config.attention_scale} if config.attention_scale else {}
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **scale)
+    queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
+    if segments_BL is None:
+        context_BLHK = place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK)
+        return tag(context_BLHK[..., :width], "context")
+    # A mask of all pairs, which becomes a bias of 16 bits and has a gradient of as many in jax 0.10. cuDNN's packed
+    # layout (offsets and lengths) runs from Hopper on; jax has it outside its public functions, with a static number of
+    # segments, each with softmax statistics of a whole row, and in 0.10 with wrong offsets for fewer heads of keys.
+    pairs = ("batch", None, None, None)
+    same_B1LS = place(_same_segment(segments_BL)[:, None], pairs)
+
+    def within(q_BLHK, k_BSGK, v_BSGK, same_B1LS):
+        return attend(q_BLHK, k_BSGK, v_BSGK, mask=same_B1LS)
+
+    attend_within = place.kernel(within, (queries, keys, keys, pairs), queries)
+    return tag(attend_within(q_BLHK, k_BSGK, v_BSGK, same_B1LS)[..., :width], "context")
+
+
+def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
+    del precision, platform
+    if config.dropout:
+        return f"it has no dropout of the attention probabilities (model.dropout={config.dropout}); use naive"
+    return None
+
+
+def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"it runs on NVIDIA GPUs from Ampere on, not on {platform}; use chunked"
+    if np.dtype(precision.compute).itemsize != 2:
+        return (
+            f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
+            "or use chunked"
+        )
+    if (width := config.score_width) % 8 or width > 128:
+        shown = f"model.d_head={config.d_head}"
+        if width > config.d_head:
+            shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"
+        return f"it needs a head width that is a multiple of 8 up to 128, not {shown}; use chunked"
+    if config.value_width > width:
+        return (
+            f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use chunked"
+        )
+    if config.attention_softcap:
+        return f"it has no cap of the scores (model.attention_softcap={config.attention_softcap}); use chunked"
+    return _needs_no_dropout(config, precision, platform)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
+    refuses: (config, precision, platform) -> why the kernel cannot run there and what to do instead, or None.
+    """
+
+    run: Callable[..., jax.Array]
+    refuses: Callable[[ModelConfig, Precision, str], str | None]
+
+
+KERNELS = {
+    "naive": Kernel(naive, lambda *_: None),
+    "chunked": Kernel(chunked, _needs_no_dropout),
+    "cudnn": Kernel(cudnn, _needs_cudnn),
+}
+
+# One block of the default size. With two blocks a quarter of the scores is never computed, and on a CPU the rest stays
+# in its caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
+NAIVE_UP_TO = 512
+
+# Compute capability of the first GPUs that cuDNN's FlashAttention runs on: Ampere. It compiles for older ones too.
+CUDNN_FROM = (8, 0)
+
+
+def platform_of(device: jax.Device) -> str:
+    """Where a kernel would run: the device's platform, or for a GPU that cuDNN's attention does not know its name."""
+    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
+        return device.device_kind
+    return device.platform
+
+
+def _mask_bytes(seq_len: int) -> int:
+    """What cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10 its gradient."""
+    return 2 * 2 * seq_len**2
+
+
+def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
+    """What chunked attention takes for a row of 16-bit queries: sums of the gradients in float32, the blocks of queries
+    and three blocks of scores (within 4 % of what the compiler assigned for H100, 8B and 124M shapes; jax 0.10.2)."""
+    H, G, K = config.n_heads, config.n_kv_heads, config.score_width
+    block = min(config.attention_chunk, seq_len)
+    sums = 4 * (K * (H + G) + config.value_width * G)
+    return (seq_len * (sums + 2 * H * K) + 3 * 4 * H * block**2) // head_parts
+
+
+def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
+    """Of the kernels that run on NVIDIA GPUs the one of less memory for packed rows."""
+    mask, chunked = _mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
+    sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
+    return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
+
+
+def choose_kernel(
+    config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False, head_parts: int = 1
+) -> tuple[str, str]:
+    """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
+
+    Args:
+      platform: `platform_of` where the program will run, not where it is compiled: "cpu", "gpu"/"cuda", "tpu", ...
+      packed: whether rows have segments. head_parts: devices that share the heads.
+
+    Raises:
+      ValueError: the kernel asked for cannot run there, or does not exist.
+    """
+    if config.attention != "auto":
+        if config.attention not in KERNELS:
+            raise ValueError(f"model.attention={config.attention!r}: choose one of auto, {', '.join(KERNELS)}")
+        if reason := KERNELS[config.attention].refuses(config, precision, platform):
+            raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
+        if config.attention == "cudnn" and packed and seq_len % 2:
+            raise ValueError(
+                f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
+                "even; make it so, or use chunked"
+            )
+        return config.attention, "as configured"
+    refused = KERNELS["cudnn"].refuses(config, precision, platform)
+    if refused is None:
+        if packed:
+            return _choose_for_packed(config, seq_len, head_parts)
+        return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
+    if reason := KERNELS["chunked"].refuses(config, precision, platform):
+        return "naive", f"auto: chunked cannot run here, {reason.split(';')[0]}"
+    if seq_len <= NAIVE_UP_TO:
+        return "naive", f"auto: {seq_len} positions; chunked is faster above {NAIVE_UP_TO}"
+    if config.score_width > config.d_head and platform in ("gpu", "cuda"):
+        return "chunked", f"auto: cudnn cannot run here, {refused.split(';')[0]}"
+    return "chunked", f"auto: {seq_len} positions, more than {NAIVE_UP_TO}"

@@ -1,0 +1,185 @@
+"""The experts of a block: a router, the routed experts' three matrices, and what is counted of the routing."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.experts import expert_products
+from bytescope.model.experts.expert_kernels import CAPACITY
+from bytescope.model.experts.expert_products import How
+from bytescope.model.experts.routers import Choice, choose
+from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, gathered, move, param, read
+from bytescope.model.model_config import ModelConfig
+from bytescope.model.names import tag
+from bytescope.model.placement import Axes, Placement
+from bytescope.model.precision import Precision
+from bytescope.model.remat.offload import here
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=[],
+    data_fields=["counts", "dropped", "entropy", "balance", "router_z", "shares"],
+)
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Router statistics of a micro-batch without its padding, float32; stacked over layers.
+
+    counts [E]: choices of each expert, dropped ones included. dropped: choices that found no room. entropy: of the
+    experts' shares of a token, in nats, mean over tokens. balance: the load-balance loss, E times the sum over experts
+    of their share of the choices times their mean share of the scores (Switch, arXiv 2101.03961, with k choices); 1 in
+    balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906). shares [E]:
+    each expert's mean share of the scores, if the balance loss pools all layers (`pool_balance`), else None.
+    """
+
+    counts: jax.Array
+    dropped: jax.Array
+    entropy: jax.Array
+    balance: jax.Array
+    router_z: jax.Array
+    shares: jax.Array | None = None
+
+
+class Experts(nnx.Module):
+    """Routed experts, each a gated MLP or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D].
+
+    The rows' way is a row of EXCHANGES, their products a row of KERNELS. The weights of the router multiply the input
+    of the down projection, so that its output is kept for no gradient. `pooled`: whether loads have `shares`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False, rngs: nnx.Rngs
+    ):
+        self.config, self.precision, self.place, self.pooled, self.again = config, precision, place, pooled, True
+        self.gated, self.activation = MLPS[config.mlp]
+        E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
+        wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
+        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, wide=True)
+        if config.router_bias:
+            self.router_bias = param(None, (E,), ("router",), jnp.float32, wide=True)
+        if self.gated:
+            self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+        self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+        self.w_down = param(
+            rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers), contracted=True
+        )
+
+    def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
+        """(logits [B, L, E] float32, the experts of each token)."""
+        with jax.named_scope("router"):
+            logits = _logits_again if self.again else _logits
+            logits_BLE = logits(self.place, self.w_router.get_metadata()["axes"], x_BLD, self.w_router[...])
+            logits_BLE = tag(self.place(logits_BLE, ("batch", "length", None)), "router_logits")
+            bias_E = None
+            if self.config.router_bias:
+                bias_E = jax.lax.stop_gradient(read(self.router_bias, jnp.float32, self.place))
+            return logits_BLE, choose(logits_BLE, bias_E, self.config)
+
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
+        """Returns (the weighted sum of each token's experts [B, L, D] in the compute dtype, the router's load).
+
+        `real_BL`: bool, False for padding, which goes to no expert and whose sum is 0; None: no padding.
+        """
+        x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
+        logits_BLE, choice = self.route(x_BLD)
+        if real_BL is not None:
+            expert_BLK = jnp.where(real_BL[..., None], choice.expert_BLK, self.config.experts)
+            choice = dataclasses.replace(choice, expert_BLK=expert_BLK)
+        if self.config.moe_kernel == "dense":
+            y_BLD, dropped = self._dense(x_BLD, choice), jnp.zeros((), jnp.float32)
+        else:
+            y_BLD, dropped = self._routed(x_BLD, choice)
+        y_BLD = tag(move(self.place(y_BLD, WITHIN), self.place, STREAM, WITHIN), "combined")
+        return y_BLD, _load(logits_BLE, choice, dropped, real_BL, self.pooled)
+
+    def _routed(self, x_BLD: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
+        config, place, act = self.config, self.place, ACTIVATIONS[self.activation]
+        kernel = config.moe_kernel
+        factor = config.capacity_factor or CAPACITY * (kernel == "capacity")
+        how = How(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
+        with jax.named_scope("dispatch"):
+            plan = expert_products.make_plan(how, place, choice.expert_BLK)
+            x_X1D, weight_X1 = expert_products.dispatch(how, place, x_BLD, choice.weight_BLK, plan)
+            x_X1D = tag(x_X1D, "dispatched")
+        with jax.named_scope("experts"):
+            matrices = (self.w_up, *((self.w_gate,) if self.gated else ()))
+            up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, again=self.again)
+            up_XF = tag(up_XF, "expert_up")
+            act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)
+            act_XF = tag(expert_products.weigh(place, act_XF, weight_X1), "expert_act")
+            y_X1D = expert_products.leave(kernel, place, act_XF, self.w_down, plan, again=self.again)
+        with jax.named_scope("combine"):
+            y_BLD = expert_products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
+        return y_BLD, plan.dropped.sum().astype(jnp.float32)
+
+    def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
+        """Every expert over every token, [B, L, D]: E/k times the work."""
+        act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
+        chosen_BLKE = jax.nn.one_hot(choice.expert_BLK, self.config.experts)
+        weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, chosen_BLKE)
+        with jax.named_scope("experts"):
+            up = jnp.einsum("bld,edf->blef", x_BLD, read(self.w_up, dtype, self.place))
+            hidden = act(up)
+            if self.gated:
+                hidden = act(jnp.einsum("bld,edf->blef", x_BLD, read(self.w_gate, dtype, self.place))) * up
+            hidden = hidden * weight_BLE[..., None].astype(dtype)
+            return jnp.einsum("blef,efd->bld", hidden, read(self.w_down, dtype, self.place))
+
+
+def _logits(place: Placement, axes: Axes, x_BLD: jax.Array, w_DE: jax.Array) -> jax.Array:
+    """The float32 logits [B, L, E] of the experts."""
+    # On tensor cores float32 would be TF32 otherwise.
+    return jnp.einsum(
+        "bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+# The same, its gradient from `x` and the parameter as they are stored; `again` as in `layers.enter`.
+_logits_again = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
+_logits_again.defvjp(
+    lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
+    lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE),
+)
+
+
+def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: jax.Array | None, pooled: bool) -> Load:
+    with jax.named_scope("load"):
+        E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
+        tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
+
+        def mean(x: jax.Array) -> jax.Array:
+            """Averages over tokens without padding, [B, L, ...] -> [...]."""
+            if real_BL is None:
+                return x.mean((0, 1))
+            mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
+            return jnp.where(mask, x, 0.0).sum((0, 1)) / tokens
+
+        counts_E = jax.nn.one_hot(choice.expert_BLK, E, dtype=jnp.float32).sum((0, 1, 2))
+        share_BLE = choice.share_BLE
+        entropy = -mean((share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1))
+        share_E = mean(share_BLE)
+        balance = E * (counts_E / (tokens * K) * share_E).sum()
+        router_z = mean(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
+        return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z, share_E if pooled else None)
+
+
+def choice_shares(counts_NE: jax.Array) -> jax.Array:
+    """Returns each expert's share of its layer's choices, [..., E]; zeros if the layer saw no token."""
+    return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
+
+
+def pool_balance(load: Load | None) -> Load | None:
+    """Replaces the balance loss of each layer by the pooled loss of all layers, if the load has `shares`.
+
+    The pooled loss is E sum_e f_e p_e, where f_e is expert e's share of the choices and p_e its mean share of the
+    scores, both averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.
+    """
+    if load is None or load.shares is None:
+        return load
+    layers, E = load.counts.shape
+    balance = E * (choice_shares(load.counts).mean(0) * load.shares.mean(0)).sum()
+    return dataclasses.replace(load, balance=jnp.broadcast_to(balance, (layers,)), shares=None)

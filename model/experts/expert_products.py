@@ -1,0 +1,249 @@
+"""Rows of experts between the devices of a mesh and through the experts' weights, with gradients of their own.
+
+Arrays are global; each function runs on a device's shard (`Placement.own`). Rows [X, 1, D] have an axis for the
+tensor-parallel ranks: what these hold are partial sums, added up where the rows return to the tokens, which are fewer.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.experts.exchange import EXCHANGES
+from bytescope.model.experts.expert_kernels import KERNELS
+from bytescope.model.placement import Axes, Placement
+from bytescope.model.remat.offload import here, stored_like
+
+TOKENS, CHOICES = ("batch", "length", None), ("batch", "length", None)
+ROWS, WIDE, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "copies")
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """kernel, exchange: rows of their tables. factor: rows held over the mean, 0 for all. experts: of all devices."""
+
+    kernel: str
+    exchange: str
+    factor: float
+    experts: int
+
+
+def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
+    """Makes every device's plan from the experts of each token, int32; padding has number `how.experts` and no row."""
+    exchange = EXCHANGES[how.exchange]
+
+    def plan(expert_BLK: jax.Array) -> Any:
+        expert_TK = expert_BLK.reshape(-1, expert_BLK.shape[-1])
+        shape = exchange.shape(*expert_TK.shape, how.experts, how.factor, place.peers)
+        return exchange.plan(expert_TK, shape, place.peers)
+
+    return place.own(plan, (CHOICES,), ("rows",))(expert_BLK)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dispatch(
+    how: How, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(rows [X, tensor, D] in the dtype of `x`, their weights [X, tensor] float32) at the devices of their experts."""
+    exchange = EXCHANGES[how.exchange]
+
+    def move(x_BLD, weight_BLK, plan):
+        x_XD = exchange.to_rows(x_BLD.reshape(-1, x_BLD.shape[-1]), plan, place.peers)
+        weight_X = exchange.to_row_numbers(weight_BLK.reshape(-1, weight_BLK.shape[-1]), plan, place.peers)
+        return x_XD[:, None], weight_X[:, None]
+
+    return place.own(move, (TOKENS, CHOICES, ("rows",)), (ROWS, NUMBERS))(x_BLD, weight_BLK, plan)
+
+
+def _dispatch_forward(how, place, x_BLD, weight_BLK, plan):
+    return dispatch(how, place, x_BLD, weight_BLK, plan), (plan, _like(x_BLD), _like(weight_BLK))
+
+
+def _dispatch_backward(how, place, residuals, gradients):
+    plan, x_like, weight_like = residuals
+    exchange = EXCHANGES[how.exchange]
+
+    def move(d_rows, d_weight, x_like, weight_like, plan):
+        d_TD = exchange.to_tokens(d_rows[:, 0], plan, place.peers)
+        d_TK = exchange.to_choices(d_weight[:, 0], plan, place.peers)
+        return d_TD.reshape(*x_like.shape[:2], -1), d_TK.reshape(*weight_like.shape[:2], -1)
+
+    move = place.own(
+        move, (ROWS, NUMBERS, TOKENS, CHOICES, ("rows",)), (TOKENS, CHOICES), sums=(("copies",), ("copies",))
+    )
+    return *move(*gradients, x_like, weight_like, plan), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def combine(how: How, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
+    """For each token the sum of its rows, [B, L, D]. `like_BLD`: an array of B and L, of no bytes."""
+
+    def move(y_X1D, like_BLD, plan):
+        y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
+        return (y_TD.reshape(*like_BLD.shape[:2], -1),)
+
+    move = place.own(move, (ROWS, TOKENS, ("rows",)), (TOKENS,), sums=(("copies",),))
+    return move(y_X1D, like_BLD, plan)[0]
+
+
+def _combine_forward(how, place, y_X1D, like_BLD, plan):
+    return combine(how, place, y_X1D, like_BLD, plan), (plan, like_BLD)
+
+
+def _combine_backward(how, place, residuals, d_BLD):
+    plan, like_BLD = residuals
+
+    def move(d_BLD, plan):
+        return EXCHANGES[how.exchange].to_rows(d_BLD.reshape(-1, d_BLD.shape[-1]), plan, place.peers)[:, None]
+
+    return place.own(move, (TOKENS, ("rows",)), ROWS)(d_BLD, plan), like_BLD, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _like(x_BLD: jax.Array) -> jax.Array:
+    """An array of the first two dimensions of `x` and no bytes, that says how many tokens a device has."""
+    return x_BLD[:, :, :0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of the experts [E, C, N]: its logical axes, whether it is frozen, and whether it is gathered and cast
+    `again` for the gradient, as in `layers.enter`."""
+
+    axes: Axes
+    frozen: bool
+    again: bool
+
+    @classmethod
+    def of(cls, p: nnx.Param, again: bool) -> "Weight":
+        """That of a parameter."""
+        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], again)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _multiply(
+    kernel: str,
+    place: Placement,
+    which: tuple[Weight, ...],
+    spec: tuple[Axes, Axes],
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    tiles: Any,
+) -> tuple[jax.Array, ...]:
+    """Rows `x` times each of the weights as they are stored; `spec`: the axes of the rows and of the results."""
+    return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
+
+
+def _times(
+    kernel: str,
+    place: Placement,
+    which: tuple[Weight, ...],
+    spec: tuple[Axes, Axes],
+    x: jax.Array,
+    computed: tuple[jax.Array, ...],
+    tiles: Any,
+) -> tuple[jax.Array, ...]:
+    """Rows times each of the weights as they are computed with."""
+
+    def run(x, weights, tiles):
+        return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
+
+    return place.own(run, (spec[0], tuple(one.axes for one in which), ("rows",)), (spec[1],) * len(which))(
+        x, computed, tiles
+    )
+
+
+def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
+    # Gathered again for the gradient, weights are kept as they are stored, which costs nothing. Where a checkpoint
+    # recomputes the products they are gathered for these: the compiler would not see that both gathers are one.
+    computed = _computed(which, weights, x.dtype, place)
+    outs = _times(kernel, place, which, spec, x, computed, tiles)
+    kept = None if all(one.frozen for one in which) else x
+    return outs, (kept, weights, None if which[0].again else computed, tiles)
+
+
+def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
+    x, weights, computed, tiles = residuals
+    if computed is None:
+        computed = _computed(which, weights, d_outs[0].dtype, place)
+    products, trained = KERNELS[kernel], [not one.frozen for one in which]
+
+    def run(x, weights, d_outs, tiles):
+        d_outs = [_flat(d_out) for d_out in d_outs]
+        d_x = sum(products.to_rows(d_out, w, tiles) for d_out, w in zip(d_outs, weights))
+        d_weights = [
+            products.to_weights(_flat(x), d_out, tiles)[None, None] for d_out, train in zip(d_outs, trained) if train
+        ]
+        return _shaped(d_x, spec[0]), [place.reduced(d_w) for d_w in d_weights]
+
+    axes = tuple(one.axes for one in which)
+    d_x, sums = place.own(
+        run,
+        (spec[0], axes, [spec[1]] * len(which), ("rows",)),
+        (spec[0], [("replicas", "sharers", *one.axes) for one in which if not one.frozen]),
+    )(x, computed, list(d_outs), tiles)
+    parts, d_weights = iter(sums), []
+    for one, w in zip(which, weights):
+        if one.frozen:
+            d_weights.append(None)
+            continue
+        # Every device its own part of the sum. Summed first over those that share the state, of which each keeps its
+        # shard, the compiler reduces and scatters at once; the sum over replicas is then one of shards.
+        part = next(parts)
+        shard = place.gradient(_sum(part, 1), ("replicas", *one.axes))
+        d_weights.append(stored_like(place.gradient(_sum(shard, 0), one.axes).astype(w.dtype), w))
+    return d_x, tuple(d_weights), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _sum(parts: jax.Array, axis: int) -> jax.Array:
+    """The sum over an axis in the dtype of `parts`: `sum` would send float32."""
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (axis,))
+
+
+def _computed(
+    which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
+) -> tuple[jax.Array, ...]:
+    """The weights as a layer computes with them: cast, then gathered."""
+    return tuple(place.weight(here(w).astype(dtype), one.axes) for one, w in zip(which, weights))
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0], x.shape[-1])
+
+
+def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
+    return y_XN[:, None] if len(axes) == 3 else y_XN
+
+
+def enter(
+    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, again: bool
+) -> tuple[jax.Array, ...]:
+    """Rows times each parameter [E, D, F], [X, F] each; `again` as in `layers.enter`."""
+    which = tuple(Weight.of(p, again) for p in params)
+    return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
+
+
+def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, again: bool) -> jax.Array:
+    """Rows times the parameter [E, F, D], [X, tensor, D]; `again` as in `layers.enter`."""
+    return _multiply(kernel, place, (Weight.of(p, again),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
+
+
+def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:
+    """Rows [X, F] times their weights, in the dtype of the rows."""
+
+    def times(act_XF, weight_X1):
+        return act_XF * weight_X1.astype(act_XF.dtype)
+
+    return place.own(times, (WIDE, NUMBERS), WIDE)(act_XF, weight_X1)

@@ -1,0 +1,273 @@
+"""Matrix products of block-scaled 8-bit operands, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+Operands are float8_e4m3fn with one float32 scale for every 128 elements of the contracted dimension in a row (1x128:
+activations, and gradients of outputs) or for every block of 128x128 (weights); 128 products at a time are summed by the
+matrix unit, the sums are scaled and added in float32. The gradient of the weights contracts over tokens, so both its
+operands have tiles of 128 tokens of one feature: the activation kept for it, in tiles of 128 features, is read wide
+and quantized again, as in the paper. A last short tile has a scale of its own. Tiles never cross a shard: each device
+quantizes its own shard.
+
+The residuals of the backward pass are the quantized activation and its scales, under checkpoint names.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model.names import tag
+from bytescope.model.placement import Axes, Placement
+from bytescope.model.precision import Precision
+
+TILE = 128
+DTYPE = jnp.float8_e4m3fn
+MAX = float(jnp.finfo(DTYPE).max)  # 448
+# Below this the scale would be a subnormal float32; so small a value counts as zero.
+SMALL = MAX * float(jnp.finfo(jnp.float32).tiny)
+# (major, minor) compute capability of the first NVIDIA GPUs with fp8 units: Ada, and Hopper after it.
+FIRST_WITH_UNITS = (8, 9)
+
+
+class Quantized(NamedTuple):
+    """A quantized array: value times scale is the number that each element stands for.
+
+    values: float8_e4m3fn of any shape. scale: float32, the same shape with one element per tile.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def tiles(size: int) -> int:
+    """Tiles of a dimension of `size` elements, a last short one included."""
+    return -(-size // TILE)
+
+
+def quantize(x: jax.Array, tile: Sequence[int]) -> Quantized:
+    """`x` (floats, any shape) with one scale per tile, which has `tile` elements along each dimension.
+
+    The scale is the largest magnitude in the tile over 448, or 1 where that is zero. The error of an element is at most
+    2^-4 of itself, or 2^-10 of the scale where that is more. NaN and infinity stay in their tile, as NaN.
+    """
+    counts = [-(-size // width) for size, width in zip(x.shape, tile, strict=True)]
+    wide = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
+    cut = wide.reshape([size for pair in zip(counts, tile) for size in pair])
+    within = tuple(range(1, cut.ndim, 2))
+    largest = jnp.abs(cut).max(within, keepdims=True)
+    # Primitives of lax, not functions of jnp that are calls: a report finds a name by the operation that makes it.
+    scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
+    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
+    return Quantized(values[tuple(map(slice, x.shape))], scale.reshape(counts))
+
+
+def dequantize(q: Quantized, tile: Sequence[int]) -> jax.Array:
+    """The float32 numbers that `q`, quantized in tiles of this size, stands for."""
+    scale = q.scale
+    for axis, width in enumerate(tile):
+        scale = jnp.repeat(scale, width, axis) if width > 1 else scale
+    return q.values.astype(jnp.float32) * scale[tuple(map(slice, q.values.shape))]
+
+
+def rows(x_RC: jax.Array) -> Quantized:
+    """`x` quantized in tiles of 1x128: values [R, C], scales [R, C / 128]."""
+    return quantize(x_RC, (1, TILE))
+
+
+def blocks(w_RC: jax.Array) -> Quantized:
+    """`w` quantized in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
+    q = quantize(w_RC, (TILE, TILE))
+    return Quantized(q.values, _each_row(q.scale, w_RC.shape[0]))
+
+
+def _each_row(scale: jax.Array, size: int) -> jax.Array:
+    return jnp.repeat(scale, TILE, 0)[:size]
+
+
+def emulated(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """The product over C of rows with rows, [M, N] in `dtype`: dequantized, multiplied and summed in float32."""
+    a, b = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
+    return jnp.einsum("mc,nc->mn", a, b, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def native(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """The same product in the GPU's fp8 units."""
+    from bytescope.model.fp8.fp8_kernel import scaled_product  # imports Pallas' Triton backend, which few need
+
+    return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
+
+
+# What `choose_matmul` makes of Precision.matmul -> how a product of quantized rows is computed.
+PRODUCTS: Mapping[str, Callable[[Quantized, Quantized, jnp.dtype], jax.Array]] = {
+    "fp8_native": native,
+    "fp8_emulated": emulated,
+}
+
+
+def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
+    """(how the products of the blocks are computed on that device: "wide" or a row of PRODUCTS; why)."""
+    if precision.matmul == "wide":
+        return "wide", f"in {jnp.dtype(precision.compute).name}"
+    emulation = "same quantization, multiplied in float32"
+    if device.platform not in ("gpu", "cuda"):
+        return "fp8_emulated", f"{emulation}: no kernel for {device.platform}"
+    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's are words
+    if not nvidia or tuple(map(int, nvidia.groups())) < FIRST_WITH_UNITS:
+        return "fp8_emulated", f"{emulation}: {device.device_kind} is not known to have fp8 units"
+    return "fp8_native", f"{device.device_kind} has fp8 units"
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Describes the products of one activation with several weights: the static argument of `linear`.
+
+    spec: the einsum of each, "activation,weight->out"; contracted letters end the activation and begin the weight.
+    weights: the logical axes of each weight.
+    kept, within, back: logical axes of the activation where it is kept, where it is multiplied, and of its gradient.
+    name: checkpoint name of the activation; "" keeps it as it is, for one that is kept wide anyway.
+    outs: names of the products.
+    again: weights come as stored, and are gathered and cast here and once more in the backward pass.
+    product: a row of PRODUCTS.
+    """
+
+    spec: str
+    weights: tuple[Axes, ...]
+    kept: Axes
+    within: Axes
+    back: Axes
+    name: str
+    outs: tuple[str, ...]
+    again: bool
+    product: str
+
+    @property
+    def contracted(self) -> int:
+        """Number of dimensions that a product contracts."""
+        left, right = self.spec.split("->")[0].split(",")
+        return len(set(left) & set(right))
+
+    def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+        """Logical axes of a weight: those contracted in the forward pass, and in the gradient of the activation."""
+        return weight[: self.contracted], weight[self.contracted :]
+
+    def out(self, weight: Axes) -> Axes:
+        """Logical axes of a product."""
+        return (*self.within[:2], *self.sums(weight)[1])
+
+    def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
+        """A weight as a product reads it: in `dtype` and gathered where it comes as stored (`again`), else `w`."""
+        return place.weight(w.astype(dtype), axes) if self.again else w
+
+
+def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The activation quantized and its scales."""
+    x = place(jax.lax.stop_gradient(x), how.kept)
+
+    def quantize_rows(x):
+        flat = x.reshape(*x.shape[:2], -1)
+        values, scale = quantize(flat, (1, 1, TILE))
+        return values.reshape(x.shape), scale
+
+    values, scale = place.own(quantize_rows, (how.kept,), (how.kept, how.kept[:3]))(x)
+    return tag(values, f"{how.name}_fp8"), tag(scale, f"{how.name}_scale")
+
+
+def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
+    """Logical axes, where they are multiplied, of the kept values and, if there are any, of their scales."""
+    return (how.within, how.within[:3])[: len(kept)]
+
+
+def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(map(place, kept, _axes(how, kept)))
+
+
+def _features(kept: tuple[jax.Array, ...]) -> Quantized:
+    """The kept activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
+    values, *scale = kept
+    flat = values.reshape(math.prod(values.shape[:2]), -1)
+    return Quantized(flat, scale[0].reshape(flat.shape[0], -1)) if scale else rows(flat)
+
+
+def _tokens(kept: tuple[jax.Array, ...]) -> Quantized:
+    """The kept activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
+    if len(kept) == 1:
+        return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)
+    return rows(dequantize(_features(kept), (1, TILE)).T)
+
+
+def _flat(w: jax.Array, contracted: int) -> jax.Array:
+    return w.reshape(math.prod(w.shape[:contracted]), -1)
+
+
+def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """`einsum(how.spec, x, w)` for each weight, block-scaled, in the dtype of `x`.
+
+    Args:
+      x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
+      weights: in the compute dtype, or as stored where `how.again`.
+    """
+    # Quantized and named outside the custom gradient: inside it the two names would share one source line.
+    return _linear(how, place, x, _keep(how, place, x) if how.name else None, weights)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(how, place, x, quantized, weights):
+    """The products; `x` is here to receive the gradient, its values are read only where nothing is quantized."""
+    return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
+
+
+def _products(how, place, kept, weights, dtype):
+    within = _move(how, place, kept)
+
+    def own(weights, *within):
+        features, outs = _features(within), []
+        for name, w in zip(how.outs, weights):
+            with jax.named_scope(name):  # by which a report knows the result of a kernel
+                y = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
+                outs.append(y.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
+        return tuple(outs)
+
+    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    return place.own(
+        own,
+        (how.weights, *_axes(how, within)),
+        tuple(map(how.out, how.weights)),
+        sums=tuple(how.sums(axes)[0] for axes in how.weights),
+    )(wide, *within)
+
+
+def _forward(how, place, x, quantized, weights):
+    kept = quantized or (place(x, how.kept),)
+    return _products(how, place, kept, weights, x.dtype), (kept, weights)
+
+
+def _backward(how, place, residuals, d_outs):
+    kept, weights = residuals
+    within, dtype, product = _move(how, place, kept), d_outs[0].dtype, PRODUCTS[how.product]
+
+    def own(d_outs, weights, *within):
+        tokens, dx, d_weights = _tokens(within), [], []
+        for dy, w in zip(d_outs, weights):
+            flat = dy.reshape(math.prod(dy.shape[:2]), -1)
+            dx.append(product(rows(flat), blocks(_flat(w, how.contracted)), dtype))
+            d_weights.append(product(tokens, rows(flat.T), dtype).reshape(w.shape))
+        return sum(dx).reshape(within[0].shape), *d_weights
+
+    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    features = tuple(dict.fromkeys(axis for axes in how.weights for axis in how.sums(axes)[1]))
+    dx, *d_weights = place.own(
+        own,
+        (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)),
+        (how.within, *how.weights),
+        sums=(features, *[how.within[:2]] * len(weights)),
+    )(d_outs, wide, *within)
+    if how.again:
+        d_weights = [place.gradient(dw, axes).astype(w.dtype) for dw, axes, w in zip(d_weights, how.weights, weights)]
+    return place(dx, how.back), None, tuple(d_weights)
+
+
+_linear.defvjp(_forward, _backward)

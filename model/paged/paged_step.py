@@ -1,0 +1,70 @@
+"""A step of generation: a few tokens of each of some sequences through the model, over a pool of pages a layer."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from bytescope.model.attention.attention_kernels import scoring_of
+from bytescope.model.block import Block
+from bytescope.model.model_config import ModelConfig
+from bytescope.model.paged.page_pool import Pool, View
+from bytescope.model.paged.paged_kernels import KERNELS
+from bytescope.model.runs import layers_of, stack_of
+from bytescope.model.segments import Packed
+from bytescope.model.transformer import Transformer
+
+
+def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[Pool]:
+    """An empty pool for each layer; of latent attention the latent and the rotated part of the key, of one head."""
+    if config.attention_kind == "mla":
+        shape = 1, config.mla_kv_rank + config.mla_d_rope, 0
+    else:
+        shape = config.n_kv_heads, config.d_head, config.d_head
+    return [Pool.zeros(pages, *shape, stored, compute) for _ in range(config.n_layers)]
+
+
+def step(
+    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool], kernel: str
+) -> tuple[jax.Array, list[Pool]]:
+    """(normed output of the last block [B, T, D], the pools with the keys and values of these tokens).
+
+    Layers are unrolled: a loop over stacked ones would copy the pages of a layer out of the stack and back.
+    `tokens_BT`: int32; `kernel`: a row of `KERNELS`.
+    """
+    config, run = model.config, KERNELS[kernel]
+    packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
+    x_BTD, found = model.begin(tokens_BT, None, packed), []
+    for block, pool in zip(_blocks(model), pools, strict=True):
+
+        def core(q_BTHK, k_BTGK, v_BTGV, pool=pool):
+            found.append(pool.write(k_BTGK, v_BTGV, view))
+            return run(
+                q_BTHK,
+                found[-1],
+                view,
+                scoring=scoring_of(config),
+                width=config.score_width,
+                value_width=v_BTGV.shape[-1] if v_BTGV is not None else config.mla_kv_rank,
+            )
+
+        x_BTD = block.cached(x_BTD, packed, core)
+    return model.finish(x_BTD), found
+
+
+def _blocks(model: Transformer) -> Iterator[Block]:
+    """The blocks in the order of the layers, those of stacks read out of them."""
+    config = model.config
+    if not config.scan:
+        for layer, block in enumerate(model.blocks):
+            yield block.set(layer, again=False)
+        return
+    stacks = {name: nnx.split(getattr(model, name)) for name in {stack_of(config, n) for n in range(config.n_layers)}}
+    for layer in range(config.n_layers):
+        name = stack_of(config, layer)
+        graph, state = stacks[name]
+        row = layers_of(config, name).index(layer)
+        own = jax.tree.map(lambda leaf, row=row: leaf[row], state)
+        yield nnx.merge(graph, own).set(layer, again=False)

@@ -1,0 +1,348 @@
+"""The run directory: what may change between starts, what may not, and rows that survive a kill."""
+
+import dataclasses
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bytescope.memory.cost import flops
+from bytescope.memory.formulas.adapter_formulas import matrices
+from bytescope.memory.formulas.config_formulas import question_of
+from bytescope.train.checkpoints.saved_run import SavedRun
+from bytescope.train.checkpoints.workdir import (
+    METRICS,
+    Identity,
+    check_path,
+    claim,
+    claimed,
+    interrupted_note,
+    new_workdir,
+)
+from bytescope.train.export.out_folder import refuse_used
+from bytescope.train.program.config_files import flatten, override
+from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
+from bytescope.train.user_errors import UserError
+from support.toy import small_config, small_program
+
+pytestmark = pytest.mark.quick
+
+
+def identity(rows=16, data="abc", **changes):
+    config = small_config()
+    for key, value in changes.items():
+        override(config, key.replace("__", "."), str(value))
+    return Identity.of(config, rows, data)
+
+
+def begun(workdir):
+    """A run directory of a run that has a row."""
+    claim(workdir, identity(), extend=False)
+    (workdir / METRICS).write_text('{"step": 1}\n')
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh__fsdp": 4},
+        {"batch__micro": 2},
+        {"batch__mode": "scan"},
+        {"remat__policy": "full"},
+        {"loss__kind": "full"},
+        {"model__attention": "chunked"},
+        {"data__source": "elsewhere"},
+    ],
+)
+def test_what_does_not_move_the_curve_may_change_with_a_note(tmp_path, change):
+    begun(tmp_path / "run")
+    notes = claim(tmp_path / "run", identity(**change), extend=False)
+    key = next(iter(change)).replace("__", ".")
+    assert len(notes) == 1 and key in notes[0] and "->" in notes[0]
+
+
+@pytest.mark.parametrize("change", [{"train__log_every": 3}, {"train__checkpoint_every": 9}, {"data__workers": 1}, {}])
+def test_cadence_may_change_silently(tmp_path, change):
+    begun(tmp_path / "run")
+    assert claim(tmp_path / "run", identity(**change), extend=False) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"model__d_ff": 64}, "model.d_ff 48 -> 64"),
+        ({"seed": 3}, "seed 0 -> 3"),
+        ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate 0.01 -> 0.5"),
+        ({"precision__preset": "bf16"}, "precision.preset 'fp32' -> 'bf16'"),
+        ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
+        ({"rows": 8}, "global batch (sequences) 16 -> 8"),
+        ({"data": "xyz"}, "data 'abc' -> 'xyz'"),
+    ],
+)
+def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
+    begun(tmp_path / "run")
+    before = (tmp_path / "run" / "config.json").read_text()
+    with pytest.raises(UserError) as caught:
+        claim(tmp_path / "run", identity(**change), extend=False)
+    assert shown in str(caught.value) and "another --workdir" in str(caught.value)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
+    begun(tmp_path)
+    path = tmp_path / "config.json"
+    old = json.loads(path.read_text())
+    del old["config"]["optimizer.freeze"]
+    path.write_text(json.dumps(old))
+    with pytest.raises(UserError, match="holds another run: optimizer.freeze"):
+        claim(tmp_path, identity(optimizer__freeze="w_head"), extend=False)
+    assert claim(tmp_path, identity(), extend=False) == []
+
+
+def test_a_run_that_never_began_may_become_another(tmp_path):
+    """It was refused for its memory, and its user follows the advice."""
+    claim(tmp_path / "run", identity(), extend=False)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert claim(tmp_path / "run", identity(optimizer__name="adamw_8bit"), extend=False) == []
+    (tmp_path / "run" / "checkpoints" / "1").mkdir()
+    with pytest.raises(UserError, match="holds another run"):
+        claim(tmp_path / "run", identity(), extend=False)
+
+
+def test_an_interrupted_run_promises_no_checkpoint_that_is_not_there(tmp_path):
+    nothing = "interrupted before the first checkpoint: nothing is saved"
+    assert interrupted_note(tmp_path / "new") == nothing
+    (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert interrupted_note(tmp_path) == nothing
+    for step in (20, 100):
+        (tmp_path / "checkpoints" / str(step)).mkdir()
+    assert interrupted_note(tmp_path) == f"interrupted: bytescope train with --workdir={tmp_path} resumes from step 100"
+
+
+def test_more_steps_need_extend(tmp_path):
+    begun(tmp_path / "run")
+    with pytest.raises(UserError, match="planned for 20 steps, not 30.*--extend"):
+        claim(tmp_path / "run", identity(train__steps=30), extend=False)
+    assert claim(tmp_path / "run", identity(train__steps=30), extend=True) == []
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("dear")
+    with pytest.raises(UserError, match="does not hold a run"):
+        claim(tmp_path, identity(), extend=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: "{",
+        lambda whole: "",
+        lambda whole: "\0" * 64,
+        lambda whole: "[" * 100_000,
+        lambda whole: "null",
+        lambda whole: "[1]",
+        lambda whole: "3",
+        lambda whole: '"text"',
+        lambda whole: "{}",
+        lambda whole: json.dumps({**json.loads(whole), "config": None}),
+        lambda whole: json.dumps({**json.loads(whole), "config": ["train.steps"]}),
+        lambda whole: json.dumps({**json.loads(whole), "config": {}}),
+        lambda whole: json.dumps({**json.loads(whole), "global_rows": "16"}),
+        lambda whole: json.dumps({**json.loads(whole), "global_rows": 0}),
+        lambda whole: json.dumps({**json.loads(whole), "data": None}),
+        lambda whole: json.dumps({**json.loads(whole), "more": 1}),
+        lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
+        lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
+    ],
+)
+def test_a_damaged_identity_is_one_line(tmp_path, damage):
+    claim(tmp_path, identity(), extend=False)
+    path = tmp_path / "config.json"
+    damaged = damage(path.read_text())
+    path.write_text(damaged)
+    with pytest.raises(UserError, match="is damaged .*: restore it, or choose another --workdir") as caught:
+        claim(tmp_path, identity(), extend=False)
+    assert "\n" not in str(caught.value) and path.read_text() == damaged
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from bytescope.train.launch.lock import take
+held = take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_training_at_a_time_and_the_lock_dies_with_its_process(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError) as caught, claimed(tmp_path, identity(), extend=False):
+            pass
+        holder.kill()
+    assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since " in str(caught.value)
+    assert caught.value.exit_code == 2 and not (tmp_path / "config.json").exists()
+    with claimed(tmp_path, identity(), extend=False) as notes:
+        assert notes == []
+        with (
+            pytest.raises(UserError, match=f"in use by process {os.getpid()} "),
+            claimed(tmp_path, identity(), extend=False),
+        ):
+            pass
+    with claimed(tmp_path, identity(), extend=False):  # released
+        pass
+
+
+def test_the_processes_of_one_run_share_its_directory(tmp_path):
+    class Second:
+        """Process 1, which hears process 0's values: its identity, then its notes."""
+
+        first, heard = False, [dataclasses.asdict(identity()), []]
+
+        def from_first(self, value):
+            return self.heard.pop(0)
+
+    with (
+        claimed(tmp_path, identity(), extend=False),
+        claimed(tmp_path, identity(), extend=False, processes=Second()) as notes,
+    ):
+        assert notes == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with claimed(tmp_path, identity(), extend=False) as notes:
+        assert len(notes) == 1 and "cannot be locked (No locks available)" in notes[0]
+
+
+def test_a_start_killed_before_its_first_file_is_whole_leaves_a_directory_for_the_next(tmp_path):
+    (tmp_path / "run.lock").write_text("")
+    (tmp_path / "config.json.tmp").write_text('{"config"')
+    with claimed(tmp_path, identity(), extend=False):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "run.lock"]
+
+
+def test_a_workdir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("dear")
+    with (
+        pytest.raises(UserError, match="is a file: give a folder"),
+        claimed(tmp_path / "file", identity(), extend=False),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["[run1]", "a*", "a?b", "lr=[1e-3", "a\udcff"])
+def test_a_path_whose_checkpoints_nobody_could_read_is_refused(tmp_path, monkeypatch, name):
+    with pytest.raises(UserError, match="rename the folder"):
+        check_path(tmp_path / name / "run")
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / name))  # of the current folder, too
+    with pytest.raises(UserError, match="rename the folder"):
+        check_path(Path("runs"))
+    check_path(tmp_path / "a b" / "ü #%20{run}|~$(1)!'\n")
+
+
+def test_readers_and_writers_of_models_refuse_a_path_that_is_not_utf8(tmp_path):
+    folder = tmp_path / "a\udcff"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for use in (SavedRun.open, lambda path: refuse_used(path, force=True)):
+        with pytest.raises(UserError, match="is not valid UTF-8: rename the folder"):
+            use(folder)
+
+
+def test_new_workdirs_do_not_collide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = new_workdir("tiny")
+    first.mkdir(parents=True)
+    assert new_workdir("tiny") != first and first.parts[0] == "runs"
+
+
+def test_metrics_drop_a_torn_line_and_rows_past_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": 1.0 / step})
+    log.close()
+    with open(path, "a") as file:
+        file.write('{"step": 1}\n[2]\nnull\n{"step": "2", "loss": 1}\n{"step": 4, "lo')
+    log = MetricsLog(path, 2)
+    log.write({"step": 3, "loss": 9.0})
+    log.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 9.0},
+    ]
+
+
+def test_rows_are_on_disk_before_the_next_step(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write({"step": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    log.close()
+
+
+def test_model_flops_equal_the_published_formula():
+    """Korthikanti et al. 2022: 72 B L s h^2 (1 + s/(6h) + v/(12hL)) per iteration for GPT shapes."""
+    from bytescope.configs import gpt3_175b
+    from bytescope.model import ModelConfig
+
+    config = gpt3_175b.get_config()
+    model = ModelConfig.from_dict(config.model)
+    h, L, s, v = model.d_model, model.n_layers, config.data.seq_len, model.vocab_size
+    published = 72 * L * s * h**2 * (1 + s / (6 * h) + v / (12 * h * L))
+    assert model_flops_per_token(model, s) * s == pytest.approx(published, rel=1e-9)
+    assert matmul_parameters(model) == pytest.approx(174.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize("patterns", ["blocks.*.w_*,w_head", "blocks.mlp.w_up,blocks.attention.w_k,*norm*,w_token"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_matrices_take_four_flops_a_token(patterns, tied):
+    """Of what the step computes: the gradient of the first layer's input has a reader in the token table."""
+    if tied:
+        patterns = patterns.replace(",w_head", "")
+    program = small_program(
+        {
+            "optimizer.freeze": patterns,
+            "remat.policy": "none",
+            "loss.kind": "full",
+            "model.tie_embeddings": str(tied).lower(),
+            "model.attention": "naive",
+        }
+    )
+    counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
+    tokens = program.batch.rows * program.batch.seq_len
+    assert counted == model_flops_per_token(program.model, program.batch.seq_len, program.frozen) * tokens
+    assert model_flops_per_token(program.model, 8, program.frozen) < model_flops_per_token(program.model, 8)
+
+
+@pytest.mark.parametrize("targets", ["q,k,v,o,gate,up,down", "q,v"])
+def test_adapters_take_six_flops_a_token(targets):
+    program = small_program(
+        {
+            "lora.rank": 4,
+            "lora.targets": targets,
+            "remat.policy": "none",
+            "loss.kind": "full",
+            "model.attention": "naive",
+        }
+    )
+    counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
+    own, length = adapter_parameters(program.state.params), program.batch.seq_len
+    assert own == 4 * program.model.n_layers * sum(
+        sum(shape)
+        for name, shape in matrices(question_of(flatten(program.config)).model).items()
+        if name in targets.split(",")
+    )
+    assert counted == model_flops_per_token(program.model, length, program.frozen, own) * program.batch.rows * length

@@ -1,0 +1,139 @@
+"""The one front: every command reachable, config and target by position, mistakes in a line, lists without jax."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS, GROUPS
+
+pytestmark = pytest.mark.quick
+
+
+def test_every_command_is_in_the_overview_once(capsys):
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    names = [name for group in GROUPS.values() for name in group]
+    assert names == list(COMMANDS)
+    assert all(f"\n  {name} " in text for name in names) and max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name, capsys, monkeypatch):
+    """Within 80 columns, with two examples, and without lists of choices in braces."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as done:
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert done.value.code == 0 and text.startswith(f"usage: bytescope {name}")
+    assert max(map(len, text.splitlines())) <= 80 and "{" not in text
+    assert text.partition("examples:\n")[2].count(f"  bytescope {name}") >= 2
+
+
+def test_examples_of_the_help_parse():
+    for name, subcommand in COMMANDS.items():
+        for example in subcommand.examples:
+            assert cli.parse([name, *example.split()]).command == name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "llama_8b", "h100:8"],
+        ["report", "--config=llama_8b", "--target=h100:8"],
+        ["report", "llama_8b", "--json=x.json", "h100:8"],
+        ["report", "--target=h100:8", "llama_8b"],
+    ],
+)
+def test_config_and_target_by_position_or_flag(words):
+    args = cli.parse([*words, "--config.model.n_layers=2"])
+    assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
+
+
+def test_the_trainers_config_by_position():
+    assert cli.parse(["train", "char", "--workdir=x"]).config == "char"
+    assert cli.parse(["train", "--config=char"]).config == "char" and cli.parse(["train"]).config == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reprot"], "unknown command 'reprot': did you mean report?"),
+        (["xyzzy"], "of train, prepare, generate, score"),
+        (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
+        (["train", "tiny", "--config=char"], "config is given twice"),
+        (["fit"], "no config: give --config=FILE"),
+        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
+        (["keys", "--grep=qqq"], "--grep=qqq: nothing in bytescope keys mentions it"),
+        (["configs", "--config.a=1"], "takes no --config.a"),
+        (["prepare"], "required"),
+        (["compare", "--jobs=x"], "--jobs"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["configs"], "llama_8b"),
+        (["targets"], "h100"),
+        (["policies"], "selective"),
+        (["keys", "--grep=remat.budget"], "bytes"),
+        (["keys", "--grep=model.norm"], "rmsnorm"),
+        (["--version"], "jax "),
+    ],
+)
+def test_lists(words, expected, capsys):
+    assert cli.main(words) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_every_key_has_a_meaning():
+    from bytescope.train.program.config_files import describe_keys
+
+    assert [key for key, _, meaning in describe_keys() if not meaning] == []
+
+
+def test_from_any_folder_beside_files_of_ones_own(tmp_path):
+    """A train.py and a memory.py of the user's own are not run in the place of ours."""
+    for name in ("train", "memory", "configs", "model"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')\n")
+    script = Path(sys.executable).with_name("bytescope")
+    python = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for command in (
+        [str(script), "configs"],
+        [sys.executable, "-m", "bytescope.memory", "configs"],
+        [sys.executable, "-m", "bytescope.train", "--help"],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=python, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), command
+        assert "the wrong file" not in done.stdout and "tiny" in done.stdout
+
+
+def test_values_are_checked_without_a_device():
+    """A search checks its configs before workers start; a client of its own would take an accelerator's memory."""
+    code = (
+        "from bytescope.train.plan.config_factory import check_config; check_config('tiny', ()); "
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
+def test_names_that_are_not_utf8_are_printed(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 50)
+    script = Path(sys.executable).with_name("bytescope")
+    done = subprocess.run(
+        [str(script), "prepare", "--source=text.txt", b"--out=\xff"],
+        cwd=tmp_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.startswith(b"\\udcff: 2 shards")

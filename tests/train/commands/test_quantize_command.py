@@ -1,0 +1,268 @@
+"""bytescope quantize: folders of both layouts, their perplexity, going on after a cut, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.generate.request import Asked
+from bytescope.train.quantize import quantize_work
+from bytescope.train.quantize.output import Output
+from bytescope.train.weights.folder import Folder
+from support.models import weights
+from support.models.generating import alone, engine_of
+from support.pages.sweep import check_page
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SHORT = ["--group=32", "--length=16", "--samples=8", "--calibrate=text.jsonl"]
+WIDTHS = {"F16": 2, "I32": 4, "I64": 8}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder of weights with outlying channels and a text, as rows of tokens."""
+    home = tmp_path_factory.mktemp("quantize")
+    config = weights.LLAMA | SIZES
+    tensors = weights.numbers(weights.llama_shapes(config))
+    rng = np.random.default_rng(1)
+    for name, array in tensors.items():
+        if array.ndim == 1:
+            tensors[name] = np.exp(rng.standard_normal(array.shape)).astype(np.float32)
+    weights.write(home / "wide", config, tensors)
+    for name in ("text", "held"):
+        rows = [{"tokens": rng.integers(0, 250, 64).tolist()} for _ in range(4)]
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def here(home, monkeypatch):
+    monkeypatch.chdir(home)
+
+
+def quantize(capsys, *words):
+    code = cli.main(["quantize", *map(str, words)])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+@pytest.fixture(scope="module")
+def made(home):
+    """Layout or method -> the folder of it and what was told."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name, words in {
+            "awq": [],
+            "compressed-tensors": ["--format=compressed-tensors"],
+            "rounding": ["--method=rounding"],
+        }.items():
+            assert (
+                cli.main(
+                    [
+                        "quantize",
+                        "wide",
+                        name,
+                        *SHORT,
+                        *words,
+                        "--held-out=held.jsonl",
+                        f"--json={name}.json",
+                        f"--html={name}.html",
+                    ]
+                )
+                == 0
+            )
+            found[name] = json.loads((home / f"{name}.json").read_text())
+    return found
+
+
+def perplexity(capsys, folder):
+    """That of our scorer, which reads the folder and runs the whole model."""
+    assert cli.main(["score", str(folder), "--texts=held.jsonl", "--length=16", f"--out={folder}.scores"]) == 0
+    capsys.readouterr()
+    rows = map(json.loads, Path(f"{folder}.scores").read_text().splitlines())
+    logprobs = [value for row in rows for value in row["logprobs"]]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def test_perplexities_are_those_of_the_folders(made, capsys):
+    wide = perplexity(capsys, "wide")
+    for name, found in made.items():
+        assert found["before"] == pytest.approx(wide, rel=1e-5)
+        assert found["after"] == pytest.approx(perplexity(capsys, name), rel=1e-4)
+        assert found["after"] != pytest.approx(wide, rel=1e-4)
+
+
+def test_scales_make_less_error_than_rounding_and_both_layouts_hold_the_same(made):
+    weights_of = [one for row in made["awq"]["layers"] for one in row["weights"]]
+    assert len(weights_of) == 3 * 7
+    assert sum(one["error"] for one in weights_of) < 0.8 * sum(one["rounding"] for one in weights_of)
+    assert max(one["power"] for one in weights_of) > 0
+    assert made["awq"]["layers"] == made["compressed-tensors"]["layers"]
+    plain = [one for row in made["rounding"]["layers"] for one in row["weights"]]
+    assert all(one["error"] == pytest.approx(one["rounding"], rel=1e-5) and one["power"] == 0 for one in plain)
+    assert [one["rounding"] for one in plain] == pytest.approx([one["rounding"] for one in weights_of], rel=1e-4)
+    assert [row["stream"] for row in made["awq"]["layers"]] != [row["stream"] for row in made["rounding"]["layers"]]
+
+
+def test_both_layouts_generate_the_same_tokens_here(made):
+    asked = [Asked((5, 9, 200), 12), Asked((7,), 12)]
+    found = [alone(engine_of(Path(name)), asked) for name in ("awq", "compressed-tensors")]
+    assert found[0] == found[1] and len(found[0][0]) == 12
+
+
+def test_weights_on_the_device_are_the_codes(made):
+    engine = engine_of(Path("awq"))
+    layer = engine._params["blocks"][0]["attention"]["w_o"]
+    assert layer["codes"].dtype == np.uint8 and layer["codes"].shape == (32, 64)
+    assert layer["scales"].shape == (2, 64) and layer["scales"].dtype == np.float16
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._params))
+    assert engine._steps.weight_bytes == held
+    wide = engine_of(Path("wide"))
+    assert held < 0.55 * wide._steps.weight_bytes  # tables stay wide, and are much of a model so small
+
+
+def test_the_folder_says_all_that_others_read(made, home):
+    for name, method in (("awq", "awq"), ("compressed-tensors", "compressed-tensors")):
+        config = json.loads((home / name / "config.json").read_text())
+        assert (
+            config["quantization_config"]["quant_method"] == method
+            and config["dtype" if "dtype" in config else "torch_dtype"] == "float16"
+        )
+        assert {key: config[key] for key in SIZES} == SIZES
+        folder = Folder.open(home / name)
+        kinds = {one.dtype for one in folder.tensors.values()}
+        assert kinds <= {"F16", "I32", "I64"} and "model.embed_tokens.weight" in folder.tensors
+        assert not any(part.name.startswith(".") or part.name == "progress.json" for part in (home / name).iterdir())
+    held = sum(math.prod(one.shape) * WIDTHS[one.dtype] for one in Folder.open(home / "awq").tensors.values())
+    assert sum(here for _, here in made["awq"]["components"].values()) == held
+    page = (home / "awq.html").read_text()
+    assert "Error by layer" in page and page.count("<td data-style=") == 3 * 7
+
+
+def test_the_page_is_sound_when_it_is_used(made, home, browser):
+    check_page(browser, (home / "awq.html").read_text())
+
+
+def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch):
+    whole = quantize_work.Work._round
+    calls = []
+
+    def cut(self, *args):
+        calls.append(args)
+        if len(calls) > 10:
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(quantize_work.Work, "_round", cut)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl")
+    assert not (home / "again").exists()
+    monkeypatch.setattr(quantize_work.Work, "_round", whole)
+    code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
+    assert code == 2 and "1 layers of an unfinished folder with method=awq" in err
+    code, _, err = quantize(capsys, "wide", "again", *SHORT)
+    assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
+    calls.clear()
+    monkeypatch.setattr(quantize_work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
+    code, _, _ = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--json=again.json")
+    assert code == 0 and len(calls) == 2 * 7  # the first layer was written
+    for file in ("model.safetensors", "config.json"):
+        assert (home / "again" / file).read_bytes() == (home / "awq" / file).read_bytes()
+    again = json.loads((home / "again.json").read_text())
+    assert again["layers"] == made["awq"]["layers"] and again["after"] == made["awq"]["after"]
+
+
+def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys, monkeypatch):
+    whole = quantize_work.Work._round
+    calls = []
+    monkeypatch.setattr(
+        quantize_work.Work,
+        "_round",
+        lambda self, *args: calls.append(args) or (whole(self, *args) if len(calls) <= 10 else 1 / 0),
+    )
+    with pytest.raises(ZeroDivisionError):
+        quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
+    file = home / ".torn.partial" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    calls += [None] * 10  # the next start ends in the first layer, and has written none
+    with pytest.raises(ZeroDivisionError):
+        quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
+    calls.clear()
+    monkeypatch.setattr(quantize_work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
+    assert quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")[0] == 0 and len(calls) == 3 * 7
+    assert (home / "torn" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()
+
+
+def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkeypatch):
+    whole, held = quantize_work.Work._round, []
+
+    def square():
+        return [
+            array.shape[0]
+            for array in jax.live_arrays()
+            if array.shape in ((64, 64), (96, 96)) and array.dtype == np.float32
+        ]
+
+    def look(self, *args):
+        held.append(len(square()))
+        return whole(self, *args)
+
+    monkeypatch.setattr(quantize_work.Work, "_round", look)
+    before = len(square())
+    assert quantize(capsys, "wide", "looked", *SHORT, "--held-out=held.jsonl")[0] == 0
+    # Inputs of q, k, v, of attention's output, of gate and up, and of down: the bytes that were told.
+    assert [count - before for count in held] == [4] * 3 * 7
+
+
+def test_the_plan_is_what_the_work_says(made, capsys):
+    code, out, _ = quantize(capsys, "wide", "cpu:1", "--group=32", "--length=16", "--samples=8")
+    told = made["awq"]["memory"]["device"]
+    assert code == 0 and "fits" in out and set(told) <= {line.rsplit("  ", 1)[0].strip() for line in out.splitlines()}
+    code, out, _ = quantize(capsys, "llama_8b", "cpu:1", "--limit=1GiB", "--length=16", "--samples=1")
+    assert code == 3 and "does not fit" in out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["wide", "out", "--group=64", *SHORT[1:]], "the 96 inputs of mlp.w_down are no whole groups: give --g"),
+        (["awq", "out", *SHORT], "is quantized already"),
+        (["wide", "awq", *SHORT], "awq is not empty"),
+        (["wide", "wide", *SHORT, "--force"], "the folder that is quantized"),
+        (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
+        (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
+        (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"),
+        (["wide", "h999"], "h999"),
+        (["nothing", "cpu:1"], "nothing"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(made, home, capsys, words, message):
+    row = (home / "text.jsonl").read_text().splitlines()[0]
+    (home / "one.jsonl").write_text(row + "\n")
+    if not (home / "gpt2").exists():
+        weights.gpt2(home / "gpt2")
+    code, _, err = quantize(capsys, *words)
+    assert code in (2, 3) and message in err and len(err.splitlines()) == 1
+    assert not (home / "out").exists() and not (home / ".out.partial").exists()
+
+
+def test_a_full_disk_keeps_the_layers_that_are_written(made, home, capsys, monkeypatch):
+    whole, calls = Output.note, []
+
+    def full(self, row):
+        calls.append(row)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        whole(self, row)
+
+    monkeypatch.setattr(Output, "note", full)
+    code, _, err = quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")
+    assert code == 2 and "No space left" in err and "the same command goes on" in err and len(err.splitlines()) == 1
+    monkeypatch.setattr(Output, "note", whole)
+    assert quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")[0] == 0
+    assert (home / "full" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()

@@ -1,0 +1,109 @@
+"""The pool of pages: what the limit leaves, to the byte, and how many sequences it holds."""
+
+import json
+
+import pytest
+
+from bytescope.model.paged import page_pool
+from bytescope.model.paged.paged_kernels import KERNELS
+from bytescope.train import cli
+from bytescope.train.generate import budget_arguments
+from bytescope.train.generate import budget_page as page
+from bytescope.train.generate.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
+from bytescope.train.generate.model_source import DTYPES
+from support.browser import body
+from support.described import described
+from support.oracles import require
+from support.pages.sweep import check_page
+from support.rows import make_report
+
+GIB = 2**30
+
+
+def budget(**changes):
+    made = {
+        "limit": 64 * GIB,
+        "weights": 16 * GIB,
+        "steps": {"one token each": 100, "prompts": 300},
+        "page_bytes": 2**21,
+        "page": 16,
+        "pages": 1001,
+        "sequences": 64,
+        "length": 8192,
+    }
+    return Budget(**{**made, **changes})
+
+
+@pytest.mark.quick
+def test_figures():
+    found = budget()
+    assert found.pool == 1001 * 2**21 and found.step == 300 and found.peak == 16 * GIB + 1001 * 2**21 + 300
+    assert found.positions == 16_000 and found.token_bytes == 2**17 and found.left == found.limit - found.peak
+    assert [found.at_once(length) for length in (1, 16, 17, 160, 16_000, 16_001)] == [1000, 1000, 500, 100, 1, 0]
+    assert found.to_json()["sequences_of_length"]["8192"] == 1
+    assert lengths_of(1000) == [256, 512, 1000] and lengths_of(100) == [100]
+
+
+@pytest.mark.quick
+def test_flags_name_what_there_is():
+    assert budget_arguments.PAGE == page_pool.PAGE
+    assert set(budget_arguments.KERNELS) == set(KERNELS) and set(budget_arguments.DTYPES) == set(DTYPES)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("step", [10, 10**6, 5 * 10**8, lambda pages: 10**8 + 40_000 * pages])
+@pytest.mark.parametrize("most", [50, 10**9])
+def test_the_pool_fits_and_little_is_left(step, most):
+    limit, weights, page = 64 * 10**9, 16 * 10**9, 2 * 10**6
+    asked = []
+
+    def measure(pages):
+        asked.append(pages)
+        return {"a": 7, "b": step(pages) if callable(step) else step}
+
+    pages, steps = settle(limit, weights, page, most, measure)
+    left = limit - weights - pages * page - max(steps.values())
+    assert left >= 0 and pages == asked[-1] <= most and len(asked) <= 4
+    assert pages == most or left <= 4 * SLACK * limit
+
+
+@pytest.mark.quick
+def test_no_room_is_told_before_anything_is_compiled():
+    with pytest.raises(DoesNotFit, match="no page of") as found:
+        settle(10**9, 10**9, 10**6, 100, lambda pages: pytest.fail("compiled"))
+    assert found.value.exit_code == 3
+    with pytest.raises(DoesNotFit):
+        settle(10**9, 5 * 10**8, 10**6, 100, lambda pages: {"a": 6 * 10**8})
+
+
+def test_the_page_is_sound_when_it_is_used(browser):
+    check_page(browser, page.render(Planned("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["report", "tiny", "cpu:4", "--generate", "--length=256", "--sequences=8"]
+    assert cli.main([*command, "--tensor=2", "--json=two.json", "--html=two.html"]) == 0
+    out = capsys.readouterr().out
+    assert "weights" in out and "sharded over fsdp 1 x tensor 2" in out
+    assert cli.main([*command, "--kv=int8", "--json=narrow.json"]) == 0
+    two, narrow = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "narrow"))
+    assert two["weights"] < narrow["weights"] and two["pages"] == narrow["pages"] == 8 * 16 + 1
+    report = two["reports"]["one token each"]
+    assert report["breakdown"]["params"] == two["weights"] and report["breakdown"]["cache"] == two["pool_bytes"]
+    assert report["predicted_bytes"] == two["weights"] + two["pool_bytes"] + two["steps"]["one token each"]
+    # Of 8 bits and a scale for each head of a token, beside four bytes: d_head is 32.
+    assert narrow["token_bytes"] / (2 * two["token_bytes"]) == (32 + 4) / (4 * 32)
+    written = (tmp_path / "two.html").read_text()
+    assert "Sequences against length" in body(written) and written.count("<circle") >= 4
+
+
+def test_llama_8b_at_64_sequences_takes_a_tenth_of_a_gibibyte(tmp_path, monkeypatch, capsys):
+    require("cuda")
+    described("h100")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "llama_8b", "h100", "--generate", "--length=8192", "--json=g.json"]) == 0
+    found = json.loads((tmp_path / "g.json").read_text())
+    assert found["steps"]["one token each"] <= 0.1 * GIB and found["token_bytes"] == 131_072
+    assert found["weights"] == 2 * 8_030_261_248 and found["peak_bytes"] <= found["limit"]
+    assert found["limit"] - found["peak_bytes"] < 0.02 * found["limit"] and found["sequences_of_length"]["8192"] > 50

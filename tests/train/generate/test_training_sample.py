@@ -1,0 +1,141 @@
+"""Text in training: the tokens of whole passes, on any mesh, and answers at every evaluation."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.data.batches import open_data
+from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.tokenizer import ByteTokenizer
+from bytescope.train.generate.training_sample import (
+    Sampler,
+    by_whole_passes,
+    generate,
+    over_pages,
+    read_part,
+    sample_bytes,
+    sample_prompt,
+)
+from support.toy import small_config, small_program
+
+SMALL = {
+    "model.n_layers": 2,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.d_head": 8,
+}
+LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.preset": "fp32", "model.init_std": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices"),
+    [
+        ({}, 1),
+        ({"model.scan": False}, 1),
+        ({"lora.rank": 4}, 1),
+        ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
+        ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
+        ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_whole_passes(keys, devices):
+    program = small_program({**LENGTH, **keys}, devices)
+    params = program.init().model_params
+    assert over_pages(program)
+    for prompt, count in (([5, 6, 7], 12), (list(range(60)), 6)):
+        found = generate(program, params, prompt, count, 0.0)
+        assert found == by_whole_passes(program, params, read_part(prompt, count, 48), count, 0.0)
+        assert len(found) == count
+
+
+def test_draws_are_repeated():
+    program = small_program({**LENGTH, "model.n_layers": 1})
+    params = program.init().model_params
+    drawn, greedy, again = (generate(program, params, [5, 6, 7], 20, heat) for heat in (1.0, 0.0, 1.0))
+    assert drawn == again != greedy
+
+
+def test_prompts_are_answered_together():
+    program = small_program(LENGTH)
+    params = program.init().model_params
+    prompts = [np.arange(length).tolist() for length in (1, 9, 30, 4, 44, 47, 2, 3, 17, 60)]
+    sampler = Sampler(program, 12, 60, len(prompts))
+    one = Sampler(program, 12, 60)
+    assert sampler.answers(params, prompts, 0.0) == [one.answers(params, [prompt], 0.0)[0] for prompt in prompts]
+
+
+def test_bytes_of_a_sample():
+    small, long = (small_program({**LENGTH, "data.seq_len": length}) for length in (32, 64))
+    pool = 4 * 2 * long.model.n_layers * long.model.n_kv_heads * long.model.d_head
+    assert 64 * pool < sample_bytes(long) and sample_bytes(long) - sample_bytes(small) >= 32 * pool
+    staged = small_program({**LENGTH, "mesh.stage": 2, "batch.mode": "scan", "batch.accumulation": 2}, 2)
+    assert not over_pages(staged) and sample_bytes(staged) > 0
+
+
+@pytest.mark.quick
+def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
+    """Of a held-out conversation all before its first answer, or the user's message that the config has."""
+    path = tmp_path / "talks.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"what is {n}"},
+                        {"role": "assistant", "content": f"it is {n}"},
+                    ]
+                }
+            )
+            + "\n"
+            for n in range(40)
+        )
+    )
+    for keys, prompt in (({}, r"what is \d+"), ({"train.sample_prompt": "and you"}, "and you")):
+        config = small_config(
+            {"data.source": str(path), "data.format": "chat", "data.seq_len": 128, "data.tokenizer": "bytes", **keys}
+        )
+        data = open_data(DataConfig(**config.data))
+        text = data.decode(sample_prompt(config, data))
+        assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
+    text = SimpleNamespace(encode=lambda text: ByteTokenizer().encode(text).tolist())
+    assert sample_prompt(small_config(), text) == list(b"def ")
+
+
+def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
+    settings = {
+        **SMALL,
+        "model.n_layers": 1,
+        "data.seq_len": 32,
+        "batch.micro": 8,
+        "train.eval_every": 2,
+        "train.eval_sequences": 4,
+        "train.checkpoint_every": 2,
+        "train.sample_tokens": 6,
+        "train.tensorboard": False,
+        "train.cache_dir": "cache",
+        "train.eval_prompts": "prompts.jsonl",
+    }
+    command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
+    assert cli.main([*command, "--config.train.steps=2"]) == 0
+    assert cli.main([*command, "--config.train.steps=4", "--extend"]) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)
+    out = capsys.readouterr().out
+    assert "sample:" in out and re.search(r"passes +[\d,]+ sequences to train on, 4 updates read ", out)
+
+    # Ctrl-C between the compile and the first update: nothing is saved, and nothing says so.
+    monkeypatch.setattr("bytescope.train.launch.signals.Stop.watch", lambda stop: stop.names.append("SIGINT"))
+    assert cli.main([*command, "--workdir=stopped"]) == 0
+    out = capsys.readouterr().out
+    assert "SIGINT before the first update: nothing is saved" in out and "no update of" in out
+    assert re.search("checkpoint +none", out) and "saved step" not in out and "to start again" in out

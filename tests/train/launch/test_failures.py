@@ -1,0 +1,157 @@
+"""Full and broken disks, and what libraries say about them: one line that names the file."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bytescope.train.checkpoints.checkpoint import Checkpoints, _held_out_loss
+from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.launch.failures import disk_explained, explain, keep_library_log, show_library_log
+from bytescope.train.run.metrics import has_evaluation
+from bytescope.train.user_errors import DoesNotFit, UserError
+
+pytestmark = pytest.mark.quick
+
+# As tensorstore says it, through Orbax.
+FULL = (
+    'RESOURCE_EXHAUSTED: Error writing "params.w/0.0" in OCDBT database at local file "/r/checkpoints/6.orbax-'
+    'checkpoint-tmp/state/": Failed writing: "/r/checkpoints/6.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/d/'
+    "b6\": Failed to write 141233 bytes to file 18: No space left on device [os_error_code='28']"
+)
+
+
+def test_a_full_disk_under_a_checkpoint_is_no_lack_of_device_memory():
+    for error in (ValueError(FULL), RuntimeError("a save failed")):
+        if "save" in str(error):
+            error.__cause__ = ValueError(FULL)
+        told = explain(error, None, None)
+        assert type(told) is UserError and told.exit_code == 2
+        assert str(told).startswith("cannot write the checkpoint /r/checkpoints/6: No space left on device. Make room")
+    assert isinstance(explain(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), None, None), DoesNotFit)
+
+
+def test_too_many_open_files_are_no_lack_of_device_memory():
+    text = FULL.replace("No space left on device [os_error_code='28']", "Too many open files [os_error_code='24']")
+    for error in (ValueError(text), OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/r/x")):
+        told = explain(error, None, None)
+        assert type(told) is UserError and "reached its limit of open files: raise the hard limit" in str(told)
+
+
+def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    write_atomically(path, "old")
+    (tmp_path / "config.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"cannot write {path}: No space left on device. Make room"), disk_explained():
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.EDQUOT, "Disk quota exceeded. Make room"),
+        (errno.EFBIG, "File too large. Make room"),
+        (errno.EROFS, "Read-only file system. Mend that"),
+        (errno.EIO, "Input/output error. Mend that"),
+    ],
+)
+def test_other_failures_of_a_disk(number, message):
+    with pytest.raises(UserError, match=f"cannot write /r/x: {message} and run the same"), disk_explained():
+        raise OSError(number, "strerror", "/r/x")
+
+
+def test_other_errors_pass_through():
+    for error in (KeyError("x"), OSError(errno.ENOENT, "gone", "/r/x"), UserError("x")):
+        with pytest.raises(type(error)) as caught, disk_explained():
+            raise error
+        assert caught.value is error
+
+
+def test_what_orbax_logs_is_kept_until_a_failure_is_unknown(capsys):
+    keep_library_log()
+    keep_library_log()
+    logger = logging.getLogger("absl")
+    for place in ("site-packages/orbax/checkpoint/future.py", "grain/sampler.py"):
+        logger.handle(logger.makeRecord("absl", logging.ERROR, place, 1, f"said by {place}", (), None))
+    assert "orbax" not in capsys.readouterr().err
+    show_library_log()
+    assert capsys.readouterr().err == "ERROR: said by site-packages/orbax/checkpoint/future.py\n"
+    show_library_log()
+    assert capsys.readouterr().err == ""
+
+
+LATE = """
+import asyncio, tempfile, time
+import numpy as np, tensorstore
+from bytescope.train.launch.failures import keep_library_log
+
+keep_library_log()
+
+async def write():
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": tempfile.mkdtemp()}, "create": True,
+            "metadata": {"shape": [900, 900], "dtype": "<f4", "chunks": [10, 10]}}
+    store = await tensorstore.open(spec)
+    for place in range(0, 900, 10):
+        asyncio.ensure_future(one(store[place:place + 10].write(np.ones((10, 900), np.float32))))
+    await asyncio.sleep(0.001)
+
+async def one(write):
+    await write
+
+loop = asyncio.new_event_loop()
+asyncio.set_event_loop(loop)
+loop.run_until_complete(write())
+loop.close()
+time.sleep(0.5)
+"""
+
+
+def test_late_writes_of_a_failed_save_are_not_printed():
+    """What tensorstore's threads still write finds its loop closed: without the hook a traceback each."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert "Event loop is closed" not in done.stderr
+
+
+ROW = json.dumps({"item_handlers": {}, "metrics": {}, "init_timestamp_nsecs": 1, "custom_metadata": {}})
+
+
+@pytest.mark.parametrize(
+    "damaged", ["", "{", "[1]", "null", "3", '{"item_handlers": 3}', '{"metrics": []}', '{"init_timestamp_nsecs": "x"}']
+)
+def test_damaged_metadata_of_a_checkpoint_is_one_line(tmp_path, damaged):
+    for step, content in ((1, ROW), (2, damaged)):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text(content)
+    checkpoints = Checkpoints(tmp_path, 3)
+    assert checkpoints.steps() == [1, 2]
+    [line] = checkpoints._found
+    assert line.startswith("checkpoint 2: its _CHECKPOINT_METADATA was damaged and is removed")
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[1]", "null", "{}", '{"eval_loss": null}', '{"eval_loss": "1.5"}'])
+def test_damaged_metrics_of_a_checkpoint_are_one_line(tmp_path, damaged):
+    for step, content in ((1, '{"eval_loss": 1.5}'), (2, damaged)):
+        (tmp_path / "checkpoints" / str(step) / "metrics").mkdir(parents=True)
+        (tmp_path / "checkpoints" / str(step) / "metrics" / "metrics").write_text(content)
+    checkpoints = Checkpoints(tmp_path, 3)
+    assert checkpoints.steps() == [1] and (tmp_path / "damaged" / "2.1").is_dir()
+    [line] = checkpoints._found
+    assert line == f"checkpoint 2 is damaged (its metrics cannot be read); moved to {tmp_path / 'damaged' / '2.1'}"
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("line", ['{"step": 3}', "[]", "null", '{"step": "3", "eval_loss": 1}', "\0\0", '{"step": 3,'])
+def test_damaged_rows_hold_no_evaluation(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    assert has_evaluation(tmp_path / "metrics.jsonl", 3) is False
+
+
+@pytest.mark.parametrize("metrics", [{}, {"eval_loss": None}, None, []])
+def test_metrics_without_a_loss_are_never_the_best(metrics):
+    assert _held_out_loss(metrics) > _held_out_loss({"eval_loss": 9.9}) == 9.9

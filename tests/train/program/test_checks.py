@@ -1,0 +1,106 @@
+"""Values that no run can want are refused at the start, in a line with the value and what is valid."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bytescope.model import ModelConfig
+from bytescope.train.commands.train_command import parse
+from bytescope.train.data.batch_algebra import BatchAlgebra
+from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
+from bytescope.train.launch.processes import find
+from bytescope.train.program.checks import DECAYS, POSITIVE, check_values, doubtful, doubtful_data
+from bytescope.train.user_errors import UserError
+from support.toy import small_config
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")),
+        ("model.norm_eps", ("-1e-5", "nan")),
+        *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS),
+        *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
+        ("train.sample_temperature", ("inf", "nan", "-1")),
+        ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
+        ("seed", ("-1", "2147483648", "99999999999999999999")),
+        ("model.vocab_size", ("99999999999",)),
+        ("train.steps", ("0", "3000000000")),
+        ("optimizer.weight_decay", ("-0.1", "inf")),
+        ("optimizer.eps", ("-1", "nan")),
+        ("optimizer.end_fraction", ("-0.1", "inf")),
+        ("optimizer.clip_norm", ("-1", "nan")),
+        ("optimizer.warmup_steps", ("-1",)),
+        ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
+        ("model.d_model", ("10000000000",)),
+        ("batch.micro", ("4294967296",)),
+        ("train.sample_prompt", ("\udcff",)),
+        ("batch.tokens", ("9" * 20,)),
+        ("optimizer.base_batch_tokens", ("9" * 23,)),
+    ],
+)
+def test_a_value_that_no_run_can_want_is_refused(key, values):
+    for value in values:
+        with pytest.raises(ValueError) as caught:
+            check_values(small_config({key: value}))
+        assert str(caught.value).startswith(key) and "\n" not in str(caught.value), value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "2147483647"),
+        ("batch.tokens", "4000000000"),
+        ("optimizer.b1", "0"),
+        ("optimizer.learning_rate", "0"),
+        ("remat.budget", "72GiB"),
+        ("model.norm_eps", "0"),
+    ],
+)
+def test_the_ends_of_the_ranges_are_valid(key, value):
+    check_values(small_config({key: value}))
+
+
+@pytest.mark.parametrize("text", ["a,b,c,d", "0", "-8", "8,1", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
+def test_scaling_of_rotary_positions_takes_one_or_four_positive_numbers(text):
+    with pytest.raises(ValueError, match="rope_scaling=.*four positive numbers"):
+        ModelConfig.from_dict(small_config({"model.rope_scaling": text}).model)
+    for valid in ("8", "8,1,4,8192"):
+        assert ModelConfig.from_dict(small_config({"model.rope_scaling": valid}).model).rope_scaling[0] == 8
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "-3", "1e18"])
+def test_a_timeout_is_a_number_of_seconds(text):
+    with pytest.raises(UserError, match="--timeout=.*positive number of seconds"):
+        find(parse([f"--timeout={text}"]))
+
+
+@pytest.mark.parametrize("text", ["0:99999999999", "0:1,99999999999:2"])
+def test_a_schedule_counts_in_int32(text):
+    with pytest.raises(ValueError, match="accumulation_schedule=.*below"):
+        BatchAlgebra.of(small_config({"batch.accumulation_schedule": text}).batch, 1, 32)
+
+
+def test_what_is_doubtful_is_said_and_runs():
+    assert doubtful(small_config(), "cpu") == []
+    (line,) = doubtful(small_config({"optimizer.warmup_steps": 21}), "cpu")
+    assert "warmup_steps=21" in line and "train.steps=20" in line
+    assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}), "cpu")[0]
+    config = small_config({"offload.optimizer": True})
+    assert doubtful(config, "gpu") == [] and "frees nothing" in doubtful(config, "cpu")[0]
+
+
+def test_data_that_hardly_fit_the_run_are_said_and_run():
+    def lines(rows, read, tokenizer=None, **keys):
+        tokenizer = tokenizer or ByteTokenizer()
+        data = SimpleNamespace(train=range(rows), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+        return doubtful_data(small_config({"model.vocab_size": 256, "train.steps": 1000, **keys}), data, read)
+
+    assert lines(500, 8000) == [] and lines(9000, 8000) == []
+    (line,) = lines(14, 8000)  # 8 sequences an update
+    assert line.startswith("train.steps=1000 reads each sequence 571 times") and "train.steps=28," in line
+    (line,) = lines(9000, 8000, **{"model.vocab_size": 50_304})
+    assert "data.tokenizer=bytes makes 256 different tokens, and model.vocab_size=50304: set data.tokenizer" in line
+    assert lines(9000, 8000, IdTokenizer(64), **{"model.vocab_size": 50_304}) == []

@@ -1,0 +1,152 @@
+"""Cross-entropy: chunked equals full in value and gradients, at a fraction of the memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytescope.train.data.batch_algebra import IGNORE
+from bytescope.train.parallel.axes import AXES, make_mesh
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.step.losses import LOSSES, LossSettings, count_tokens
+
+
+def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, cap=0.0, **mesh):
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **mesh}, jax.devices()[:devices]))
+    return LossSettings(layout, compute, positions, vocabulary, cap=cap)
+
+
+def problem(B=4, L=13, D=16, V=40):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (B, L, D)), jax.random.normal(keys[1], (D, V))
+    targets = jax.random.randint(keys[2], (B, L), 0, V)
+    return x, w, targets.at[1, 3:9].set(IGNORE).at[2].set(IGNORE)
+
+
+def reference(x, w, targets, cap=0.0):
+    logits = x @ w
+    logp = jax.nn.log_softmax(cap * jnp.tanh(logits / cap) if cap else logits, -1)
+    counted = targets != IGNORE
+    return -(jnp.take_along_axis(logp, jnp.where(counted, targets, 0)[..., None], -1)[..., 0] * counted).sum()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("positions", [1, 4, 13])
+def test_value_and_gradients_equal_the_reference(kind, positions):
+    x, w, targets = problem()
+    run = jax.value_and_grad(lambda x, w: 0.5 * LOSSES[kind](x, w, targets, settings(positions)), (0, 1))
+    want = jax.value_and_grad(lambda x, w: 0.5 * reference(x, w, targets), (0, 1))(x, w)
+    for one, other in zip(jax.tree.leaves(jax.jit(run)(x, w)), jax.tree.leaves(want)):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+    # and the value alone, which takes another path through the chunked kernel
+    np.testing.assert_allclose(LOSSES[kind](x, w, targets, settings(positions)), reference(x, w, targets), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_padded_columns_are_never_predicted(kind):
+    """Neither value nor gradients know of them, whatever they hold."""
+    x, w, targets = problem()
+    padded = jnp.pad(w, ((0, 0), (0, 8)), constant_values=3.0)
+    run = jax.jit(jax.value_and_grad(lambda x, w: LOSSES[kind](x, w, targets, settings(4, vocabulary=40)), (0, 1)))
+    value, (dx, dw) = run(x, padded)
+    want, grads = jax.value_and_grad(reference, (0, 1))(x, w, targets)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, grads[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(dw[:, :40], grads[1], rtol=2e-5, atol=1e-5)
+    assert not dw[:, 40:].any()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_capped_logits(kind):
+    """Their slope is in the gradients, and padding, which lies below every cap, has none."""
+    x, w, targets = problem()
+    padded, here = jnp.pad(w, ((0, 0), (0, 8)), constant_values=3.0), settings(4, vocabulary=40, cap=2.0)
+    value, (dx, dw) = jax.jit(jax.value_and_grad(lambda x, w: LOSSES[kind](x, w, targets, here), (0, 1)))(x, padded)
+    want, grads = jax.value_and_grad(reference, (0, 1))(x, w, targets, 2.0)
+    assert abs(want - reference(x, w, targets)) > 1
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(LOSSES[kind](x, padded, targets, here), want, rtol=1e-5)
+    np.testing.assert_allclose(dx, grads[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(dw[:, :40], grads[1], rtol=2e-5, atol=1e-5)
+    assert not dw[:, 40:].any()
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 4},
+        {"fsdp": 4},
+        {"data": 2, "fsdp": 2},
+        {"fsdp": 2, "tensor": 2},
+        {"context": 4},
+        {"fsdp": 2, "context": 2},
+    ],
+    ids=str,
+)
+def test_sharded_equals_unsharded(mesh):
+    x, w, targets = problem(L=12 if "context" in mesh else 13)
+    here = settings(2 if "context" in mesh else 4, 4, **mesh)
+
+    def run(x, w):
+        return LOSSES["chunked"](x, w, targets, here)
+
+    placed = (
+        jax.device_put(x, here.layout.sharding(("batch", "length", None))),
+        jax.device_put(w, here.layout.sharding(("d_model", "vocab"))),
+    )
+    value, grads = jax.jit(jax.value_and_grad(run, (0, 1)))(*placed)
+    np.testing.assert_allclose(value, reference(x, w, targets), rtol=1e-5)
+    for one, other in zip(grads, jax.grad(reference, (0, 1))(x, w, targets)):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+
+
+def test_head_gradient_is_reduced_once_not_in_every_chunk():
+    x, w, targets = problem(B=8, L=16)
+    here = settings(2, 8, data=8)
+    step = jax.jit(jax.grad(lambda w, x: LOSSES["chunked"](x, w, targets, here)))
+    rows = here.layout.sharding(("batch", None, None))
+    text = step.lower(jax.device_put(w, here.layout.sharding()), jax.device_put(x, rows)).compile().as_text()
+    bodies = [text.split(f"\n%{name} (")[1].split("\n}")[0] for name in re.findall(r"body=%([\w.-]+)", text)]
+    assert bodies and "all-reduce(" in text
+    assert not any("all-reduce" in body or "all-gather" in body for body in bodies)
+
+
+def temp(kind, positions, B=1, L=32768, D=64, V=131072):
+    arguments = (
+        jax.ShapeDtypeStruct((B, L, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, V), jnp.float32),
+        jax.ShapeDtypeStruct((B, L), jnp.int32),
+    )
+    run = jax.jit(jax.grad(lambda x, w, t: LOSSES[kind](x, w, t, settings(positions, compute=jnp.bfloat16)), (0, 1)))
+    return run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_chunked_takes_a_quarter_of_full_at_32k_tokens_and_128k_words():
+    assert temp("chunked", 2048) <= 0.25 * temp("full", 2048)
+
+
+def test_chunked_never_holds_the_logits_array():
+    x, w, targets = problem(L=64)
+
+    def run(x, w):
+        return LOSSES["chunked"](x, w, targets, settings(8))
+
+    for direction in (run, jax.grad(run, (0, 1))):
+        text = jax.jit(direction).lower(x, w).compile().as_text()
+        assert "40]" in text and "4,64,40]" not in text and "256,40]" not in text
+
+
+def test_sums_are_float32_under_bf16():
+    x, w, targets = problem()
+    narrow = settings(4, compute=jnp.bfloat16)
+    run = jax.value_and_grad(lambda x, w: LOSSES["chunked"](x, w, targets, narrow), (0, 1))
+    value, grads = run(x.astype(jnp.bfloat16), w)
+    assert value.dtype == jnp.float32 and grads[1].dtype == jnp.float32 and grads[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, reference(x, w, targets), rtol=1e-2)
+
+
+def test_ignored_targets_are_not_counted():
+    _, _, targets = problem()
+    assert int(count_tokens(targets)) == 4 * 13 - 6 - 13

@@ -1,0 +1,421 @@
+"""Checkpoints: Orbax, asynchronous and atomic, verified by content when they are read.
+
+Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
+not notice a flipped byte, however: each checkpoint therefore carries one checksum per array, computed
+on the device and independent of the mesh. A state that does not match its checksums is damaged. The first
+checkpoint of a run is read back before training continues.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from bytescope.memory.records.report_json import one_line
+from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.train.checkpoints.stored_array import StoredArray
+from bytescope.train.checkpoints.workdir import CHECKPOINTS
+from bytescope.train.launch.failures import keep_library_log
+from bytescope.train.launch.processes import ALONE, Processes
+from bytescope.train.launch.runtime import stderr_held
+from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
+from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.user_errors import UserError
+
+# Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
+_METADATA = "_CHECKPOINT_METADATA"
+_METADATA_SHAPE = {
+    "item_handlers": (dict, str),
+    "metrics": (dict,),
+    "performance_metrics": (dict,),
+    "init_timestamp_nsecs": (int,),
+    "commit_timestamp_nsecs": (int,),
+    "custom_metadata": (dict,),
+}
+_METRICS_SHAPE = {"eval_loss": (int, float)}
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+# Maximum seconds for reading back the values of a run's first checkpoint; the remaining arrays are only opened.
+READ_BACK_S = 10.0
+_PIECE_BYTES = 64 * 2**20  # bytes of an array that are read at once
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """uint32: the sum of the array's bit patterns, each times an odd number of its position, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (place * jnp.uint32(2_654_435_762) + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_checksum(leaf) for leaf in fetch(leaves)]
+
+
+def checksums(state: Any) -> jax.Array:
+    """One uint32 per leaf of `state`, [leaves] in tree order; the same on every mesh, and in either memory."""
+    leaves = jax.tree.leaves(state)
+    sums = dict(enumerate(leaves))
+    here = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
+    sums |= zip(here, _checksums([leaves[place] for place in here]))
+    for place in sums.keys() - set(here):  # one after the other: together they need not fit the device
+        sums[place] = jax.block_until_ready(_checksums([leaves[place]])[0])
+    return jnp.stack([sums[place] for place in range(len(leaves))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far a run is: optimizer updates done and sequences consumed."""
+
+    step: int
+    sequences: int
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began, but for the
+    biases of routers, which updates move; they stand among `params`."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    tally: Any
+    loss_scale: Any
+
+
+def portable(state: Any) -> Saved:
+    """`state` without its frozen parameters and what only its way of accumulation needs, so that a run can go on with
+    another.
+
+    Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
+    """
+    multi = isinstance(state.opt_state, optax.MultiStepsState)
+    _, biases = parted(state.frozen, router_biases(state.frozen))
+    return Saved(
+        state.step,
+        joined(state.params, biases),
+        state.opt_state.inner_opt_state if multi else state.opt_state,
+        state.tally,
+        state.loss_scale,
+    )
+
+
+def complete(saved: Saved, abstract: Any) -> Any:
+    """The inverse of `portable`, for a program whose abstract state is `abstract`; of frozen parameters
+    with the biases of routers alone, None without."""
+    params, biases = parted(saved.params, router_biases(saved.params))
+    state = dataclasses.replace(abstract, **{**vars(saved), "params": params, "frozen": biases})
+    wrapped = abstract.opt_state
+    if not isinstance(wrapped, optax.MultiStepsState):
+        return state
+    rest = wrapped._replace(inner_opt_state=())
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest),
+    )()
+    # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
+    return dataclasses.replace(
+        state, opt_state=zeros._replace(inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step)
+    )
+
+
+def describe(state: Any) -> dict[str, str]:
+    """Path -> dtype and shape of every leaf, such as float32[4,8]."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
+    """The first array that is not the same in both, "" if there is none."""
+    path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
+    if not path:
+        return ""
+    if path not in saved:
+        return f"{path} is missing"
+    if path not in wanted:
+        return f"{path} does not belong to this one"
+    return f"{path} is {saved[path]}, not {wanted[path]}"
+
+
+def _damage_in(error: Exception) -> str:
+    """Describes a checkpoint's damage, given the error from reading it. Re-raises an error for a lack of memory or file
+    descriptors, which is not damage."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        raise error
+    return one_line(error) or type(error).__name__
+
+
+def _held_out_loss(metrics: Any) -> float:
+    """The loss by which checkpoints are compared; the worst where Orbax has read none, of a damaged file."""
+    found = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
+    return found if isinstance(found, int | float) else math.inf
+
+
+def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
+    """Whether a file holds a JSON object whose values under these keys are of these types.
+
+    required: all of the keys must be there; otherwise they may be absent or null.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and all(
+        (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items()
+    )
+
+
+def _read_from_disk(folder: Path, seconds: float) -> None:
+    """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
+
+    Needs no device, and host memory for the largest array. Lets all errors of Orbax, tensorstore and json pass.
+    """
+    deadline = time.monotonic() + seconds
+    meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+    for (path, described), checksum in zip(meta["arrays"].items(), meta["checksums"], strict=True):
+        name = ".".join(re.findall(r"[^.\[\]']+", path))  # .opt_state[0].mu['w_head']: opt_state.0.mu.w_head
+        dtype, _, sizes = described.rstrip("]").partition("[")
+        array = StoredArray(folder / "state", name, dtype, [int(size) for size in sizes.split(",") if size], checksum)
+        if not array.shape:
+            array.read([])
+            continue
+        rest = [(0, size) for size in array.shape[1:]]
+        rows = max(_PIECE_BYTES // max(math.prod(array.shape[1:]) * array.dtype.itemsize, 1), 1)
+        for first in range(0, array.shape[0], rows):
+            if time.monotonic() > deadline:
+                break
+            array.read([(first, min(first + rows, array.shape[0])), *rest])
+    # Opens every array as a restore does. This comes last: if it fails, its background tasks print their errors later.
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+        handler.metadata(folder / "state")
+
+
+class Checkpoints:
+    """The checkpoints of one run in `workdir`: the newest `keep` and the one with the lowest held-out loss.
+
+    Every process of the run calls every method, in the same order; each writes and reads its own shards.
+
+    Raises:
+      UserError: `keep` is below 1.
+    """
+
+    def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE):
+        if keep < 1:
+            raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
+        self.root, self.aside, self._processes = workdir / CHECKPOINTS, workdir / "damaged", processes
+        policies = [
+            preservation_policy.LatestN(keep),
+            preservation_policy.BestN(
+                n=1, get_metric_fn=_held_out_loss, reverse=True, keep_checkpoints_without_metrics=False
+            ),
+        ]
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            best_fn=_held_out_loss,
+            best_mode="min",
+            enable_async_checkpointing=True,
+            create=True,
+        )
+        # Before Orbax lists what is there.
+        self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
+        keep_library_log()
+        self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
+        self._inode = self.root.stat().st_ino
+        self._was_read = False  # whether a checkpoint of this run was read back
+
+    def _require_place(self, cause: Exception | None = None) -> None:
+        """Raises UserError if the checkpoint folder was deleted or moved, because Orbax would create a new one.
+
+        A folder with another inode counts as the same folder if it contains a checkpoint of this run, because some
+        network file systems change inodes.
+        """
+        if not self._processes.first:
+            return
+        steps = self._manager.all_steps()
+        if self.root.is_dir() and (
+            self.root.stat().st_ino == self._inode
+            or not steps
+            or any((self.root / str(step)).is_dir() for step in steps)
+        ):
+            return
+        raise UserError(
+            f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
+            "directory back and run the same command again, or choose another --workdir"
+        ) from cause
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """A context for writes that checks before and after that the checkpoint folder is in its place."""
+        self._require_place()
+        try:
+            yield
+        except Exception as error:
+            self._require_place(error)
+            raise
+        self._require_place()
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, oldest first, as process 0 sees them."""
+        return self._processes.from_first(sorted(self._manager.all_steps()))
+
+    def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
+        """Starts writing `state`; returns once it is copied off the device, so that it may be donated. For the first
+        checkpoint of a run, waits until it is written and reads it back.
+
+        `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation. `order`: of the rows of
+        stacked layers (train/pipeline/layer_order.py).
+
+        Raises:
+          UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
+        """
+        state = portable(state)
+        meta = {
+            **dataclasses.asdict(position),
+            "checksums": np.asarray(checksums(state)).tolist(),
+            "arrays": describe(state),
+            "order": {stack: list(rows) for stack, rows in order.items()},
+        }
+        with self._in_place():
+            self._manager.save(
+                position.step,
+                metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)),
+            )
+        if not self._was_read:
+            self._read_back(position.step)
+
+    def _read_back(self, step: int) -> None:
+        """Waits for a checkpoint and reads it. If that fails, moves the checkpoint aside and raises UserError."""
+        self.wait()
+        damage = ""
+        if self._processes.first:
+            with stderr_held() as complaints:
+                try:
+                    _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
+                except Exception as error:  # whatever Orbax, tensorstore or json raise
+                    damage = _damage_in(error)
+                complaints.drop = bool(damage)
+        if damage := self._processes.from_first(damage):
+            aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
+            self._manager.reload()
+            raise UserError(
+                f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
+                f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one"
+            )
+        self._was_read = True
+
+    def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
+        """The newest undamaged checkpoint, sharded as `abstract` says, its stacked layers in `order`, whatever mesh,
+        stages or accumulation wrote it; of frozen parameters the biases of routers alone are in it.
+
+        A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
+        None if there is no checkpoint.
+
+        Raises:
+          UserError: the newest one is of another model or optimizer.
+        """
+        for damage in self._found:
+            warn(damage)
+        while steps := self.steps():
+            read = self._read(steps[-1], portable(abstract), order)
+            if not isinstance(read, str):
+                self._was_read = True
+                return complete(read[0], abstract), read[1]
+            aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
+            self._manager.reload()
+            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
+        return None
+
+    def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
+        """Returns the damage of a checkpoint by the checks of `restore`, or "" if there is none. Moves nothing."""
+        read = self._read(step, portable(abstract), order)
+        return read if isinstance(read, str) else ""
+
+    def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
+        """The state and position of a checkpoint, or the damage that any of the processes found."""
+        # Without the manager: its restore ends with a barrier, at which a process that could read would wait for ever
+        # for one that could not.
+        folder = self._manager.directory / str(step)
+        state, damage = None, ""
+        with stderr_held() as complaints:
+            try:
+                meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+                position = Position(int(meta["step"]), int(meta["sequences"]))
+                arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
+                as_written = as_ordered(wanted, order, written)
+                if other := _difference(arrays, describe(as_written)):
+                    raise UserError(
+                        f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
+                        "choose another --workdir"
+                    )
+                with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                    state = handler.restore(folder / "state", args=ocp.args.StandardRestore(as_written))
+            except UserError:
+                raise
+            except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
+                damage = _damage_in(error)
+            complaints.drop = bool(damage)
+        if found := list(filter(None, self._processes.gather(damage))):
+            return found[0]
+        if position.step != step or np.asarray(checksums(state)).tolist() != sums:
+            return "its arrays do not match their checksums"
+        return reordered(state, written, order, wanted), position
+
+    def _set_aside(self, step: int) -> Path:
+        self.aside.mkdir(exist_ok=True)
+        target = next(path for n in itertools.count(1) if not (path := self.aside / f"{step}.{n}").exists())
+        (self.root / str(step)).rename(target)
+        return target
+
+    def _mend_unlisted(self) -> list[str]:
+        """Takes away what keeps Orbax from listing any checkpoint; returns a line for each damage."""
+        told = []
+        for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
+            if not _has_shape(path, _METRICS_SHAPE, required=True):
+                step = path.parts[-3]
+                told.append(
+                    f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self._set_aside(int(step))}"
+                )
+        for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
+            if not _has_shape(path, _METADATA_SHAPE):  # nothing of ours is in it
+                path.unlink()
+                told.append(
+                    f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are "
+                    "read by their checksums"
+                )
+        return told
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def wait(self) -> None:
+        """Returns when every started save is in place. Raises the error of a failed save, or UserError if the
+        checkpoint folder was deleted or moved."""
+        with self._in_place():
+            self._manager.wait_until_finished()
+        self._processes.gather(None)  # process 0 renames last
+
+    def close(self) -> None:
+        """Waits until every started save is in place, then releases the writer threads."""
+        self._manager.close()

@@ -1,0 +1,177 @@
+"""A run directory as export reads it: its config, and the parameters of one checkpoint, one array at a time.
+
+Nothing is written there, and no device of the run is needed: arrays come as they are on disk, whatever mesh saved them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+
+from bytescope.configs import base
+from bytescope.memory.records.report_json import one_line
+from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
+from bytescope.train.checkpoints.workdir import CHECKPOINTS, Identity, recorded, require_utf8
+from bytescope.train.launch.failures import keep_library_log
+from bytescope.train.launch.runtime import stderr_held
+from bytescope.train.program.config_files import flatten
+from bytescope.train.user_errors import UserError
+from bytescope.train.weights.folder import Folder
+
+_KEY = re.compile(r"\['?(.*?)'?\]")  # of jax.tree_util.keystr: .params['blocks'][0]['w_q']
+_DESCRIBED = re.compile(r"(\w+)\[([\d,]*)\]")  # of checkpoint.describe: float32[4,8]
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A parameter in a checkpoint: its keys in the tree, dtype, shape, and the checksum that it has to have.
+
+    order: of a stack that was saved as the stages of a pipeline hold it, the layer of each row, -1 for none.
+    """
+
+    keys: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+    order: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """One checkpoint of a run; `arrays`: our dotted path -> parameter, those of scanned blocks stacked."""
+
+    workdir: Path
+    identity: Identity
+    config: ConfigDict
+    step: int
+    arrays: Mapping[str, Array]
+
+    @classmethod
+    def open(cls, workdir: Path, step: int | None = None) -> SavedRun:
+        """The checkpoint of `step`, by default the newest one, of the run in `workdir`.
+
+        Raises:
+          UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
+        """
+        if not os.path.isfile(workdir / "config.json"):  # False for a name that no file can have
+            raise UserError(f"{workdir} holds no run: give the folder that bytescope train wrote, with its config.json")
+        require_utf8(workdir)
+        keep_library_log()
+        identity = recorded(workdir / "config.json")
+        config = _config(identity, workdir)
+        steps = _steps(workdir)
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise UserError(f"--step={step}: {workdir} has checkpoints of {', '.join(map(str, steps))}")
+        run = cls(workdir, identity, config, chosen, {})
+        with run.damage_told():
+            meta = ocp.JsonCheckpointHandler().restore(run.folder / "meta")
+            arrays = _parameters(meta["arrays"], meta["checksums"], meta.get("order", {}))
+        return dataclasses.replace(run, arrays=arrays)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoint."""
+        return (self.workdir / CHECKPOINTS / str(self.step)).absolute()
+
+    def stored(self, path: str) -> StoredArray:
+        """A parameter to be read in pieces. Raises UserError: the checkpoint is damaged."""
+        array = self.arrays[path]
+        with self.damage_told():
+            return StoredArray(
+                self.folder / "state",
+                ".".join(("params", *array.keys)),
+                array.dtype,
+                array.shape,
+                array.checksum,
+                array.order,
+            )
+
+    def read(self, path: str) -> np.ndarray:
+        """A parameter, verified by its checksum.
+
+        Raises:
+          UserError: the checkpoint is damaged.
+        """
+        return whole(Slices(self.stored(path), self.damage_told))
+
+    @property
+    def remedy(self) -> str:
+        """The remedy in error messages if this checkpoint cannot be used."""
+        others = [str(step) for step in _steps(self.workdir) if step != self.step]
+        return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
+
+    @contextlib.contextmanager
+    def damage_told(self) -> Iterator[None]:
+        """Turns what Orbax, tensorstore or json raise on bad bytes into one line."""
+        with stderr_held() as complaints:
+            try:
+                yield
+            except Exception as error:
+                complaints.drop = True
+                raise UserError(
+                    f"checkpoint {self.step} of {self.workdir} is damaged "
+                    f"({one_line(error) or type(error).__name__}): {self.remedy}"
+                ) from error
+
+
+def began_from(run: SavedRun) -> Folder | None:
+    """The folder of weights that a run began from; None without one, or where it is not here."""
+    path = os.path.expanduser(run.config.init.folder)
+    return Folder.open(path) if path and os.path.isdir(path) else None
+
+
+def _config(identity: Identity, workdir: Path) -> ConfigDict:
+    """The config of a run; keys that its version did not have are as in the base. Raises UserError for others."""
+    config = base.get_config()
+    known = flatten(config)
+    for key, value in identity.config.items():
+        if key not in known:
+            raise UserError(
+                f"{workdir / 'config.json'} has the key {one_line(key)[:80]}, which this version does not "
+                "know: export with the version that trained"
+            )
+        *groups, name = key.split(".")
+        node = config
+        for group in groups:
+            node = node[group]
+        try:
+            node[name] = tuple(value) if isinstance(known[key], tuple) else value
+        except TypeError as error:
+            raise UserError(f"{workdir / 'config.json'} is damaged ({one_line(error)}): restore it") from error
+    return config
+
+
+def _steps(workdir: Path) -> list[int]:
+    """The steps with a checkpoint, oldest first. Raises UserError where there is none."""
+    # Orbax renames a checkpoint to its number when it is complete.
+    names = [path.name for path in (workdir / CHECKPOINTS).glob("*") if path.is_dir()]
+    steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    if not steps:
+        raise UserError(
+            f"{workdir} has no checkpoint yet: bytescope train saves one each train.checkpoint_every "
+            "updates and at its end"
+        )
+    return steps
+
+
+def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str, list[int]]) -> dict[str, Array]:
+    """The parameters among the arrays of a checkpoint, which stand there in the order of their checksums."""
+    found = {}
+    for (path, described), checksum in zip(arrays.items(), sums, strict=True):
+        if path.startswith(".params["):
+            keys = tuple(_KEY.findall(path))
+            dtype, shape = _DESCRIBED.fullmatch(described).groups()
+            sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
+            if order:
+                sizes = (sum(layer >= 0 for layer in order), *sizes[1:])
+            found[".".join(keys)] = Array(keys, dtype, sizes, checksum, order)
+    return found

@@ -1,0 +1,298 @@
+"""The run directory: which run it holds, and whether a run with this config may resume it."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from bytescope.configs import base
+from bytescope.memory.records.report_json import one_line
+from bytescope.train.launch.lock import LOCK, take
+from bytescope.train.launch.processes import ALONE, Processes
+from bytescope.train.program.config_files import flatten
+from bytescope.train.user_errors import UserError
+
+# Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
+# A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
+FREE = (
+    "mesh.",
+    "pipeline.",
+    "remat.",
+    "loss.",
+    "train.",
+    "batch.micro",
+    "batch.accumulation",
+    "batch.tokens",
+    "batch.mode",
+    "data.prefetch",
+    "data.workers",
+    "data.source",
+    "data.eval_source",
+    "data.tokenizer",
+    "data.dtype",
+    "data.field",
+    "data.skip_bad",
+    "data.chat_template",
+    "init.folder",
+    "init.adapter",
+    "model.attention",
+    "model.attention_chunk",
+    "model.mlp_chunk",
+    "model.unroll",
+    "xla.",
+)
+# Keys that may differ between processes: paths on machines of their own.
+LOCAL = (
+    "train.cache_dir",
+    "data.prefetch",
+    "data.workers",
+    "data.source",
+    "data.eval_source",
+    "data.tokenizer",
+    "data.chat_template",
+    "init.folder",
+    "init.adapter",
+    "train.eval_prompts",
+)
+SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+# What a start that is killed before it has claimed its directory leaves there.
+BEFORE_CLAIM = (LOCK, "config.json.tmp")
+# Keys whose changes are not mentioned.
+SILENT = ("train.", "data.prefetch", "data.workers")
+
+
+def new_workdir(name: str) -> Path:
+    """The path runs/<name>-<time>, which does not exist yet."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    candidates = [Path("runs") / f"{name}-{stamp}"] + [Path("runs") / f"{name}-{stamp}-{n}" for n in range(2, 100)]
+    return next(path for path in candidates if not path.exists())
+
+
+def check_path(workdir: Path) -> None:
+    """Raises UserError for a path from which Orbax could not read its own checkpoints.
+
+    Orbax searches a checkpoint's folder by a glob pattern that begins with the whole path, unescaped
+    (merge_ocdbt_per_process_files in its ocdbt_utils.py). With *, ? or [ the pattern matches no folder, or the folder
+    of another run.
+    """
+    require_utf8(workdir)
+    path = os.path.abspath(workdir)
+    if glob.escape(path) != path:
+        raise UserError(
+            f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
+            "could not be read: rename the folder or choose another --workdir"
+        )
+
+
+def require_utf8(folder: Path) -> None:
+    """Raises UserError for a path that is not valid UTF-8, which tensorstore and tokenizers need."""
+    path = os.path.abspath(folder)
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the path {path} is not valid UTF-8: rename the folder, or choose another") from error
+
+
+def interrupted_note(workdir: Path) -> str:
+    """Returns the last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that none is saved."""
+    steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    if not steps:
+        return "interrupted before the first checkpoint: nothing is saved"
+    return f"interrupted: bytescope train with --workdir={workdir} resumes from step {max(steps)}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` so that the file has either the old content or the new, even after a power failure.
+
+    Raises:
+      OSError: the old content stays; `filename` is `path`, which a full disk alone does not tell.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprints of its data, of the
+    weights and of the adapters that it began from, "" for random ones."""
+
+    config: dict[str, Any]
+    global_rows: int
+    data: str
+    weights: str = ""
+    adapter: str = ""
+
+    @classmethod
+    def of(
+        cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
+    ) -> "Identity":
+        """The identity of a run with this config."""
+        # Through JSON, so that tuples compare equal to what a file gives back.
+        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
+
+    def everything(self) -> dict[str, Any]:
+        """All of it, by name."""
+        return {
+            **self.config,
+            "global batch (sequences)": self.global_rows,
+            "data": self.data,
+            "weights of init.folder": self.weights,
+            "adapters of init.adapter": self.adapter,
+        }
+
+    def curve(self) -> dict[str, Any]:
+        """The part that determines the loss curve, and may not change when a run is resumed."""
+        return {key: value for key, value in self.everything().items() if not _matches(key, FREE)}
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(key.startswith(p) if p.endswith(".") else key == p for p in patterns)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    keys = sorted(set(old) | set(new))
+    return [f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+@contextlib.contextmanager
+def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
+    """A context in which `workdir` is this run's alone; gives notes on what changed, a line each.
+
+    Process 0 holds the lock for all. Raises UserError as `claim_together`, and when another run holds the directory.
+    """
+    if not processes.first:
+        yield claim_together(workdir, identity, extend=extend, processes=processes)
+        return
+    _refuse_foreign(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(take(workdir)) as lock:
+        notes = claim_together(workdir, identity, extend=extend, processes=processes)
+        yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
+
+
+def _refuse_foreign(workdir: Path) -> None:
+    """Raises UserError for a directory that holds anything but a run."""
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file: give a folder")
+    if (
+        workdir.exists()
+        and not (workdir / "config.json").exists()
+        and any(entry.name not in BEFORE_CLAIM for entry in workdir.iterdir())
+    ):
+        raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
+
+
+def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
+    """`claim` by process 0, after a check that all processes would train the same; returns its notes.
+
+    Raises:
+      UserError: as `claim`; or this process has another config or other data, or does not see the directory.
+    """
+    first = Identity(**processes.from_first(dataclasses.asdict(identity)))
+    if differences := _differences(_shared(first), _shared(identity)):
+        raise UserError(f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same")
+    notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
+    deadline = time.monotonic() + SHARED_S
+    while not (workdir / "config.json").exists():  # a network file system may show it late
+        if time.monotonic() > deadline:
+            raise UserError(f"{workdir} of process 0 is not visible here: give a --workdir that all processes share")
+        time.sleep(0.1)
+    return notes
+
+
+def _shared(identity: Identity) -> dict[str, Any]:
+    """The part of an identity that all processes must agree on."""
+    return {key: value for key, value in identity.everything().items() if not _matches(key, LOCAL)}
+
+
+def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
+    """Makes `workdir` the directory of this run, or checks that it is; returns notes on what changed, a line each.
+
+    Raises:
+      UserError: the directory holds another run, or other files, or the run has more steps than planned and `extend`
+        is not set.
+    """
+    path = workdir / "config.json"
+    _refuse_foreign(workdir)
+    notes = _check(path, identity, extend) if path.exists() else []
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dataclasses.asdict(identity), indent=1) + "\n")
+    return notes
+
+
+def _same_batch(old: Identity, new: Identity) -> str:
+    """The accumulation that gives the old global batch on the new devices, as a remedy; "" if there is none."""
+    if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set it
+        return ""
+    ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
+    if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
+        return ""
+    return (
+        f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
+        f"{old.global_rows} again. "
+    )
+
+
+def recorded(path: Path) -> Identity:
+    """What the config.json of a run directory holds. Raises UserError for a damaged one."""
+    try:
+        old = Identity(**json.loads(path.read_text()))
+        numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
+        if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
+            raise ValueError("values of other types")
+    except KeyError as error:
+        raise _damaged(path, f"no key {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _damaged(path, one_line(error)) from error
+    # A key that the run's version did not have yet had no other value than today's default.
+    return dataclasses.replace(old, config={**Identity.of(base.get_config(), 0, "").config, **old.config})
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is damaged ({why}): restore it, or choose another --workdir")
+
+
+def _begun(workdir: Path) -> bool:
+    """Whether a run directory has a row of metrics or a checkpoint."""
+    metrics, checkpoints = workdir / METRICS, workdir / CHECKPOINTS
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
+    old = recorded(path)
+    if not _begun(path.parent):  # such as one that was refused for its memory: nothing is lost
+        return []
+    if differences := _differences(old.curve(), identity.curve()):
+        raise UserError(
+            f"{path.parent} holds another run: {'; '.join(differences)}. "
+            f"{_same_batch(old, identity)}Use the old values or another --workdir"
+        )
+    before, now = old.config["train.steps"], identity.config["train.steps"]
+    if now > before and not extend:
+        raise UserError(
+            f"{path.parent} was planned for {before} steps, not {now}: "
+            "the learning rate would follow another schedule; pass --extend to accept that"
+        )
+    return [
+        f"changed since the last start: {line}"
+        for line in _differences(old.config, identity.config)
+        if not _matches(line.split()[0], SILENT)
+    ]

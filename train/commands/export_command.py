@@ -1,0 +1,204 @@
+"""`bytescope export`: writes the model of a run as a folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.errors import ReportError
+from bytescope.memory.units import human, parse_bytes
+from bytescope.train.export.out_folder import disk_told, move, refuse_used
+from bytescope.train.user_errors import UserError
+
+if TYPE_CHECKING:  # they bring jax along, which the parser does not need
+    from bytescope.train.checkpoints.saved_run import SavedRun
+    from bytescope.train.export.tensors import Tensor
+    from bytescope.train.weights.folder import Folder
+
+EPILOG = """\
+examples:
+  bytescope export runs/mine exported/         the newest checkpoint
+  bytescope export runs/mine exported/ --step=200 --dtype=bfloat16
+
+transformers.AutoModelForCausalLM.from_pretrained("exported/") loads it.
+exit codes: 0 done, 2 a mistake, or nothing that can be exported, 130 stopped by
+Ctrl-C"""
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    parser = Parser(
+        prog="bytescope export",
+        usage="%(prog)s RUN OUT [--step=N] [--dtype=DTYPE] [...]",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write the model of a run as a folder that transformers and vLLM load.",
+    )
+    parser.add_argument("run", type=user_path, metavar="RUN", help="the directory of a run, as train wrote it")
+    parser.add_argument("out", type=user_path, metavar="OUT", help="a new or empty folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        metavar="DTYPE",
+        help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
+        "that of its parameters)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with adapters the whole model, with them added "
+        "to its weights (default: the adapters alone, as peft loads them)",
+    )
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; `shard_bytes` is added. Raises ValueError with an `exit_code` for a mistake in it."""
+    args = make_parser().parse_args(argv)
+    try:
+        args.shard_bytes = parse_bytes(args.shard_size)
+    except ReportError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    if args.shard_bytes < 1:
+        raise UserError(f"--shard-size={args.shard_size}: give 1 byte or more")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    # Arrays go from disk to disk: an accelerator that is here may be training.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    with disk_told(args.out):
+        export(args)
+    return 0
+
+
+def export(args: argparse.Namespace) -> None:
+    """Writes the folder beside its place and moves it there when it is complete.
+
+    Raises:
+      UserError: what a user can mend. OSError: the disk.
+    """
+    from bytescope.train.checkpoints.saved_run import SavedRun
+
+    refuse_used(args.out, args.force)
+    run = SavedRun.open(args.run, args.step)
+    origin = os.path.expanduser(run.config.init.folder)
+    if origin and os.path.realpath(origin) == os.path.realpath(args.out):
+        raise UserError(f"{args.out} is the folder that the run began from: give another one")
+    partial = args.out.with_name(f".{args.out.name}.partial")  # of one that was killed, too
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        lines = _write(run, partial, DTYPES.get(args.dtype), args.shard_bytes, args.merge)
+        move(partial, args.out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print("\n".join([f"{args.out}: step {run.step} of {args.run}", *lines]))
+
+
+def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
+    """Writes the files; returns lines that say what they are.
+
+    Adapters and merged weights are other `Parameters` (tensors.py) of the same plan.
+    """
+    from bytescope.model import ModelConfig
+    from bytescope.train.checkpoints.saved_run import began_from
+    from bytescope.train.export import peft, tensors, tokenizer_files
+    from bytescope.train.export.config_json import config_json
+    from bytescope.train.export.safetensors_files import Files
+    from bytescope.train.weights.families import FAMILIES
+
+    folder = began_from(run)
+    raw = config_json(run.config.model.to_dict(), folder and folder.config)
+    model = ModelConfig.from_dict(run.config.model)
+    if merge and not run.config.lora.rank:
+        raise UserError(f"--merge: {run.workdir} has no adapters (lora.rank=0): leave it out")
+    if run.config.lora.rank and not merge:
+        return peft.write_adapters(run, out, model, FAMILIES[raw["model_type"]], folder, dtype)
+    text = tokenizer_files.text_of(run.config)
+    if folder is None:
+        raw |= tokenizer_files.special_ids(text)
+    parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
+    planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
+    (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    tokenizer_files.write_text_files(out, text, run.config, folder and folder.path)
+    tokenizer_files.write_generation_config(out, raw, folder and folder.path)
+    files = Files(out, planned, shard_bytes)
+    with _bar(files.nbytes) as tell:
+        for tensor, pieces in tensors.arrays(planned, parameters, model):
+            files.write(tensor, pieces)
+            tell(tensor.nbytes)
+    files.sync()
+    count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
+    lines = [
+        f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
+        f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}",
+        f"text       {text.note}",
+    ]
+    if run.config.init.folder and folder is None:
+        lines.append(
+            f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
+            "made of config.model, and dtypes are those of the run"
+        )
+    return lines
+
+
+def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:
+    """Name of a tensor -> the format's name of its dtype: what was asked for, else that of the folder's tensor of that
+    name, else that of the run's parameters."""
+    from bytescope.train.export.tensors import NAMES
+    from bytescope.train.weights.folder import FP8
+
+    own = NAMES[next(iter(run.arrays.values())).dtype]
+
+    def of(name: str) -> str:
+        if dtype is not None:
+            return dtype
+        if folder is None:
+            return own
+        found = folder.tensors.get(name) or next(iter(folder.tensors.values()))
+        if found.dtype in FP8:  # dequantized tensors are written in the dtype of the other tensors
+            return "BF16"
+        return found.dtype if found.dtype in NAMES.values() else own
+
+    return of
+
+
+def _most(planned: Sequence[Tensor]) -> str:
+    """The dtype that most bytes have, as config.json calls it."""
+    bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
+    return max(bytes_of, key=bytes_of.__getitem__)
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes written on a terminal; gives the function that advances it."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("writing weights"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,212 @@
+"""`bytescope generate`: text from a run or a folder of weights, its memory known before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.train.generate import generate_flags
+from bytescope.train.user_errors import UserError
+
+if TYPE_CHECKING:  # they bring jax along, which the parser does not need
+    from bytescope.train.generate.answers import Answers, Row
+    from bytescope.train.generate.engine import Engine
+    from bytescope.train.generate.model_source import Source
+    from bytescope.train.generate.text import Prompts
+
+EPILOG = """\
+examples:
+  bytescope generate runs/mine --prompt="Once upon a time" --temperature=0.8
+  bytescope generate smollm/ --chat                  a conversation
+  bytescope generate smollm/ --prompts=questions.jsonl --out=answers.jsonl
+
+Rows of --prompts hold text, tokens or messages, and a seed if they like; rows
+of --out hold prompt, tokens and text. The same command goes on where it was
+stopped. bytescope report --generate shows the memory for any device. To serve
+a model, export it to vLLM.
+exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    parser = Parser(
+        prog="bytescope generate",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        usage="%(prog)s RUN_OR_FOLDER [--prompt=TEXT | --prompts=FILE] [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Generate text from a run or a folder of weights; without a prompt, as you type.",
+    )
+    generate_flags.add_model(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this one, as the answer is made")
+    parser.add_argument("--prompts", type=user_path, metavar="FILE", help="answer each row of a file of JSON lines")
+    parser.add_argument(
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help="with --prompts: append each answer as it is finished; what is there already is not asked again",
+    )
+    parser.add_argument("--chat", action="store_true", help="a text is a user's message: put it into the chat template")
+    generate_flags.add_sampling(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, checked. Raises ValueError with an `exit_code` for a mistake in it."""
+    args = make_parser().parse_args(argv)
+    generate_flags.check(args)
+    if args.prompt is not None and args.prompts is not None:
+        raise UserError("give --prompt or --prompts")
+    if args.out is not None and args.prompts is None:
+        raise UserError(f"--out={args.out} belongs to --prompts=FILE: give both")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    generate_flags.start_devices(args)
+    return generate(args)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Answers what is asked.
+
+    Raises:
+      UserError: what the user can mend. DoesNotFit: the weights leave no room for a page.
+    """
+    from bytescope.train.generate.model_source import open_source
+    from bytescope.train.generate.text import Prompts
+
+    source = open_source(args.source, args.step)
+    with Prompts(source, args.chat) as prompts:
+        if args.prompts is not None:
+            return _file(args, source, prompts)
+        if args.prompt is not None or not sys.stdin.isatty():
+            text = sys.stdin.read() if args.prompt is None else args.prompt
+            return _one(args, source, prompts.of_row({"text": text}, "--prompt"))
+        from bytescope.train.generate.conversation import converse
+
+        return converse(args, source, prompts)
+
+
+def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> int:
+    from bytescope.train.generate.open_engine import open_engine
+    from bytescope.train.generate.request import request
+    from bytescope.train.generate.text import stream
+    from bytescope.train.launch.signals import INTERRUPTED
+
+    asked = request(args, tokens, source)
+    engine = open_engine(args, source, len(tokens) + asked.most, 1, args.temperature > 0)
+    began = time.perf_counter()
+    one = engine.submit(asked)
+    try:
+        stream(engine, one, source, args.stop)
+    except KeyboardInterrupt:
+        print()
+        return INTERRUPTED
+    print()
+    _tell(len(one.tokens) - len(tokens), time.perf_counter() - began)
+    return 0
+
+
+def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
+    """Answers the rows of a file, to the terminal or to --out."""
+    from contextlib import ExitStack
+
+    from bytescope.train.generate.answers import Answers, Row, read_rows
+    from bytescope.train.generate.open_engine import open_engine
+    from bytescope.train.generate.request import request
+
+    rows = []
+    for number, found in enumerate(read_rows(args.prompts)):
+        where = f"{args.prompts} row {number}"
+        seed = found.get("seed", (args.seed + number) % 2**32)
+        if type(seed) is not int or not 0 <= seed < 2**32:
+            raise UserError(f"{where}: seed={seed!r}: give a whole number from 0 to 2**32 - 1")
+        prompt = next((found[name] for name in ("text", "messages", "tokens") if name in found), None)
+        asked = request(args, prompts.of_row(found, where), source, seed)
+        rows.append(Row(number, prompt, asked, tuple(args.stop)))
+    with ExitStack() as stack:
+        out = stack.enter_context(Answers(args.out, rows)) if args.out else None
+        left = [row for row in rows if out is None or row.number not in out.done]
+        if not left:
+            print(f"{args.out}: all {len(rows)} rows are answered")
+            return 0
+        longest = max(left, key=lambda row: len(row.asked.tokens) + row.asked.most)
+        needed = len(longest.asked.tokens) + longest.asked.most
+        if needed > source.length:
+            raise UserError(
+                f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
+                f"--max-tokens={longest.asked.most} are more than the model's {source.length} positions: "
+                "shorten one of them"
+            )
+        engine = open_engine(args, source, needed, len(left), args.temperature > 0)
+        return _answer(engine, source, left, len(rows), out)
+
+
+def _answer(engine: Engine, source: Source, left: Sequence[Row], total: int, out: Answers | None) -> int:
+    """Answers rows, each as soon as it is done; Ctrl-C keeps what is done."""
+    from bytescope.train.generate.text import Growing
+    from bytescope.train.launch.signals import INTERRUPTED
+
+    under = {engine.submit(row.asked).number: row for row in left}
+    texts = {number: Growing(source.tokenizer, row.stops) for number, row in under.items() if source.tokenizer}
+    began, made = time.perf_counter(), 0
+    try:
+        with _progress(total) as note:
+            while engine.busy:
+                for one in engine.step():
+                    made += 1
+                    growing = texts.get(one.number)
+                    if growing:
+                        growing.follow(engine, one)
+                    if one.ended:
+                        _put(under[one.number], one, growing.text if growing else None, out)
+                        del under[one.number]
+                note(total - len(under), made / (time.perf_counter() - began))
+    except KeyboardInterrupt:
+        kept = f" in {out.path}: the same command answers the rest" if out else ""
+        print(f"interrupted: {total - len(under)} of {total} rows are answered{kept}", file=sys.stderr)
+        return INTERRUPTED
+    if out:
+        print(f"{out.path}: {total} rows answered")
+    _tell(made, time.perf_counter() - began)
+    return 0
+
+
+def _put(row: Row, one, text: str | None, out: Answers | None) -> None:
+    """An answer to the file, or to the terminal below its prompt."""
+    from bytescope.memory.view.console import safe
+
+    if out:
+        out.add(row, one, text)
+        return
+    shown = safe if sys.stdout.isatty() else str
+    prompt = row.prompt if isinstance(row.prompt, str) else " ".join(map(str, row.prompt))
+    print(
+        f"[{row.number}] {shown(prompt)}\n{shown(text) if text is not None else ' '.join(map(str, one.answer))}\n",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
+    """A line on a terminal; gives the function that is told how many rows are answered, and tokens a second."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, rate: None
+        return
+    with console.status(f"0 of {total} answered") as status:
+        yield lambda done, rate: status.update(f"{done} of {total} answered, {rate:,.0f} tokens/s")
+
+
+def _tell(count: int, seconds: float) -> None:
+    if sys.stderr.isatty():
+        print(f"{count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.1f} a second", file=sys.stderr)

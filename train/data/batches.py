@@ -1,0 +1,269 @@
+"""Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
+
+The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
+examples (`data.format`) come in rows (train/data/examples). Epoch e visits every window or row once, in an order drawn
+from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
+batch is split change nothing.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+
+import grain
+import numpy as np
+
+from bytescope.train.data.batch_algebra import IGNORE
+from bytescope.train.data.corpus import ShardFiles, find
+from bytescope.train.data.documents import Text
+from bytescope.train.data.examples.open_examples import open_examples
+from bytescope.train.data.examples.packing import ExampleSource
+from bytescope.train.data.record_texts import RecordTexts
+from bytescope.train.data.records import RecordFiles, left_out
+from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.shards import Shards, open_shards
+from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, load_tokenizer
+from bytescope.train.user_errors import UserError
+
+Batch = dict[str, np.ndarray]
+
+
+class TokenSource:
+    """Windows of a stream of tokens, by number.
+
+    `len(source)` is the number of windows, `source[i]` the i-th, int32 [seq_len + 1]; `tokens` is the length of the
+    stream. A last, incomplete window is dropped, or with `keep_tail` padded with `IGNORE`.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, vocab_size: int, keep_tail: bool):
+        self.seq_len, self.vocab_size, self.keep_tail = seq_len, vocab_size, keep_tail
+        self._arrays = [array for array in arrays if len(array)]
+        self._starts = [0, *accumulate(len(array) for array in self._arrays)]
+        self.tokens = self._starts[-1]
+
+    def __len__(self) -> int:
+        targets = max(self.tokens - 1, 0)
+        return -(-targets // self.seq_len) if self.keep_tail else targets // self.seq_len
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """Returns window i, int32 [seq_len + 1].
+
+        Raises IndexError past the end, UserError for a token that the data should not hold.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} of {len(self)}")
+        window = np.full(self.seq_len + 1, IGNORE, np.int32)
+        start = i * self.seq_len
+        stop = min(start + self.seq_len + 1, self.tokens)
+        # A window may span several shards, so that their size changes no window.
+        at, part = start, bisect_right(self._starts, start) - 1
+        while at < stop:
+            tokens = self._arrays[part][at - self._starts[part] : stop - self._starts[part]]
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+                raise UserError(
+                    f"tokens {at:,} to {at + len(tokens):,} contain the id {tokens.max()}, outside "
+                    f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare it again"
+                )
+            window[at - start : at - start + len(tokens)] = tokens
+            at, part = at + len(tokens), part + 1
+        return window
+
+    def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
+        """Returns the windows of these numbers, int32 [n, seq_len + 1]; all `IGNORE` from `stop`, or the end, on."""
+        padding = np.full(self.seq_len + 1, IGNORE, np.int32)
+        end = len(self) if stop is None else min(stop, len(self))
+        return np.stack([self[int(i)] if i < end else padding for i in numbers])
+
+    def batch(self, numbers: Iterable[int], stop: int | None = None) -> Batch:
+        """Returns the windows of these numbers as inputs and targets, int32 [n, seq_len] each."""
+        windows = self.windows(numbers, stop)
+        # Padding has no loss, but as an input it must still be a row of the embedding.
+        return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run. `fingerprint` identifies the content; `description` is one line for people."""
+
+    train: TokenSource | ExampleSource
+    heldout: TokenSource | ExampleSource
+    vocab_size: int  # the largest token id that can occur + 1
+    fingerprint: str
+    description: str
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of `text`."""
+        return self.tokenizer.encode(text).tolist()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`; invalid ids become U+FFFD."""
+        return self.tokenizer.decode(ids)
+
+
+def open_data(config: DataConfig) -> Data:
+    """Finds the data of `config`, tokenizes or maps them, and splits off what is held out.
+
+    Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too small.
+    """
+    if config.format != "text":
+        tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens)
+        train, heldout, fingerprint, description = open_examples(config, tokenizer)
+        return Data(train, heldout, tokenizer.vocab_size, fingerprint, description, tokenizer)
+    source = _find(config, "source")
+    sources = [source]
+    if config.eval_source:
+        sources.append(_find(config, "eval_source"))
+        parts = source.training_part(), sources[1].held_out_part()
+        if common := parts[0].paths & parts[1].paths:
+            raise UserError(
+                f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
+                "run trains on: hold out other files, or leave data.eval_source empty"
+            )
+        if isinstance(parts[0], Text | RecordTexts) and type(parts[0]) is type(parts[1]):
+            parts = parts[0].without(parts[1]), parts[1]
+    else:
+        parts = source.split()
+    tokenizer = _choose_tokenizer(config, sources)
+    vocab_size = max(found.vocab_size(tokenizer) for found in sources)
+    all_shards = all(isinstance(found, Shards) for found in sources)
+    if all_shards and tokenizer.name == ByteTokenizer.name and vocab_size > tokenizer.vocab_size:
+        tokenizer = IdTokenizer(vocab_size)  # not bytes, and no tokenizer is recorded
+
+    digest = blake2b(tokenizer.identity.encode(), digest_size=8)
+    if config.special_tokens != "text":
+        digest.update(f"special_tokens={config.special_tokens}".encode())
+    windows = []
+    for part, held_out in zip(parts, (False, True), strict=True):
+        arrays = part.arrays(tokenizer)
+        digest.update(part.identity(arrays))
+        windows.append(TokenSource(arrays, config.seq_len, vocab_size, keep_tail=held_out))
+    train, heldout = windows
+    _refuse_too_little(config, train, heldout, "; ".join(left_out(parts[0].malformed, parts[0].copies)))
+    description = _describe(config, parts, train, heldout, tokenizer)
+    return Data(train, heldout, vocab_size, digest.hexdigest(), description, tokenizer)
+
+
+def check_vocab(data: Data, vocab_size: int) -> None:
+    """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
+    if data.vocab_size > vocab_size:
+        raise UserError(
+            f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
+            f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more"
+        )
+
+
+def train_batches(
+    data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
+) -> Iterator[Batch]:
+    """Returns an endless iterator over this process's rows of each batch, from sequence `position` on.
+
+    Args:
+      rows: sequences of the global batch of one optimizer step.
+      row_slices: the rows of it that this process reads, in order; None for all.
+      position: sequences consumed so far, by all processes together.
+
+    Each item is {"inputs", "targets"}, both int32 [rows here, seq_len]; of packed examples also "segments": 1, 2, ...
+    in a row, and 0 for padding at its end; of rows of one example each also "mask": 1 for a token, 0 for padding.
+    Raises ValueError for a negative position or no rows; UserError, from the iterator, for a damaged shard.
+    """
+    if position < 0:
+        raise ValueError(f"position={position} is negative: count the sequences consumed")
+    mine, source = _own_rows(rows, row_slices), data.train
+    # grain draws epoch e from seed + e; hashing keeps neighbouring seeds from sharing their orders.
+    drawn = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
+    sequences = grain.MapDataset.range(len(source)).shuffle(seed=drawn).repeat()[position:]
+    # There is no remainder, but to keep one grain would round the endless length up, past what len() may return.
+    numbers = sequences.batch(rows, drop_remainder=True)
+    return iter(
+        numbers.map(lambda batch: source.batch(batch[mine])).to_iter_dataset(
+            _read_options(config.workers, config.prefetch)
+        )
+    )
+
+
+def heldout_batches(
+    data: Data, *, rows: int, sequences: int | None = None, row_slices: Sequence[slice] | None = None
+) -> Iterator[Batch]:
+    """Returns an iterator that gives every held-out token as a target once, in order.
+
+    Items are like those of `train_batches`. The last window and the last batch are padded with targets of
+    `IGNORE`; every process gets the same number of batches. With `sequences`, only the first so many windows, the
+    same ones however they are split into batches.
+    """
+    mine, source = _own_rows(rows, row_slices), data.heldout
+    count = len(source) if sequences is None else min(sequences, len(source))
+    steps = -(-count // rows)
+    numbers = grain.MapDataset.range(steps).map(lambda step: step * rows + mine)
+    return iter(
+        numbers.map(lambda batch: source.batch(batch, count)).to_iter_dataset(_read_options(workers=1, prefetch=2))
+    )
+
+
+def _own_rows(rows: int, row_slices: Sequence[slice] | None) -> np.ndarray:
+    every = np.arange(rows)
+    mine = every if row_slices is None else np.concatenate([every[:0], *(every[s] for s in row_slices)])
+    if not len(mine):
+        raise ValueError(f"rows={rows}, row_slices={row_slices}: this process would read no rows")
+    return mine
+
+
+def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:
+    # A thread reads a whole batch, so threads beyond the batches read ahead would be idle. Without threads the caller
+    # reads.
+    return grain.ReadOptions(num_threads=min(workers, prefetch), prefetch_buffer_size=prefetch)
+
+
+def _find(config: DataConfig, key: str) -> Text | RecordTexts | Shards:
+    found = find(getattr(config, key), f"data.{key}")
+    if isinstance(found, RecordFiles):
+        return RecordTexts(found, config.field, config.skip_bad)
+    return open_shards(found, config.dtype) if isinstance(found, ShardFiles) else found
+
+
+def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | RecordTexts | Shards]) -> Tokenizer:
+    """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
+    recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
+    asked = config.tokenizer != ByteTokenizer.name or not recorded
+    tokenizer = load_tokenizer(config.tokenizer if asked else recorded[0][0], special_tokens=config.special_tokens)
+    for path, identity in recorded:
+        if identity != tokenizer.identity:
+            raise UserError(
+                f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
+                f"{tokenizer.name} ({tokenizer.identity}): leave data.tokenizer at 'bytes' to "
+                "use theirs, or prepare them again"
+            )
+    return tokenizer
+
+
+def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, notes: str) -> None:
+    if not len(train):
+        raise UserError(
+            f"data.source={config.source!r} holds {train.tokens:,} tokens to train on"
+            f"{f' ({notes})' if notes else ''}, a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
+            "give more text or lower data.seq_len"
+        )
+    if not len(heldout):
+        raise UserError(
+            f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
+            "than 2: give more data, or set data.eval_source"
+        )
+
+
+def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer) -> str:
+    titles = [part.title for part in parts]
+    held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
+    notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]
+    if tokenizer.separator is None and any(isinstance(part, Text | RecordTexts) for part in parts):
+        notes.append("no separator between documents (the tokenizer has no end-of-text token)")
+    if config.special_tokens == "parse":
+        notes.append("special tokens written in the text are parsed")
+    if skipped := sum({part.title: part.skipped for part in parts}.values()):
+        notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
+    notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
+    return (
+        f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
+        f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}"
+    )

@@ -1,0 +1,200 @@
+"""Weights on the devices that are here, with the engine that fits beside them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.limits import budget_of, limit_bytes
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.records.report_record import Report
+from bytescope.memory.units import human
+from bytescope.model.paged.page_pool import PAGE
+from bytescope.model.quantized.quantized_formats import FORMATS
+from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
+from bytescope.train.generate.budget_arguments import KV
+from bytescope.train.generate.engine import Engine
+from bytescope.train.generate.model_source import WIDE, Source, describe_model
+from bytescope.train.generate.score import Scorer
+from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.program.config_files import title_of
+from bytescope.train.user_errors import UserError
+
+# Of a CPU's memory, which the system needs too.
+CPU_SHARE = 0.5
+# Platform -> sequences at once, tokens of prompts in a step: a CPU is soon busy, a GPU wants many rows.
+DEFAULTS = {"cpu": (8, 64)}
+OTHERS = (64, 512)
+
+
+def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> Sizes:
+    """Sizes of everything but the pool. longest: positions that the model takes; needed: of the longest request; count:
+    how many requests there are, None where more may come.
+
+    Raises:
+      UserError: --length is more than the model takes.
+    """
+    sequences, chunk = DEFAULTS.get(platform, OTHERS)
+    if args.length is not None and args.length > longest:
+        raise UserError(f"--length={args.length}: the model takes {longest} positions; give at most that")
+    sequences = args.sequences or min(sequences, count or sequences)
+    if args.length is None:  # powers of two, so that programs are found again in the compilation cache
+        length = PAGE
+        while length < min(needed, longest):
+            length *= 2
+    return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
+
+
+def budget(
+    steps: Steps,
+    sizes: Sizes,
+    limit: int,
+    drawing: Sequence[bool],
+    target: Target,
+    tell: Callable[[str], None] = lambda name: None,
+) -> tuple[Budget, dict[str, Report]]:
+    """The pool that fits the limit with these steps, which are compiled; and the report of each.
+
+    drawing: whether tokens are drawn; both where nobody knows yet.
+
+    Raises:
+      DoesNotFit: none does.
+    """
+    reports: dict[str, Report] = {}
+    # A prompt ends in a token, too; drawing it takes what of one row is nothing beside the rest.
+    shapes = {"one token each, drawn" if drawn else "one token each": (sizes.sequences, 1, drawn) for drawn in drawing}
+    shapes["prompts"] = sizes.rows(1, sizes.chunk), sizes.chunk, drawing[-1]
+
+    def measure(pages: int) -> dict[str, int]:
+        found = {}
+        for name, (rows, width, drawn) in shapes.items():
+            tell(name)
+            reports[name] = steps.report(with_pages(sizes, pages), rows, width, drawn, target)
+            found[name] = steps.extra_bytes(with_pages(sizes, pages), reports[name])
+        return found
+
+    most = sizes.sequences * sizes.table + 1
+    pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
+    found = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    return found, reports
+
+
+def with_pages(sizes: Sizes, pages: int) -> Sizes:
+    """The same sizes with so many pages."""
+    return dataclasses.replace(sizes, pages=pages)
+
+
+def _steps_here(args: argparse.Namespace, source: Source) -> Steps:
+    """The programs of a source's model for the devices of this process."""
+    return _steps(args, source.config, jax.devices(), source.base)
+
+
+def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.Device], base: str) -> Steps:
+    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype, base)
+    return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+
+
+def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
+    """Bytes of a device that may be used: what --limit says, else all, of a CPU's memory half."""
+    available = limit_bytes(device)
+    return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
+
+
+def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> Planned:
+    """The memory of generating from a config's model on a target, which may be a described one.
+
+    Raises:
+      DoesNotFit: no page is left. UserError: what the user can mend.
+    """
+    devices = target.devices()
+    base = args.weights or WIDE
+    steps = _steps(args, config, devices, base)
+    longest = config.model.max_seq_len
+    sizes = sizes_of(args, devices[0].platform, longest, longest, None)
+    found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
+    share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
+    weights = jax.numpy.dtype(steps.model.precision.compute).name
+    if base != WIDE:
+        weights = f"{FORMATS[base].summary}, the rest {weights}"
+    facts = (
+        f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
+        f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
+        f"{sizes.chunk} tokens",
+    )
+    return Planned(title_of(name), facts, found, reports)
+
+
+def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
+    """An engine for requests of up to `needed` positions, its weights loaded. A terminal is told its memory before.
+
+    count: how many requests there are, None where more may come. drawing: whether any of them draws.
+
+    Raises:
+      DoesNotFit: the weights leave no room. UserError: what the user can mend.
+    """
+    steps, device = _steps_here(args, source), jax.local_devices()[0]
+    limit = limit_here(args, device)
+    sizes = sizes_of(args, device.platform, source.length, needed, count)
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as shown:
+        status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
+        found, _ = budget(
+            steps,
+            sizes,
+            limit,
+            (drawing,),
+            targets.parse("local"),
+            lambda name: status.update(f"compiling the step of {name}") if status else None,
+        )
+    if console.is_terminal:
+        console.print(
+            f"weights {human(found.weights)}, pool {human(found.pool)} for {found.positions:,} positions, "
+            f"largest step {human(found.step)}; {human(found.limit)} available",
+            highlight=False,
+        )
+    with _bar(console) as tell:
+        params = source.read(steps.model, tell)
+    return Engine(steps, params, with_pages(sizes, found.pages))
+
+
+def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
+    """Programs that score texts of up to `longest` tokens, and the weights.
+
+    Raises:
+      DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.
+    """
+    steps, device = _steps_here(args, source), jax.local_devices()[0]
+    limit = limit_here(args, device)
+    scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
+    if scorer.bytes > limit:
+        raise DoesNotFit(
+            f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "
+            f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
+            "devices (--tensor=N or --fsdp=N)"
+        )
+    with _bar(Console(stderr=True)) as tell:
+        return scorer, source.read(steps.model, tell)
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the bytes read on a terminal; gives the function that is told of them."""
+    columns = (
+        TextColumn("reading weights"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

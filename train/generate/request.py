@@ -1,0 +1,86 @@
+"""A request for tokens, and what became of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.train.generate.generate_flags import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from bytescope.train.generate.model_source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What somebody asks for.
+
+    Fields:
+      tokens: of the prompt, at least one. most: tokens to generate at most. stops: tokens that end the answer, which
+      do not belong to it. temperature: 0 for the likeliest token. top_k, top_p, min_p: filters, 0, 1 and 0 for none.
+      seed: of what is drawn, 0 to 2**32 - 1.
+    """
+
+    tokens: tuple[int, ...]
+    most: int = 64
+    stops: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Running:
+    """A request under way.
+
+    Fields:
+      number: its place among all requests. tokens: of the prompt and the answer so far. pages: where the keys and
+      values of its first `computed` tokens are. known: full pages that others may find. ended: "" while it goes on;
+      "stop": by a token; "text": by a text, or by somebody; "length": it has as many tokens as were asked for.
+    """
+
+    number: int
+    asked: Asked
+    tokens: list[int]
+    pages: list[int] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    known: int = 0
+    ended: str = ""
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """The tokens that were generated, a stop left out."""
+        made = self.tokens[len(self.asked.tokens) :]
+        return made[:-1] if self.ended == "stop" else made
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values are not there yet."""
+        return len(self.tokens) - self.computed
+
+    def take(self, token: int) -> None:
+        """Adds the token that follows, and says whether that is the end."""
+        self.tokens.append(token)
+        if token in self.asked.stops:
+            self.ended = "stop"
+        elif len(self.tokens) - len(self.asked.tokens) >= self.asked.most:
+            self.ended = "length"
+
+
+def request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Asked:
+    """Returns the request that a command's flags make to `source` for a prompt."""
+    max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
+    return Asked(
+        tokens,
+        max_tokens,
+        frozenset() if args.ignore_end else source.ends,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed if seed is None else seed,
+    )

@@ -1,0 +1,110 @@
+"""Log-probabilities of texts under a model, computed over pages as prompts are, so that no text is too long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bytescope.memory.devices.compiler import stats_of
+from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.model.paged import paged_step as decode
+from bytescope.model.paged.page_pool import NOBODY, PAGE, View
+from bytescope.train.generate.steps import Sizes, Steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A text's place among the texts, its tokens, and the log-probability (nats) of each but the first, float32
+    [n - 1]."""
+
+    number: int
+    tokens: Sequence[int]
+    logprobs: np.ndarray
+
+
+class Scorer:
+    """Scores texts of up to `length` tokens, `chunk` tokens of them in one step.
+
+    Args:
+      steps: of the model; its own programs are not compiled. length, chunk: in tokens.
+    """
+
+    def __init__(self, steps: Steps, length: int, chunk: int):
+        self.sizes = Sizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
+        self._steps = steps
+        self._made: dict[int, jax.stages.Compiled] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What it takes on a device: weights, pages, temporaries of its largest program, which is compiled."""
+        own = stats_of(self._compiled(self.sizes.chunk)).own_bytes
+        return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
+
+    def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[Scored]:
+        """Each text as it is done, short ones first and together. params: the model's."""
+        pools = self._steps.make_pools(self.sizes.pages)
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+        while order:
+            width = next((width for width in self.sizes.widths if width >= len(texts[order[0]])), self.sizes.chunk)
+            some = [number for number in order if len(texts[number]) <= width] or order[:1]
+            some = some[: self.sizes.chunk // width]
+            order = order[len(some) :]
+            found, pools = self._batch(params, pools, [texts[number] for number in some], width)
+            for number, logprobs in zip(some, found):
+                yield Scored(number, texts[number], logprobs)
+
+    def _batch(
+        self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
+    ) -> tuple[list[np.ndarray], Any]:
+        """(the log-probabilities of texts, a row each, a step of `width` tokens of each after the other; the pools)."""
+        rows = self.sizes.chunk // width
+        table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
+        for row, text in enumerate(texts):
+            count = -(-len(text) // PAGE)
+            table[row, :count] = np.arange(page, page + count)
+            page += count
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        for start in range(0, max(map(len, texts)), width):
+            tokens, targets = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
+            positions = np.full((rows, width), -1, np.int32)
+            for row, text in enumerate(texts):
+                here, after = text[start : start + width], text[start + 1 : start + width + 1]
+                tokens[row, : len(here)], targets[row, : len(after)] = here, after
+                positions[row, : len(here)] = np.arange(start, start + len(here))
+            found_BT, pools = self._compiled(width)(params, pools, tokens, targets, View(positions, table))
+            logprobs = np.asarray(found_BT)
+            for row, text in enumerate(texts):
+                found[row].append(logprobs[row, : max(len(text[start + 1 : start + width + 1]), 0)])
+        return [np.concatenate(pieces) for pieces in found], pools
+
+    def _compiled(self, width: int) -> jax.stages.Compiled:
+        """The program for pieces of `width` tokens."""
+        if width not in self._made:
+            steps, everywhere = self._steps, self._steps.model.layout.sharding()
+            pools = steps.pool_shapes(self.sizes.pages)
+
+            def array(columns: int) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct((self.sizes.rows(1, width), columns), jnp.int32, sharding=everywhere)
+
+            places = jax.tree.map(lambda leaf: leaf.sharding, pools)
+            run = jax.jit(self._step, donate_argnums=1, out_shardings=(everywhere, places))
+            with kept_back(), steps.for_kernels():
+                self._made[width] = run.lower(
+                    steps.model.shapes, pools, array(width), array(width), View(array(width), array(self.sizes.table))
+                ).compile()
+        return self._made[width]
+
+    def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):
+        """(log-probability of each target, float32 [B, T]; the pools)."""
+        steps = self._steps
+        model = nnx.merge(steps.model.graph, params)
+        x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)
+        logits_BTV = model.logits(x_BTD, jnp.float32)
+        chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return chosen_BT - jax.nn.logsumexp(logits_BTV, axis=-1), pools

@@ -1,0 +1,210 @@
+"""The compiled programs of an engine: a few static shapes, each compiled once; devices may be described ones."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from bytescope.memory.analysis import report_of
+from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.records.report_record import Report
+from bytescope.model.paged import paged_step as decode
+from bytescope.model.paged.page_pool import PAGE, View
+from bytescope.train.generate.model_source import Model
+from bytescope.train.generate.sampling import Draws, choose
+from bytescope.train.parallel.xla_options import for_pallas
+from bytescope.train.step.optimizer.host_offload import device_bytes
+from bytescope.train.user_errors import UserError
+
+# What the arguments of a step are, for its report.
+ROLES = (("^params", "params"), ("^pools", "cache"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static shapes of an engine.
+
+    Fields:
+      pages: of the pool, NOBODY among them. sequences: under way at once. chunk: tokens of prompts in one step, a
+      multiple of PAGE. length: positions of a sequence at most.
+    """
+
+    pages: int
+    sequences: int
+    chunk: int
+    length: int
+
+    @property
+    def table(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.length // PAGE)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of a piece of a prompt: a page, four, a chunk."""
+        return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
+
+    def rows(self, count: int, width: int) -> int:
+        """Rows of the step for so many pieces. Of prompts always all, of single tokens a power of four or all: each
+        shape is compiled on its own."""
+        if width > 1:
+            return self.chunk // width
+        found = 1
+        while found < count:
+            found *= 4
+        return min(found, self.sequences)
+
+
+def run_step(
+    graph: nnx.GraphDef,
+    kernel: str,
+    drawing: bool,
+    params: Any,
+    pools: Sequence[Any],
+    tokens_BT: jax.Array,
+    view: View,
+    last_B: jax.Array,
+    draws: Draws,
+) -> tuple[jax.Array, list[Any]]:
+    """(int32 [B], the token that follows the one at `last_B` of each row; the pools)."""
+    model = nnx.merge(graph, params)
+    x_BTD, pools = decode.step(model, tokens_BT, view, pools, kernel)
+    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
+    with jax.named_scope("head"):
+        logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
+    places_B = jnp.take_along_axis(view.positions_BT, last_B[:, None], axis=1)[:, 0] + 1
+    with jax.named_scope("sampling"):
+        return choose(logits_BV, draws, places_B, drawing), pools
+
+
+class Steps:
+    """Programs of one model with one kernel; `compilation` makes each as it is first asked for.
+
+    Args:
+      model: its devices may be described ones; then nothing can be run. kernel: a row of `KERNELS` of
+      model/paged/paged_kernels.py. stored: the dtype of keys and values in the pool; one of 8 bits has scales.
+    """
+
+    def __init__(self, model: Model, kernel: str, stored: DTypeLike):
+        mesh = model.layout.mesh
+        if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
+            raise UserError(
+                f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it is for one GPU; leave it out"
+            )
+        self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
+        self._made: dict[tuple, Compilation] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in the pools of all layers, on one device."""
+        return device_bytes(self.pool_shapes(1))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on one device."""
+        return device_bytes(self.model.shapes)
+
+    def pool_shapes(self, pages: int) -> list[Any]:
+        """The pools as ShapeDtypeStruct with shardings: heads over the devices where they divide."""
+        mesh = self.model.layout.mesh
+        heads = 1 if self.model.config.attention_kind == "mla" else self.model.config.n_kv_heads
+        axes, size = [], 1
+        for axis in ("tensor", "fsdp"):
+            if mesh.shape[axis] > 1 and heads % (size * mesh.shape[axis]) == 0:
+                axes.append(axis)
+                size *= mesh.shape[axis]
+
+        def one(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(None, None, tuple(axes) or None, *(None,) * (leaf.ndim - 3))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        shapes = jax.eval_shape(
+            partial(decode.make_pools, self.model.config, pages, self.stored, self.model.precision.compute)
+        )
+        return jax.tree.map(one, shapes)
+
+    def make_pools(self, pages: int) -> list[Any]:
+        """The empty pools."""
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
+        return jax.jit(
+            lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
+            out_shardings=places,
+        )()
+
+    def traced(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
+        """The step of `rows` pieces of `width` tokens."""
+        everywhere = self.model.layout.sharding()
+
+        def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        pools = self.pool_shapes(sizes.pages)
+        draws = Draws(
+            array(rows, dtype=jnp.float32),
+            array(rows),
+            array(rows, dtype=jnp.float32),
+            array(rows, dtype=jnp.float32),
+            array(rows, dtype=jnp.uint32),
+        )
+
+        def step(params, pools, tokens, view, last, draws):  # its arguments' names are those of reports
+            return run_step(self.model.graph, self.kernel, drawing, params, pools, tokens, view, last, draws)
+
+        places = jax.tree.map(lambda leaf: leaf.sharding, pools)
+        run = jax.jit(step, donate_argnums=1, out_shardings=(everywhere, places))
+        return run.trace(
+            self.model.shapes,
+            pools,
+            array(rows, width),
+            View(array(rows, width), array(rows, sizes.table)),
+            array(rows),
+            draws,
+        )
+
+    def compilation(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> Compilation:
+        """The same, compiled."""
+        key = sizes.pages, sizes.table, rows, width, drawing
+        if key not in self._made:
+            with self.for_kernels():
+                traced = self.traced(sizes, rows, width, drawing)
+                self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
+        return self._made[key]
+
+    def for_kernels(self) -> contextlib.AbstractContextManager:
+        """A context for the Pallas kernels of the steps, if they have any."""
+        needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
+        return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
+
+    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> Report:
+        """Its memory report."""
+        return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
+
+    def extra_bytes(self, sizes: Sizes, report: Report) -> int:
+        """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
+        return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
+
+    def run(
+        self,
+        sizes: Sizes,
+        drawing: bool,
+        params: Any,
+        pools: Sequence[Any],
+        tokens: np.ndarray,
+        view: View,
+        last: np.ndarray,
+        draws: Draws,
+    ) -> tuple[np.ndarray, list[Any]]:
+        """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
+        found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
+            params, pools, tokens, view, last, draws
+        )
+        return np.asarray(found), pools

@@ -1,0 +1,233 @@
+"""Several processes that train one model: their numbers, waiting for all of them, and what they must agree on.
+
+Each process runs `bytescope train` with its own devices; jax joins them into one mesh. Process 0 writes the run
+directory and prints; every process reads its own rows of the data and writes its own shards of a checkpoint.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+from bytescope.train.launch.liveness import Link
+from bytescope.train.launch.rendezvous import meet, own_address
+from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
+from bytescope.train.launch.token import Token
+from bytescope.train.user_errors import Lost, UserError
+
+# A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
+LAUNCHERS = (
+    "SLURM_STEP_NODELIST",
+    "OMPI_MCA_orte_hnp_uri",
+    "OMPI_COMM_WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_WORKER_HOSTNAMES",
+    "MEGASCALE_COORDINATOR_ADDRESS",
+)
+FLAGS = ("coordinator", "process", "processes")
+LONGEST_S = 10**6  # maximum seconds to wait until other processes connect or continue: eleven days
+NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
+
+
+class Address(NamedTuple):
+    """Where process 0 listens, the number of this process, and the number of processes."""
+
+    host: str
+    port: int
+    index: int
+    count: int
+    launched: bool  # found through a launcher
+
+    def __str__(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a run in several processes to `parser`."""
+    group = parser.add_argument_group("several processes (detected under SLURM and Open MPI)")
+    group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="seconds to wait until all are connected (default 300)",
+    )
+
+
+def find(args: argparse.Namespace) -> Address | None:
+    """The address by flag or launcher; None for a run of one process.
+
+    Raises:
+      UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
+    """
+    if not 0 < args.timeout <= LONGEST_S:  # nor nan
+        raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds, at most {LONGEST_S}")
+    given = {name: getattr(args, name) for name in FLAGS}
+    if given == {"coordinator": None, "process": None, "processes": 1}:
+        return None
+    if missing := [f"--{name}" for name in FLAGS if given[name] is None]:
+        if len(missing) < len(FLAGS):
+            raise UserError(f"{' and '.join(missing)} missing: give --coordinator, --process and --processes together")
+        return _launched(args.timeout)
+    host, port = _host_port(args.coordinator)
+    if args.processes < 1 or not 0 <= args.process < args.processes:
+        raise UserError(
+            f"--process={args.process} --processes={args.processes}: processes are numbered from 0 "
+            "to one less than their number"
+        )
+    return Address(host, port, args.process, args.processes, False) if args.processes > 1 else None
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--coordinator={text}: give HOST:PORT, such as node1:4567")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _launched(timeout: float) -> Address | None:
+    if not any(os.environ.get(name) for name in LAUNCHERS):
+        return None
+    from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which returns nothing
+
+    try:
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, int(timeout)
+        )
+    except Exception as error:  # whatever a launcher's environment lacks
+        raise UserError(
+            f"the launcher's environment cannot be read ({error}): give --coordinator, --process and --processes"
+        ) from error
+    if address is None or count is None or index is None or count == 1:
+        return None
+    return Address(*_host_port(address), index, count, True)
+
+
+class Processes:
+    """The processes of a run as one of them sees them; without a `link` it is the only one."""
+
+    def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
+        self.index, self.count, self._link = index, count, link
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which writes the run directory and prints."""
+        return self.index == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, in the order of their numbers. All must call it, in the same order."""
+        return [value] if self._link is None else self._link.gather(value)
+
+    def from_first(self, value: Any) -> Any:
+        """Process 0's JSON value. All must call it, in the same order."""
+        return self.gather(value if self.first else None)[0]
+
+    def at(self, doing: str) -> None:
+        """This process goes on, with what `doing` says; "": with nothing for which it could keep others waiting."""
+        if self._link is not None:
+            self._link.at(doing)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A context. An error raised inside it in one process ends all processes, with the exit code of its kind.
+
+        Clean-up outside of the context must not wait for other processes.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if self._link is None:
+                raise
+            if isinstance(error, UserError):
+                self._link.fail(error.exit_code, "\n".join([str(error), *getattr(error, "advice", ())]))
+            if isinstance(error, KeyboardInterrupt):
+                self._link.fail(INTERRUPTED, "interrupted")
+            # A collective fails when another process dies; then that is the error to print.
+            self._link.settle(NEWS_S)
+            import traceback
+
+            traceback.print_exc()
+            self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+    def interrupt(self, note: str) -> NoReturn:
+        """Prints `note` and ends all processes at once."""
+        if self._link is None:
+            leave_at_once(note)
+        self._link.fail(INTERRUPTED, note)
+
+    def close(self) -> None:
+        """Waits until all processes are done, then ends the link to them."""
+        if self._link is None:
+            return
+        import jax
+
+        self.gather(None)
+        jax.distributed.shutdown()
+        self._link.close()
+
+
+ALONE = Processes()
+
+
+def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
+    """Joins the processes of the run. Call before jax starts a backend.
+
+    address: what `find` made of `args`. stall_timeout: seconds without a step after which the straggler is named, a
+    quarter of it if the straggler is silent; 0: never. A stopped process does not end the run, however long it lasts.
+
+    Raises:
+      UserError: a port that is taken.
+      Lost: not all connected in time.
+    """
+    if address is None:
+        return ALONE
+    began = time.monotonic()
+    peers = meet(
+        address.host, address.port, address.index, address.count, args.timeout, Token(args.workdir, address.port)
+    )
+    link = Link(address.index, address.count, peers, stall_timeout=stall_timeout)
+    processes = Processes(address.index, address.count, link)
+    with processes.together():
+        left = max(args.timeout - (time.monotonic() - began), 60.0)
+        _start_jax(address, left)
+    return processes
+
+
+def _start_jax(address: Address, timeout: float) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
+    if address.index:
+        _await_port(address, timeout)
+    # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
+    # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
+    here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
+    jax.distributed.initialize(
+        str(address),
+        address.count,
+        address.index,
+        initialization_timeout=int(timeout),
+        heartbeat_timeout_seconds=LONGEST_S,
+        coordinator_bind_address=str(address._replace(host=here)) if here else None,
+        cluster_detection_method=None if address.launched else "deactivate",
+    )
+
+
+def _await_port(address: Address, timeout: float) -> None:
+    """Returns when jax's coordinator listens: its clients lose a second with every attempt that is too early.
+
+    Raises Lost when it does not listen within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):
+            return
+        time.sleep(0.02)
+    raise Lost(f"process 0 connected, but its coordinator does not listen at {address}")

@@ -1,0 +1,211 @@
+"""Process limits and settings that must be in place before jax starts, and two workarounds for libraries."""
+
+import contextlib
+import ctypes
+import gc
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices.host_memory import address_space_limit, cgroup_room
+from bytescope.memory.devices.platform import choose_platform, give_threads, simulated
+from bytescope.memory.units import human
+from bytescope.train.user_errors import DoesNotFit, UserError
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None
+
+SETTLE_S = 0.5  # seconds for the threads of a failed read to end
+# Host memory that a start takes before the step's memory is known: libraries, and compiling the smallest config (jax
+# 0.10.2 on a CPU; measured in a cgroup).
+START_BYTES = 320 * 2**20
+# Address space that threads take after jax has started: 8 MiB of stack per thread, and 64 MiB per glibc arena.
+THREADS_BYTES = 2**30
+# Open files: a start needs MIN_FILES (libraries, data, a checkpoint's arrays), and requests MAX_FILES.
+MIN_FILES, MAX_FILES = 64, 65536
+# The soft limit is as high as the hard one by then.
+RAISE_FILES = "raise the hard limit (ulimit -Hn as root, /etc/security/limits.conf, a container's --ulimit nofile)"
+_PROBE = (
+    "import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
+    "mmap.mmap(-1, int(sys.argv[1]))"
+)
+
+
+def check_limits() -> None:
+    """Raises the soft limit of open files, and refuses limits under which jax would abort or the kernel would kill this
+    process without a message. Call before jax is imported.
+
+    Raises:
+      UserError: the limit of open files is too low.
+      DoesNotFit: the cgroup has too little memory left, or the address space is too small.
+    """
+    files = raise_file_limit()
+    if files is not None and files < MIN_FILES:
+        raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: {RAISE_FILES}")
+    room = cgroup_room()
+    if room is not None and room < START_BYTES:
+        raise DoesNotFit(
+            f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
+            f"takes {human(START_BYTES)} besides the step: raise the limit of the container or job"
+        )
+    limit = address_space_limit()
+    if limit is not None and not _starts():
+        raise DoesNotFit(
+            f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
+            "threads: lift it with ulimit -v unlimited"
+        )
+
+
+def _starts() -> bool:
+    """Returns whether jax starts under the limits of this process, tried in a subprocess because jax may abort."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, str(THREADS_BYTES)],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    return done.returncode == 0
+
+
+def raise_file_limit() -> int | None:
+    """Raises the soft limit of open files as far as allowed, up to MAX_FILES. Returns the new limit, or None if there
+    is none."""
+    if resource is None:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # the system may have a lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def files_warning() -> str:
+    """Returns a warning if this process has 80 % or more of its permitted files open, else ""."""
+    if resource is None:
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        count = len(os.listdir("/dev/fd"))
+    except OSError:
+        return ""
+    if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
+        return ""
+    return (
+        f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
+        "its ports (port scans, health checks), or raise ulimit -Hn and start again"
+    )
+
+
+def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
+    """Sets the compilation cache and, if asked for, deterministic kernels. Call before any array exists.
+
+    processes, index: how many the run has, and which this is.
+
+    Several devices of the CPU, simulated or of several processes, have no cache: XLA orders the collectives of a
+    program that it compiles, and loses the order of one that it reads back (thunk_serdes_proto.cc gives each
+    collective a resource of its own; jaxlib 0.10.2), so that devices may wait for each other for ever.
+    """
+    if config.train.deterministic:
+        # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
+        flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    import jax
+
+    if choose_platform() == "cpu" and simulated(os.environ) * processes > 1:
+        give_threads()
+        if config.train.cache_dir not in ("", "none") and index == 0:
+            print(
+                f"note: train.cache_dir={config.train.cache_dir} is not used: several CPU devices compile at each "
+                "start, since XLA's cache loses the order of their collectives",
+                file=sys.stderr,
+            )
+        jax.config.update("jax_compilation_cache_dir", None)  # the user's environment may name one
+    elif config.train.cache_dir != "none":
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(config.train.cache_dir or default))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        compile_cache.mend(lambda line: print(f"note: {line}", file=sys.stderr))
+
+
+def return_freed_memory() -> None:
+    """Returns host memory that compiling has freed to the system.
+
+    glibc keeps freed blocks in its arenas; after a compile these are some 200 MB, which a CPU run would
+    otherwise hold to its end besides its buffers. Does nothing without glibc.
+    """
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        except (OSError, AttributeError):  # another C library
+            return
+
+
+def forget_peak() -> None:
+    """Lets the peak of this process' resident memory count from now on; without Linux, or the right to, it stays."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+class Held:
+    """Standard error of a `with` block, held back and shown at its end unless `drop` is set."""
+
+    drop = False
+
+
+@contextlib.contextmanager
+def stderr_held() -> Iterator[Held]:
+    """Holds standard error back, for a call whose failure is reported in one line.
+
+    A library's threads print a traceback each for reads that nobody waits for any more, some of them only when the
+    failed coroutine is collected.
+    """
+    sys.stderr.flush()
+    held, screen = Held(), os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield held
+        finally:
+            if held.drop:
+                forgive_abandoned()  # some are collected only later
+                gc.collect()
+                time.sleep(SETTLE_S)
+            sys.stderr.flush()
+            os.dup2(screen, 2)
+            os.close(screen)
+            file.seek(0)
+            if not held.drop:
+                os.write(2, file.read())
+
+
+def forgive_abandoned() -> None:
+    """From now on what a failed read or write has left behind ends without a word: coroutines, and writes of
+    tensorstore's threads, which tell a loop that is closed already. Both would print a traceback each."""
+    if not isinstance(sys.unraisablehook, _Forgiving):
+        sys.unraisablehook = _Forgiving(sys.unraisablehook)
+
+
+class _Forgiving:
+    """A hook for exceptions that could not be raised; those that are not forgiven go to the hook before it."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not late and not inspect.iscoroutine(unraisable.object):
+            self._before(unraisable)

@@ -1,0 +1,81 @@
+"""Trees of training state between orders of stacked layers: that of the layers, and that in which stages hold them.
+
+An order: stack -> the layer of each row, -1 for a row of none; a stack that is not named has its layers in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bytescope.train.step.optimizer.host_offload import fetch
+
+Order = Mapping[str, Sequence[int]]
+LAYERS: Order = {}  # all stacks have their layers in order
+BY_DEFAULT = (None, "device", "unpinned_host")  # memory that programs write; what is pinned on the host they do not
+
+
+def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
+    """Shapes and shardings of the tree `abstract`, which is in `order`, as they are in the order `wanted`."""
+
+    def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
+        shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
+        if isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]:  # whole on every stage
+            sharding = NamedSharding(
+                sharding.mesh, PartitionSpec(None, *sharding.spec[1:]), memory_kind=sharding.memory_kind
+            )
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    return _of_stacks(abstract, order, wanted, one)
+
+
+def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
+    """The tree, which is in `order`, in the order `wanted`; rows of no layer are 0.
+
+    abstract: shapes with shardings of the result; arrays are then given up one by one as they are replaced. Without it
+    arrays may be NumPy's.
+    """
+    shardings = iter(()) if abstract is None else iter([leaf.sharding for leaf in jax.tree.leaves(abstract)])
+
+    def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
+        places = np.array([np.argmax(have == layer) if layer >= 0 else len(have) for layer in want])
+        sharding = next(shardings, None)
+        if sharding is None:
+            return np.take(np.concatenate([leaf, np.zeros_like(leaf[:1])]), places, axis=0)
+        here = sharding if sharding.memory_kind in BY_DEFAULT else sharding.with_memory_kind("device")
+        made = jax.jit(partial(_take, places=places), out_shardings=here)(leaf)
+        out = jax.block_until_ready(made if here is sharding else jax.device_put(made, sharding))
+        leaf.delete()  # so that no more than one leaf is there twice
+        return out
+
+    def kept(leaf: Any) -> Any:
+        next(shardings, None)
+        return leaf
+
+    return _of_stacks(tree, order, wanted, one, kept)
+
+
+def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
+    return jnp.take(fetch(leaf), jnp.asarray(places), axis=0, mode="fill", fill_value=0)
+
+
+def _of_stacks(
+    tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """`function(order, wanted order, leaf)` of the leaves of stacks whose two orders differ, `kept` of the others."""
+    moved = {}
+    for stack in {*order, *wanted}:
+        layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)
+        both = tuple(np.array(each.get(stack) or layers) for each in (order, wanted))
+        if both[0].tolist() != both[1].tolist():
+            moved[stack] = both
+
+    def one(path: tuple, leaf: Any) -> Any:
+        stack = next((key.key for key in path if getattr(key, "key", None) in moved), None)
+        return kept(leaf) if stack is None or not leaf.ndim else function(*moved[stack], leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree)

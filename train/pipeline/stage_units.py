@@ -1,0 +1,254 @@
+"""What one stage does in a tick: layers of one chunk forward, keeping their residuals, or backward, summing gradients.
+
+Both run inside a `jax.shard_map` over the stages; the other axes of the mesh stay the compiler's. A stage without work
+in a tick runs its loops no turn: a conditional would copy the sums of gradients.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.model import Transformer
+from bytescope.model.experts.expert_layer import Load, choice_shares
+from bytescope.model.frozen import joined
+from bytescope.model.runs import BLOCKS
+from bytescope.model.segments import Packed
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.pipeline.stages import StackRows
+from bytescope.train.step.pullback import Pullback, row_of
+from bytescope.train.step.routing import weighed
+from bytescope.train.step.step_weights import Weights
+
+Leaves = list[jax.Array]
+STAGE = "stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """What the blocks read of a micro-batch besides the residual stream.
+
+    keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: number
+    of counted tokens, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
+    """
+
+    keys: jax.Array | None
+    packed: Packed | None
+    tokens: jax.Array
+    coefficients: jax.Array
+
+    @property
+    def key_B(self) -> jax.Array | None:
+        """The dropout keys."""
+        return None if self.keys is None else jax.random.wrap_key_data(self.keys)
+
+
+jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficients"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class StackUnit:
+    """The layers of one stack in a chunk.
+
+    block: (x_BLD, parameters of a layer, its number, key_B, packed) -> (x_BLD, load) under the remat policy.
+    weights: of these parameters; routed: whether the layers have experts. turns: the scope that says how often the
+      loops over the layers of a chunk turn (memory/hlo/loops.py). recipe, dtypes: filled by the first trace.
+    """
+
+    rows: StackRows
+    block: Callable[..., tuple[jax.Array, Load | None]]
+    weights: Weights
+    routed: bool
+    turns: str
+    recipe: Pullback = dataclasses.field(default_factory=Pullback)
+    dtypes: list = dataclasses.field(default_factory=list)
+
+    def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
+        """Returns ((y_BLD, losses), pullback, load) of one layer.
+
+        losses: the balance and z losses [2]; with a pooled balance loss, which needs all layers, the mean scores of the
+        experts and the z loss [E + 1].
+        """
+
+        def run(x_BLD, own):
+            y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
+            if load is None:
+                losses = jnp.zeros(2)
+            elif load.shares is None:
+                losses = jnp.stack([load.balance, load.router_z])
+            else:
+                losses = jnp.append(load.shares, load.router_z)
+            return (y_BLD, losses), load
+
+        return jax.vjp(run, x_BLD, own, has_aux=True)
+
+    def layer(
+        self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
+    ) -> tuple[jax.Array, Load | None, Leaves]:
+        """(output of one layer, what its router did, residuals to keep)."""
+        (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
+        kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
+        self.dtypes[:] = [leaf.dtype for leaf in kept]
+        return y_BLD, load, [_plain(leaf) for leaf in kept]
+
+    def forward(
+        self,
+        unit: jax.Array,
+        count: jax.Array,
+        first: jax.Array,
+        x_BLD: jax.Array,
+        stash: Leaves,
+        own: Any,
+        fixed: Any,
+        load: Load | None,
+        pool: jax.Array | None,
+        micro: Micro,
+    ) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
+        """Returns (the chunk's output, then stash, load and `pool` with the values of its layers added).
+
+        `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
+        `own`, `fixed`: trained and frozen parameters, [rows of the stage, ...]. `stash`: [slots, rows of a chunk, ...].
+        `pool`: each expert's share of the choices and of the scores, summed over layers, for each micro-batch, float32
+        [A, 2, E]; None without a pooled balance loss.
+        """
+        number, chunk, slot = unit
+
+        def turn(index, carry):
+            x_BLD, stash, load, pool = carry
+            row = chunk * self.rows.rows + index
+            x_BLD, found, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
+            stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
+            if found is not None:
+                load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
+                if found.shares is not None:
+                    pool = pool.at[number].add(jnp.stack([choice_shares(found.counts), found.shares]))
+            return x_BLD, stash, load, pool
+
+        with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
+            return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load, pool))
+
+    def run(
+        self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
+    ) -> jax.Array:
+        """The output of the first `count` layers of a chunk; nothing is kept. Arguments as of `forward`."""
+
+        def turn(index, x_BLD):
+            weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
+            return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
+
+        return jax.lax.fori_loop(0, count, turn, x_BLD)
+
+    def backward(
+        self,
+        unit: jax.Array,
+        count: jax.Array,
+        first: jax.Array,
+        d_BLD: jax.Array,
+        stash: Leaves,
+        own: Any,
+        fixed: Any,
+        sums: Any,
+        busy_AE: jax.Array | None,
+        micro: Micro,
+    ) -> tuple[jax.Array, Any]:
+        """Returns (gradient of the chunk's input, sums with the gradients of its layers added). Arguments as for
+        `forward`.
+
+        `busy_AE`: each expert's share of a micro-batch's choices, mean over all layers; None without a pooled balance
+        loss.
+        """
+        number, chunk, slot = unit
+        d_losses = micro.coefficients
+        if self.routed and busy_AE is not None:
+            # The gradient of E sum(busy * shares) with respect to a layer's shares; choices have no gradient.
+            d_shares = micro.coefficients[0] * busy_AE.shape[1] * busy_AE[number]
+            d_losses = jnp.append(d_shares, micro.coefficients[1])
+
+        def turn(index, carry):
+            d_BLD, sums = carry
+            index = count[chunk] - 1 - index
+            row = chunk * self.rows.rows + index
+            weights = row_of((own, fixed), row)
+            kept = [_typed(_read(leaf, (slot, index)), dtype) for leaf, dtype in zip(stash, self.dtypes, strict=True)]
+            pullback = self.recipe.join(kept, jax.tree.leaves(weights), _shared(first[chunk] + index, micro))
+            d_BLD, d_own = pullback((d_BLD, d_losses))
+            d_own = self.weights.gradients(jax.tree.map(lambda grad: grad[None], d_own))
+
+            def add(total, grad):
+                return _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))
+
+            return d_BLD, jax.tree.map(add, sums, d_own)
+
+        with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
+            return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
+
+
+def _shared(number: jax.Array, micro: Micro) -> Leaves:
+    """What a layer's residuals may be that the backward pass has by itself."""
+    return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
+
+
+def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    """`leaf` [..., *new] with `new` at the leading indices `at`."""
+    zeros = [0] * new.ndim
+    return jax.lax.dynamic_update_slice(leaf, new[(None,) * len(at)], (*at, *zeros))
+
+
+def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    shape = leaf.shape[len(at) :]
+    return jax.lax.dynamic_slice(leaf, (*at, *[0] * len(shape)), (1,) * len(at) + shape).reshape(shape)
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    """Keys of random numbers as their data, which arrays of zeros can stand for."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
+    return jax.random.wrap_key_data(leaf) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else leaf
+
+
+def turns_of(most: int, total: int, times: int) -> str:
+    """The scope of a loop of at most so many turns, `total` of them in `times` runs (memory/hlo/loops.py)."""
+    return f"turns_{most}_mean_{total}_{times}"
+
+
+def stack_units(
+    model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
+) -> list[StackUnit]:
+    """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
+    blocks = {run.stack: block for run, block in model.layers()}
+    units, runs = [], schedule.ticks * schedule.stages
+    for rows in stacks:
+        routed = bool(model.config.experts) and rows.stack == BLOCKS
+        own = dataclasses.replace(weights, axes=weights.axes.get(rows.stack, {}), layout=model.place)
+        turns = turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()), runs)
+        units.append(StackUnit(rows, blocks[rows.stack], own, routed, turns))
+    return units
+
+
+def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
+    """`function` on the shards of each stage; the other axes of the mesh stay the compiler's."""
+    return jax.shard_map(
+        function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
+    )
+
+
+def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
+    """On all stages the `x` of the one that has `mine`, inside of the stages."""
+    x = jnp.where(mine, x, 0)
+    # XLA's CPU compiler (0.10 to 0.12) aborts on sums of 16 bits here; in float32 one summand is as exact.
+    wide = layout.mesh.devices.flat[0].platform == "cpu" and x.dtype.itemsize < 4
+    return jax.lax.psum(x.astype(jnp.float32) if wide else x, STAGE).astype(x.dtype)
+
+
+def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
+    """`function(carried)` where `condition` holds, else `carried`: a loop of one turn or none, in place.
+
+    turns: the scope that says how often it holds.
+    """
+    with jax.named_scope(turns):
+        return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

@@ -1,0 +1,235 @@
+"""Through the layers of a model, one at a time: look at its inputs, find scales, round, write, and go on.
+
+The host holds three streams of activations: the calibration text's and the held-out text's through the model as it is,
+and the held-out text's through what was written. So inputs are those of the original model, as in llm-awq, perplexity
+of both is known at the end, and the device never holds more than one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from bytescope.model.quantized import groups
+from bytescope.train.quantize.folds import Fold, fold_in
+from bytescope.train.quantize.origin import Origin
+from bytescope.train.quantize.output import Output
+from bytescope.train.quantize.quantize_programs import Programs, put
+from bytescope.train.weights.leaves import parameters_of
+from bytescope.train.weights.packed import Codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How codes are found. scales: inputs are scaled by what the text shows. clip: groups may be clipped."""
+
+    summary: str
+    scales: bool
+    clip: bool
+
+
+METHODS = {
+    "awq": Method("activation-aware scales and clipped groups (AWQ)", True, True),
+    "rounding": Method("round to nearest", False, False),
+}
+Tell = Callable[[int, int, str], None]  # called with calls of programs done, all of them, and what is done next
+
+
+@dataclasses.dataclass
+class Streams:
+    """Activations on the host, in the compute dtype: [windows, tokens, d_model] each."""
+
+    calibration: np.ndarray
+    original: np.ndarray
+    written: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run found. layers: a row each, as of `result.Result`. before, after: perplexity of the held-out text."""
+
+    layers: list[dict[str, Any]]
+    before: float
+    after: float
+
+
+class Work:
+    """One model on its way.
+
+    Args:
+      tokens: calibration and held-out windows, int32 [windows, tokens]; their numbers are multiples of the rows of a
+      call.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        programs: Programs,
+        method: Method,
+        tokens: tuple[np.ndarray, np.ndarray],
+        output: Output,
+        tell: Tell,
+    ):
+        self.origin, self.programs, self.method, self.output = origin, programs, method, output
+        self._calibration, self._held_out = tokens
+        self._tell, self._calls = tell, 0
+        paths = parameters_of(origin.model)
+        self._within = {path.split(".", 2)[2] for path in paths if path.startswith("blocks.0.")}
+        self._outside = [path for path in paths if not path.startswith("blocks.")]
+
+    @property
+    def calls(self) -> int:
+        """Calls of programs on rows in all."""
+        rows = self.programs.sizes.rows
+        return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
+
+    def run(self) -> Outcome:
+        """Writes all layers; those that an earlier start has written are run through alone."""
+        self.output.write(-1, self._tables(), {})
+        shell = put(self._tables(), self.programs.shell_shapes)
+        calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
+        del shell  # tables are read again in the end: nothing holds them, or those that are written, meanwhile
+        streams = Streams(calibration, original, self._embed(self._written_tables(), self._held_out))
+        for layer in range(self.origin.model.n_layers):
+            self._layer(layer, streams)
+        before = self._perplexity(put(self._tables(), self.programs.shell_shapes), streams.original)
+        return Outcome(self.output.done, before, self._perplexity(self._written_tables(), streams.written))
+
+    # ---- a layer ----------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int, streams: Streams) -> None:
+        params = {
+            path: self.origin.source.parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within
+        }
+        written = layer < len(self.output.done)
+        on_device = put(params, self.programs.block_shapes)
+        sums = self._forward(layer, on_device, streams.calibration, "calibration", watch=not written)
+        self._forward(layer, on_device, streams.original, "held-out text")
+        del on_device
+        if written:
+            kept, codes = self.output.read(layer)
+        else:
+            kept, codes, errors = self._quantize(layer, params, sums)
+            self.output.write(layer, kept, codes)
+        del sums
+        rounded = {path: array.astype(np.float16).astype(np.float32) for path, array in kept.items()}
+        rounded |= {path: decoded(one).reshape(params[path].shape) for path, one in codes.items()}
+        self._forward(layer, put(rounded, self.programs.block_shapes), streams.written, "what was written")
+        if not written:
+            self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
+
+    def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
+        """Takes a stream through a block, in place; with `watch` the sums of the products' inputs."""
+        rows, number = self.programs.sizes.rows, np.int32(layer)
+        program = (self.programs.watch() if watch else self.programs.block()).compiled
+        sums = self.programs.no_sums() if watch else None
+        for start in range(0, len(x_NLD), rows):
+            self._tell(self._calls, self.calls, f"layer {layer}: {what}")
+            x_BLD = x_NLD[start : start + rows]
+            if watch:
+                y_BLD, sums = program(params, number, x_BLD, sums)
+            else:
+                y_BLD = program(params, number, x_BLD)
+            x_NLD[start : start + rows] = np.asarray(y_BLD)
+            self._calls += 1
+        return sums
+
+    def _quantize(
+        self, layer: int, params: dict[str, np.ndarray], sums: Any
+    ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
+        """(parameters that stay wide, with scales in them; the packed weights; a row of errors for each)."""
+        found, scales, powers = dict(params), {}, {}
+        for fold in self.programs.folds:
+            self._tell(self._calls, self.calls, f"layer {layer}: scales of {fold.name}")
+            size_I, gram_II = sums[fold.input]  # errors are shares: X'X need not be divided by the tokens, nor copied
+            magnitudes_I = size_I / self._calibration.size
+            scales[fold.name], powers[fold.name] = np.ones(len(magnitudes_I), np.float32), 0.0
+            if self.method.scales and fold.before:
+                flat = tuple(self._flat(found, path) for path in fold.weights)
+                scale_I, power, _ = self.programs.search(fold).compiled(gram_II, magnitudes_I, flat)
+                found, scales[fold.name] = fold_in(fold, self.programs.config, found, np.asarray(scale_I))
+                powers[fold.name] = float(power)
+        codes, errors = {}, []
+        for fold in self.programs.folds:
+            self._tell(self._calls, self.calls, f"layer {layer}: rounding {fold.name}")
+            for path in fold.weights:
+                codes[path], row = self._round(fold, path, sums[fold.input][1], scales[fold.name], params, found)
+                errors.append({"weight": path, "power": powers[fold.name], **row})
+        return {path: array for path, array in found.items() if path not in codes}, codes, errors
+
+    def _round(
+        self,
+        fold: Fold,
+        path: str,
+        gram_II: jax.Array,
+        scale_I: np.ndarray,
+        params: Mapping[str, np.ndarray],
+        scaled: Mapping[str, np.ndarray],
+    ) -> tuple[Codes, dict[str, float]]:
+        """A packed weight, and its error and that of plain rounding as shares of the output's mean square."""
+        program = self.programs.quantize(fold, path).compiled
+        found, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
+        return Codes(*map(np.asarray, found)), {"error": float(error), "rounding": float(plain)}
+
+    def _flat(self, params: Mapping[str, np.ndarray], path: str) -> np.ndarray:
+        return np.ascontiguousarray(params[path].reshape(self.programs.matrices[path].sizes))
+
+    # ---- both ends --------------------------------------------------------------------------------------------
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        """The parameters of no layer."""
+        return {path: self.origin.source.parameter(path).astype(np.float32) for path in self._outside}
+
+    def _written_tables(self) -> Any:
+        """The same as they are written, on the device; the padding of the vocabulary is zeros."""
+        stored, like = self.output.read(-1)[0], self.programs.shell_shapes
+        sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
+        return put(
+            {
+                path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
+                for path, array in stored.items()
+            },
+            like,
+        )
+
+    def _embed(self, shell: Any, tokens_NL: np.ndarray) -> np.ndarray:
+        rows = self.programs.sizes.rows
+        return np.concatenate(
+            [
+                np.asarray(self.programs.embed().compiled(shell, tokens_NL[start : start + rows]))
+                for start in range(0, len(tokens_NL), rows)
+            ]
+        )
+
+    def _perplexity(self, shell: Any, x_NLD: np.ndarray) -> float:
+        """That of the held-out text."""
+        self._tell(self._calls, self.calls, "perplexity")
+        rows = self.programs.sizes.rows
+        total = sum(
+            float(
+                self.programs.head().compiled(shell, x_NLD[start : start + rows], self._held_out[start : start + rows])
+            )
+            for start in range(0, len(x_NLD), rows)
+        )
+        return math.exp(min(total / (len(x_NLD) * (x_NLD.shape[1] - 1)), 700))
+
+
+def decoded(one: Codes) -> np.ndarray:
+    """The float32 weights [inputs, outputs] that the codes are of."""
+    return np.asarray(groups.decode(one.codes_IO, one.zeros_GO, one.scales_GO))
+
+
+def drift(streams: Streams) -> float:
+    """The mean square of what both streams of the held-out text differ by, as a share of the original's."""
+    difference = power = 0.0
+    for mine, theirs in zip(streams.written, streams.original):
+        mine, theirs = mine.astype(np.float32), theirs.astype(np.float32)
+        difference += float(np.square(mine - theirs).sum())
+        power += float(np.square(theirs).sum())
+    return difference / max(power, 1e-30)

@@ -1,0 +1,95 @@
+"""Evaluation of a run: the loss on held-out data, and answers to the prompts of `train.eval_prompts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from bytescope.train.data.batches import Data, heldout_batches
+from bytescope.train.data.feed import held_out_rows, put
+from bytescope.train.generate.answers import read_rows
+from bytescope.train.generate.training_sample import Sampler, generate, over_pages
+from bytescope.train.program.program import Program
+from bytescope.train.run import profile
+from bytescope.train.step.state import Tally
+from bytescope.train.user_errors import UserError
+
+if TYPE_CHECKING:
+    from bytescope.train.run.loop import Run
+
+ANSWERS = "answers.jsonl"  # in the run directory
+
+
+@profile.hosted("evaluation")
+def evaluate(run: Run, state: Any, step: int) -> float | None:
+    """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
+    evaluates."""
+    program, total = run.program, None
+    batches = heldout_batches(
+        run.data,
+        rows=program.batch.rows,
+        row_slices=held_out_rows(program),
+        sequences=run.config.train.eval_sequences or None,
+    )
+    for host in batches:
+        if run.stopping():
+            return None
+        run.processes.at(f"evaluating at step {step}")
+        tally: Tally = run.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
+        # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
+        total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
+    loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
+    run.evaluated = (step, loss / max(tokens, 1.0))
+    for row in run.prompts.answers(state.model_params, step):
+        run.answers.write(row)
+    run.record({"step": step, "eval_loss": run.evaluated[1], "eval_tokens": int(tokens)})  # the last: it is evaluated
+    return run.evaluated[1]
+
+
+class EvalPrompts:
+    """The prompts of `train.eval_prompts`, answered at each evaluation.
+
+    Raises:
+      UserError: the file cannot be read, or a row has no text.
+    """
+
+    def __init__(self, program: Program, data: Data):
+        config = program.config.train
+        self.program, self.data, self.texts = program, data, list[str]()
+        if not config.eval_prompts:
+            return
+        for number, row in enumerate(read_rows(Path(config.eval_prompts).expanduser(), "train.eval_prompts")):
+            if not isinstance(row.get("text"), str):
+                raise UserError(
+                    f"train.eval_prompts={config.eval_prompts} row {number} has no text: write rows such as"
+                    ' {"text": "Once"}'
+                )
+            self.texts.append(row["text"])
+        if not config.sample_tokens:
+            raise UserError(
+                f"train.eval_prompts={config.eval_prompts} with train.sample_tokens=0: say how many tokens "
+                "an answer has"
+            )
+        self._prompts = [data.encode(text) for text in self.texts]
+        self._sampler: Sampler | None = None
+        if over_pages(program):
+            self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
+
+    def answers(self, params: Any, step: int) -> list[dict[str, Any]]:
+        """A row of the answers' file for each prompt: step, row, prompt, text."""
+        if not self.texts:
+            return []
+        config, program = self.program.config.train, self.program
+        if self._sampler is not None:
+            answers = self._sampler.answers(params, self._prompts, config.sample_temperature)
+        else:
+            answers = [
+                generate(program, params, prompt, config.sample_tokens, config.sample_temperature)
+                for prompt in self._prompts
+            ]
+        return [
+            {"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)}
+            for number, (text, answer) in enumerate(zip(self.texts, answers))
+        ]

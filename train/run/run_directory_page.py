@@ -1,0 +1,311 @@
+"""A run directory as one HTML file that opens offline: loss, speed and memory along the steps, report, trace, config.
+
+What does not move is prepared here for `templates/run.html`; the curves are drawn by `static/run.js`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import quote
+
+from bytescope.memory.files import write_whole
+from bytescope.memory.findings import routing_findings
+from bytescope.memory.profile import trace_page
+from bytescope.memory.records.report_record import Finding, Report
+from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.units import column_unit, human
+from bytescope.memory.view import prediction_text as times_text
+from bytescope.memory.view.elements import (
+    Cell,
+    Figure,
+    Section,
+    Table,
+    figure,
+    parts,
+    program_facts,
+    subject,
+    table,
+    versions,
+)
+from bytescope.memory.view.frame import page
+from bytescope.train.run.run_directory import PAGE, RunDirectory, read
+
+# Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and
+# its highest.
+MAX_POINTS, MAX_FINDINGS, MAX_KEYS = 1200, 4, 12
+# Curve -> the number of a row that it shows.
+CURVES = {
+    "loss": "loss",
+    "norm": "grad_norm",
+    "rate": "lr",
+    "tokens": "tokens_per_s",
+    "in_use": "memory.in_use_bytes",
+    "peak": "memory.peak_bytes",
+    "predicted": "memory.predicted_bytes",
+}
+# File or folder beside the page -> what a link to it says.
+BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
+
+
+def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
+    """Writes the page of a run directory, as index.html in it or to `out`; returns what it found there.
+
+    others: run directories whose losses are drawn over those of the run.
+
+    Raises:
+      ReportError: the folder holds no run.
+      OSError: the page cannot be written.
+    """
+    out = out or workdir / PAGE
+    found = read(workdir)
+    beside = [read(other) for other in others]
+    write_whole(out, render(found, os.path.relpath(workdir.absolute(), out.absolute().parent), beside))
+    return found
+
+
+def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] = ()) -> str:
+    """The page of a run, as text. `folder`: the run directory as seen from the page, for its links; `others`: runs to
+    compare it with."""
+    report, trace = run.report, run.breakdown
+    prefix = "" if folder == "." else f"{folder}/"
+    return page(
+        "run",
+        f"{run.name} · run",
+        page_data(run, others),
+        heading=run.name,
+        figures=_figures(run),
+        where=subject(report) if report else "no report",
+        facts=program_facts(report) if report else [],
+        versions=versions(report.versions) if report else "",
+        state=_state(run),
+        problems=run.problems,
+        links=_links(run, prefix),
+        report=report,
+        memory=parts(report.breakdown, report.allocated_bytes) if report else [],
+        memory_figures=_memory(report) if report else [],
+        findings=_findings(run),
+        trace=trace
+        and {
+            "where": trace_page.where_text(trace),
+            "figures": trace_page.figures(trace),
+            "cells": trace_page.cells(trace),
+        },
+        runs=_runs((run, *others)) if others else None,
+        commands=_commands(run, prefix),
+        config=_config(run.config),
+        has_rows=any(one.rows or one.evaluations for one in (run, *others)),
+    )
+
+
+def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
+    """Everything the script draws, as JSON values: curves as (steps, values), bytes, seconds."""
+    curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
+    bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
+    return {
+        "name": run.name,
+        "curves": curves,
+        "limit": _limit(run),
+        "shared": run.report is not None and _on_cpu(run.report),
+        "unit": column_unit(max([*bytes_shown, 1]), 1.0),
+        "trace": run.breakdown and trace_page.page_data(run.breakdown),
+        "others": [
+            {"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)} for other in others
+        ],
+    }
+
+
+def _curve(run: RunDirectory, field: str) -> tuple[list[float], list[float]]:
+    return curve([(row["step"], row[field]) for row in run.rows if field in row])
+
+
+def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
+    return curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
+
+
+def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """(steps, values): all points, or of each stretch the lowest and the highest, with the first and the last."""
+    if len(points) > most:
+        size, kept = len(points), {0, len(points) - 1}
+        for k in range(most // 2):
+            stretch = range(k * size // (most // 2), (k + 1) * size // (most // 2))
+            kept |= {min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])}
+        points = [points[i] for i in sorted(kept)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def predicted_bytes(run: RunDirectory) -> float | None:
+    """The bytes that the measured ones are compared with, as the last row has them, else the report."""
+    seen = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
+    return seen[-1] if seen else run.report and run.report.predicted_bytes
+
+
+def _on_cpu(report: Report) -> bool:
+    return report.target.get("platform") == "cpu"
+
+
+def _limit(run: RunDirectory) -> float | None:
+    """Bytes available, as the allocator said at the last row, else as the report has them."""
+    seen = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
+    return seen[-1] if seen else run.report and run.report.limit_bytes
+
+
+# ---- the header -----------------------------------------------------------------------------------------------
+
+
+def _state(run: RunDirectory) -> dict[str, str]:
+    """Whether the run is finished, for the mark of the header."""
+    if not run.step:
+        return {"kind": "unknown", "words": "no update recorded"}
+    if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:
+        return {"kind": "fits", "words": "✓ finished"}
+    return {"kind": "tight", "words": f"at step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")}
+
+
+def _figures(run: RunDirectory) -> list[Figure]:
+    found = [Figure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
+    if run.evaluations:
+        last, best = run.evaluations[-1], min(run.evaluations, key=lambda row: row["eval_loss"])
+        worse = last["eval_loss"] > best["eval_loss"]
+        note = f"best {best['eval_loss']:.4f} at step {int(best['step']):,}" if worse else "the best of the run"
+        found.append(Figure("held-out loss", f"{last['eval_loss']:.4f}", note))
+    losses = [row for row in run.rows if "loss" in row]
+    if losses:
+        found.append(Figure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
+    speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
+    if speeds:
+        times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
+        note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
+        found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
+        taken = Prediction.stated(run.report) if run.report else None
+        if taken:
+            found.append(
+                Figure(
+                    "predicted update", times_text.taken(taken), f"{times_text.interval(taken)}; rates: {taken.rates}"
+                )
+            )
+    peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
+    if peaks:
+        of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
+        predicted = predicted_bytes(run)
+        note = f"; predicted {human(predicted)}" if predicted is not None else ""
+        found.append(Figure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
+    return found + _routing(run)
+
+
+def _routing(run: RunDirectory) -> list[Figure]:
+    """What the routers of a mixture last did with its tokens; [] for a run without experts."""
+    routed = [row for row in run.rows if "load_max" in row]
+    if not routed:
+        return []
+    last = routed[-1]
+    idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
+    return [
+        Figure(
+            "busiest expert",
+            f"{last['load_max']:.2f} x the mean",
+            f"at step {int(last['step']):,}; "
+            f"{f'{idle:,}' if idle else 'none'} idle, {f'{dropped:.2%} of the rows' if dropped else 'no row'} "
+            "dropped",
+        )
+    ]
+
+
+def _findings(run: RunDirectory) -> list[Finding]:
+    """What the routers of the run did, then the largest findings of the report."""
+    own = run.report.findings if run.report else []
+    return [
+        *routing_findings.findings_of(run.rows, run.config),
+        *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS],
+    ]
+
+
+def _memory(report: Report) -> list[Figure]:
+    return [
+        figure("peak live", report.peak_bytes),
+        figure("allocated", report.allocated_bytes),
+        figure("predicted", report.predicted_bytes),
+        figure("limit", report.limit_bytes),
+    ]
+
+
+def _runs(runs: Sequence[RunDirectory]) -> Table:
+    """The runs by their last figures, and by the config keys in which they differ from each other."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [key for key in keys if len({_shown(run.config.get(key, "")) for run in runs}) > 1]
+    left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
+
+    def last(run: RunDirectory, field: str, rows: Sequence[Mapping[str, float]]) -> float | None:
+        return next((row[field] for row in reversed(rows) if field in row), None)
+
+    columns = (
+        ("run", "name", lambda run: run.name),
+        ("steps", "num", lambda run: f"{run.step:,}"),
+        ("held-out loss", "num", lambda run: _number(last(run, "eval_loss", run.evaluations), ".4f")),
+        ("train loss", "num", lambda run: _number(last(run, "loss", run.rows), ".4f")),
+        ("tokens/s", "num", lambda run: _number(last(run, "tokens_per_s", run.rows), ",.0f")),
+        ("measured", "num", lambda run: _number(last(run, "memory.peak_bytes", run.rows), "bytes")),
+        (
+            "what differs",
+            "text",
+            lambda run: "\n".join(
+                [*(f"{key} {_shown(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left]
+            ),
+        ),
+    )
+    return table(columns, runs)
+
+
+def _number(value: float | None, form: str) -> Cell:
+    """A figure of a run, an empty cell for None; in `form`, or as bytes."""
+    if value is None:
+        return Cell("")
+    return Cell(human(value) if form == "bytes" else format(value, form), value=value)
+
+
+# ---- what lies beside -----------------------------------------------------------------------------------------
+
+
+def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
+    """(address, words) of the pages that lie in the run directory."""
+    return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
+
+
+def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
+    """(what it is for, command) of what can be done with the run, for a shell in the page's folder."""
+
+    def path(name: str = "") -> str:
+        return shlex.quote(prefix + name or ".")
+
+    found = []
+    if "memory.json" in run.files:
+        found.append(
+            (
+                "this run's memory against another's",
+                f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html",
+            )
+        )
+    if "profile" in run.files and "trace.html" not in run.files:
+        found.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
+    if "events" in run.files:
+        found.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
+    return found
+
+
+def _config(config: Mapping[str, Any]) -> list[Section]:
+    """The config by its groups; keys without a group come first."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key, value in config.items():
+        group, _, name = str(key).rpartition(".")
+        groups.setdefault(group, []).append((name, _shown(value)))
+    return [Section(group or "run", entries) for group, entries in sorted(groups.items())]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"

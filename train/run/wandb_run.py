@@ -1,0 +1,150 @@
+"""Weights & Biases: the same rows, where `train.wandb` names a project. What fails there never ends a training.
+
+The id of its run is kept in the run directory, so that a resumed run goes on in the same one; rows that it has already
+are left out. Without a network, or with WANDB_MODE=offline, everything is written below WORKDIR/wandb, and `wandb sync`
+sends it later.
+"""
+
+import importlib.util
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.records.report_json import one_line
+from bytescope.memory.records.report_record import Report
+from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.run.tensorboard import summary
+from bytescope.train.user_errors import UserError
+
+ID = "wandb.json"
+# Seconds that a start and an end wait for the network.
+START_S, END_S = 20.0, 60.0
+
+
+def check(project: str) -> None:
+    """Whether rows can go to `project`; "" asks for nothing.
+
+    Raises:
+      UserError: the package is not installed, the name is not valid, or nobody is logged in.
+    """
+    if not project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"train.wandb={project}: the package wandb is not installed: pip install 'bytescope[wandb]' "
+            "(or pip install wandb), or leave the key empty"
+        )
+    import wandb
+
+    try:
+        wandb.Settings(project=project)
+    except wandb.errors.UsageError as error:
+        raise UserError(f"train.wandb={project}: {_line(error)}: give the name of a project") from error
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise UserError(
+            f"train.wandb={project}: not logged in to wandb: run wandb login, or set WANDB_MODE=offline "
+            "and send it later with wandb sync"
+        )
+
+
+class WandbRun:
+    """The run of one start: `write`, `finish` and `close` as `tensorboard.Events` has them.
+
+    Args:
+      workdir: the run directory. project: of wandb. config: by dotted key. report: of the compiled step.
+      tell: says in a line what failed.
+    """
+
+    def __init__(
+        self, workdir: Path, project: str, config: Mapping[str, Any], report: Report, tell: Callable[[str], None]
+    ):
+        self._workdir, self._tell, self._run = workdir, tell, None
+        settings = {
+            "project": project,
+            "id": _id(workdir / ID, project),
+            "name": workdir.name,
+            "dir": str(workdir),
+            "config": {**config, "memory": summary(report)},
+        }
+        failure = self._start(settings)
+        if failure is None:
+            tell(f"wandb: {self._run.url or f'recorded in {workdir}/wandb; wandb sync sends it later'}")
+            return
+        tell(
+            f"warning: wandb does not answer ({failure}): this start is recorded in {workdir / 'wandb'}; "
+            "wandb sync sends it later"
+        )
+        if failure := self._start({**settings, "mode": "offline"}):
+            tell(f"warning: nothing goes to wandb: {failure}")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds scalars at a step."""
+        self._safely(lambda: self._run.log(dict(values), step=step))
+
+    def finish(self, step: int, sample: str) -> None:
+        """Adds the sample of the finished run to its summary."""
+        del step
+        self._safely(lambda: self._run.summary.update({"sample": sample}))
+
+    def close(self, failed: bool) -> None:
+        """Ends the run, waiting at most a minute for the network, and the process that sends its rows."""
+        self._safely(lambda: self._run.finish(exit_code=int(failed)))
+        self._run = None
+        _teardown()
+
+    def _start(self, settings: Mapping[str, Any]) -> str | None:
+        """Starts the run; what failed, in a line, or None."""
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                resume="allow",
+                **settings,
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_git=True, init_timeout=START_S, finish_timeout=END_S
+                ),
+            )
+        except Exception as error:  # of many kinds, none of which may end a training
+            _teardown()
+            return _line(error)
+        return None
+
+    def _safely(self, action: Callable[[], None]) -> None:
+        """Does it, if there is a run; a failure is told once, and ends the run of wandb alone."""
+        if self._run is None:
+            return
+        try:
+            action()
+        except Exception as error:  # of many kinds, none of which may end a training
+            self._run = None
+            self._tell(f"warning: wandb failed and gets no more rows: {_line(error)}")
+
+
+def _id(path: Path, project: str) -> str:
+    """The id of the run in `project`, from `path`; a new one, written there, for another project or no readable
+    file."""
+    try:
+        kept = json.loads(path.read_text())
+        if kept["project"] == project and isinstance(kept["id"], str):
+            return kept["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # the first start, or a damaged file
+    found = secrets.token_hex(4)
+    write_atomically(path, json.dumps({"project": project, "id": found}) + "\n")
+    return found
+
+
+def _teardown() -> None:
+    """Ends the process that sends rows."""
+    import wandb
+
+    try:
+        wandb.teardown()
+    except Exception:  # it ends with this process anyway
+        return
+
+
+def _line(error: Exception) -> str:
+    return one_line(error, 160) or type(error).__name__

@@ -1,0 +1,191 @@
+"""Backward pass and update as one loop over layers: a layer's gradient is freed before the next one is computed.
+
+As in LOMO (Lv et al. 2023, arXiv 2306.09782), here with any row of the optimizers.
+The forward loop keeps what the remat policy of each layer keeps. The backward loop carries the stacks of parameters
+and optimizer state, takes layer i out, pulls the gradient back through it and writes the updated layer in its place.
+Embedding, final norm and head are updated outside of the loop. Since a layer's gradient is used before those of earlier
+layers are known, it can be clipped by its own norm, not by the norm of all.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.frozen import joined
+from bytescope.model.placement import row_major
+from bytescope.model.segments import Packed
+from bytescope.train.step.loss_fn import in_ring_order
+from bytescope.train.step.optimizer.host_offload import fetch
+from bytescope.train.step.optimizer.partwise import Leaves, Part, PartwiseUpdate
+from bytescope.train.step.optimizer.rules import clip_scale, squares
+from bytescope.train.step.pullback import Pullback, row_of
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedBackward:
+    """(params, opt_state, batch, dropout_key_B, tokens, rounding_key, frozen) -> (loss sum in nats, new params, new
+    opt_state).
+
+    Args:
+      graph: of the Transformer. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      weights: `train.step.step_weights.Weights`, for parameters on their way in and gradients on their way out.
+      update: the update layer by layer. dropout: whether the keys are used.
+    """
+
+    graph: nnx.GraphDef
+    cross_entropy: Callable[..., jax.Array]
+    weights: Any
+    update: PartwiseUpdate
+    dropout: bool
+
+    def __call__(
+        self,
+        params: Any,
+        opt_state: Any,
+        batch: Batch,
+        key_B: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+        frozen: Any = None,
+    ) -> tuple[jax.Array, Any, Any]:
+        base = (frozen or {}).get("blocks")
+        computed = self.weights.copy(params)
+        key_B = key_B if self.dropout else None
+        # Frozen layers are no part of the carry: the loops read them where they are.
+        rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
+        inputs_BL, targets_BL = in_ring_order(batch, self.weights.layout)
+
+        def transformer(rest):
+            return nnx.merge(self.graph, joined({**rest, "blocks": computed["blocks"]}, frozen))
+
+        def end(rest, x_BLD):
+            model = transformer(rest)
+            x_BLD = model.finish(x_BLD)
+            with jax.named_scope("loss"):
+                return self.cross_entropy(x_BLD, model.head(), targets_BL)
+
+        packed = transformer(rest).packed(batch.get("segments"))
+        x_BLD, pull_begin = jax.vjp(lambda rest: transformer(rest).begin(inputs_BL, key_B, packed), rest)
+        with jax.named_scope("blocks"):
+            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], base, x_BLD, key_B, packed)
+        loss, pull_end = jax.vjp(end, rest, x_BLD)
+        d_end, d_BLD = pull_end(jnp.ones_like(loss))
+        # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
+        stack = None if computed is params else computed["blocks"]
+        blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
+        (d_begin,) = pull_begin(d_BLD)
+        grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
+        return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
+
+    def _forward(
+        self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
+    ) -> tuple[jax.Array, list]:
+        """(output of the last block, per segment its pullbacks, residuals [layers, ...], layer numbers and unroll)."""
+        out = []
+        for run, block in model.layers():
+            segment, recipe = run.segment, Pullback()
+
+            def layer(x_BLD, number, block=block, recipe=recipe):
+                own = jax.tree.map(row_major, fetch(row_of(stack, number)))
+                fixed = jax.tree.map(row_major, row_of(base, number))
+                y_BLD, pullback = jax.vjp(
+                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own
+                )
+                return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
+
+            numbers = jnp.arange(segment.start, segment.stop)
+            at_once = model.at_once(segment)
+            x_BLD, kept = jax.lax.scan(layer, x_BLD, numbers, unroll=at_once)
+            out.append((partial(recipe.join, shared=jax.tree.leaves(packed)), kept, numbers, at_once))
+        return x_BLD, out
+
+    def _backward(
+        self,
+        params: Any,
+        opt_state: Any,
+        copies: Any,
+        base: Any,
+        segments: list,
+        d_BLD: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+    ) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
+        """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
+        # XLA's GPU compiler transposes what is gathered or scattered over its last dimension. Without `row_major` it
+        # transposes the stacks instead, those of the optimizer too, and holds copies of all layers.
+        part = self._stack()
+        p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
+        shared, inverse = self.update.shared(s), self._inverse(tokens)
+
+        def layer(carry, xs, join):
+            d_BLD, stacks, total = carry
+            kept, number = xs
+            source = stacks[0] if copies is None else jax.tree.leaves(copies)
+            own = [row_major(fetch(row_of(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
+            d_BLD, d_own = join(kept, own)(d_BLD)
+            grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
+            grads = jax.tree.leaves(grads)
+            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the products' activations
+                grads = [row_major(grad) for grad in grads]
+            with jax.named_scope("optimizer"):
+                square = squares(grads)
+                stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse), rounding)
+            return (d_BLD, stacks, total + square), None
+
+        carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
+        for join, kept, numbers, at_once in reversed(segments):
+            carry, _ = jax.lax.scan(
+                lambda carry, xs, join=join: layer(carry, xs, join),
+                carry,
+                (kept, numbers),
+                reverse=True,
+                unroll=at_once,
+            )
+        return carry[1], carry[2], carry[0]
+
+    def _kept_as(self, grads: Any) -> Any:
+        """Gradients of some of the parameters, in the dtype and sharding that their update expects."""
+        axes = {name: self.weights.axes[name] for name in grads}
+        return dataclasses.replace(self.weights, axes=axes).gradients(grads)
+
+    def _finish(
+        self,
+        params: Any,
+        opt_state: Any,
+        blocks: tuple[Leaves, Leaves],
+        grads: Any,
+        total: jax.Array,
+        tokens: jax.Array,
+        rounding: jax.Array,
+    ) -> tuple[Any, Any]:
+        """(new params, new opt_state): updates everything outside of the blocks and joins it with them."""
+        update, part = self.update, self._stack()
+        p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
+        shared, inverse = update.shared(s), self._inverse(tokens)
+        for places, leaves, values in ((part.params, p, blocks[0]), (part.kept, s, blocks[1])):
+            for place, value in zip(places, values):
+                leaves[place] = value
+        with jax.named_scope("optimizer"):
+            square = squares(grads)
+            g = jax.tree.leaves({**grads, "blocks": params["blocks"]})  # at the places of the parameters
+            rest = [own for own in update.parts[0] if own is not part]
+            scales = dict.fromkeys([own.group for own in rest], self._scale(square, inverse))
+            update.run(rest, p, s, g, shared, scales, rounding)
+            return update.result(p, s, shared, jnp.sqrt(total + square) * inverse, opt_state[0])
+
+    def _stack(self) -> Part:
+        return next(part for part in self.update.parts[0] if part.stacked)
+
+    def _inverse(self, tokens: jax.Array) -> jax.Array:
+        return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+
+    def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
+        """The factor from a summed gradient, whose squares sum to `square`, to the mean one, clipped by that norm."""
+        return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)

@@ -1,0 +1,88 @@
+"""The loss of a program: the model over parameters and a batch, and the cross-entropy at its end."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from bytescope.model import Precision
+from bytescope.model.attention.ring import zigzag
+from bytescope.model.experts.expert_layer import Load
+from bytescope.model.frozen import joined
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.step.losses import LOSSES, LossSettings, count_tokens
+from bytescope.train.step.routing import auxiliary_loss
+
+
+def make_cross_entropy(
+    config: ConfigDict, layout: Layout, precision: Precision, micro: int, frozen: Collection[str] = ()
+) -> Callable[..., jax.Array]:
+    """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
+
+    `micro`: sequences per data-parallel rank, over which the `loss.chunk` tokens of a chunk are spread.
+    `frozen`: dotted paths of the parameters that are not trained; a head among them gets no gradient.
+    """
+    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
+    settings = LossSettings(
+        layout,
+        precision.compute,
+        positions,
+        config.model.vocab_size,
+        precision.logits,
+        config.model.tie_embeddings,
+        ("w_token" if config.model.tie_embeddings else "w_head") in frozen,
+        config.model.logits_softcap,
+    )
+    return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
+
+
+def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
+    """A batch's inputs and targets in the order in which devices hold them: `zigzag`'s where a ring shares a row."""
+    both = batch["inputs"], batch["targets"]
+    return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
+
+
+def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
+    """Returns a bool mask [..., B, L], False for padding, in the order in which devices hold the tokens. None without
+    experts, because only experts read it, and for rows of text, which have no padding."""
+    marks = batch.get("segments", batch.get("mask"))
+    if not config.model.experts or marks is None:
+        return None
+    return zigzag(marks, layout.ring.size) != 0 if layout.ring else marks != 0
+
+
+def make_loss(
+    config: ConfigDict,
+    graph: nnx.GraphDef,
+    layout: Layout,
+    precision: Precision,
+    micro: int,
+    frozen: Collection[str] = (),
+) -> Callable[..., jax.Array]:
+    """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
+
+    What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
+    auxiliary losses. load: what their routers did (model/experts/expert_layer.py), None without experts.
+
+    `batch`: the arrays that `batch_names` names, int32 [B, L]; `dropout_key_B`: None for no dropout;
+    `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
+    """
+    cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
+
+    def loss(
+        params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None, frozen: Any = None
+    ) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
+        transformer = nnx.merge(graph, joined(params, frozen))
+        inputs_BL, targets_BL = in_ring_order(batch, layout)
+        x_BLD, load = transformer.hidden_and_load(
+            inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, config, layout)
+        )
+        with jax.named_scope("loss"):
+            total = cross_entropy(x_BLD, transformer.head(), targets_BL)
+            if load is None:
+                return total, (total, None)
+            return total + auxiliary_loss(load, count_tokens(targets_BL), config.loss), (total, load)
+
+    return loss

@@ -1,0 +1,206 @@
+"""Cross-entropy over the vocabulary, one row per way to compute it. Each returns the sum over counted positions.
+
+    loss(x_BLD, w_head, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
+
+Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table. Its
+gradient is accumulated and returned in the parameter dtype, and nothing is transposed outside of products: XLA would
+make the transposed table before a loop over micro-batches and keep it through all of them.
+"""
+
+import dataclasses
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from bytescope.model.layers import soft_cap
+from bytescope.train.data.batch_algebra import IGNORE
+from bytescope.train.parallel.layout import Layout
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """What every loss needs to know besides its arrays.
+
+    positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
+    vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
+    logits: dtype in which logits are held; sums over them are float32. tied: whether the head is the token table.
+    frozen: whether the head is, which then gets no gradient. cap: logits are bent to lie within -cap and cap
+    (`model.layers.soft_cap`); 0 for no such bound.
+    """
+
+    layout: Layout
+    compute: DTypeLike
+    positions: int
+    vocabulary: int | None = None
+    logits: DTypeLike = jnp.float32
+    tied: bool = False
+    frozen: bool = False
+    cap: float = 0.0
+
+    @property
+    def head(self) -> str:
+        """The head's axes as letters of an einsum."""
+        return "vd" if self.tied else "dv"
+
+    def along(self, d: T, v: T) -> tuple[T, T]:
+        """The values `d` and `v` for the head's two axes, in the order of the axes."""
+        return (v, d) if self.tied else (d, v)
+
+
+def count_tokens(targets_BL: jax.Array) -> jax.Array:
+    """The number of positions that carry a loss, int32."""
+    return (targets_BL != IGNORE).sum(dtype=jnp.int32)
+
+
+def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
+    if settings.vocabulary in (None, logits.shape[-1]):
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (logits.ndim - 1) + logits.shape[-1:], logits.ndim - 1)
+    return jnp.where(column < settings.vocabulary, logits, jnp.finfo(logits.dtype).min)
+
+
+def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(negative log-likelihood, log-denominator) of each position, float32; 0 where ignored."""
+    logits = logits.astype(jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
+
+
+def _all_logits(x_BLD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
+    return jnp.einsum(f"bld,{settings.head}->blv", x_BLD, w_head, preferred_element_type=settings.logits)
+
+
+def _logits_forward(x_BLD, w_head, settings):
+    return _all_logits(x_BLD, w_head, settings), (None if settings.frozen else x_BLD, w_head)
+
+
+def _logits_backward(settings, residuals, d_BLV):
+    x_BLD, w_head = residuals
+    d_BLV = d_BLV.astype(settings.compute)
+    return (
+        jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
+        None if settings.frozen else jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV),
+    )
+
+
+# The same with the gradient in the compute dtype, as that of a chunk. By autodiff the gradient of the head would have
+# the logits' dtype, and devices would sum it in that.
+_narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
+_narrow_logits.defvjp(_logits_forward, _logits_backward)
+
+
+def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+    """The sum over counted positions from all logits at once: 4 bytes x B x L x V, and several such arrays in the
+    backward pass."""
+    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
+    made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
+    logits_BLV = made(x_BLD, w_head, settings)
+    logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
+    return _nll(_without_padding(soft_cap(logits_BLV, settings.cap), settings), targets_BL)[0].sum()
+
+
+def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
+    """[B, L, ...] -> [n, R, B/R, positions, ...]: n chunks of positions, R ranks that hold different tokens."""
+    ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
+    x = x.reshape(ranks, x.shape[0] // ranks, context, -1, *x.shape[2:])
+    if pad := -x.shape[3] % positions:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, pad)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
+    x = x.reshape(*x.shape[:3], -1, positions, *x.shape[4:])
+    x = jnp.moveaxis(x, (3, 2), (0, 2))
+    return x.reshape(x.shape[0], ranks * context, *x.shape[3:])
+
+
+def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
+    """The inverse of `_chunks`, without its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
+    ranks, context = settings.layout.ranks, settings.layout.context
+    x = x.reshape(x.shape[0], ranks, context, *x.shape[2:])
+    x = jnp.moveaxis(x, (0, 2), (3, 2))
+    x = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : like.shape[1] // context]
+    return x.reshape(like.shape)
+
+
+def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
+    x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
+    logits = jnp.einsum(f"rbcd,{settings.head}->rbcv", x_RBCD, w_head, preferred_element_type=settings.logits)
+    return _without_padding(soft_cap(logits, settings.cap), settings)
+
+
+def _times_slope(d_logits: jax.Array, logits: jax.Array, settings: LossSettings) -> jax.Array:
+    """The gradient of products from that of the capped `logits` that they became; 0 for padding."""
+    if not settings.cap:
+        return d_logits
+    # Padding is far below the cap: its square would overflow.
+    return d_logits * (1.0 - jnp.square(jnp.maximum(logits.astype(jnp.float32) / settings.cap, -1.0)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+    """The sum over counted positions from the logits of a few positions at a time, forward and backward.
+
+    Under differentiation the gradients are computed in the same pass as the loss, while the logits of a chunk exist:
+    three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989).
+    Sums are float32.
+    """
+    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
+
+    def chunk(total, xs):
+        x_RBCD, targets_RBC = xs
+        return total + _nll(_chunk_logits(x_RBCD, w_head, settings), targets_RBC)[0].sum(), None
+
+    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    return jax.lax.scan(chunk, jnp.zeros((), jnp.float32), xs)[0]
+
+
+def _chunked_forward(x_BLD, w_head, targets_BL, settings):
+    layout = settings.layout
+    narrow = layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
+    sums, V = ("rank", *settings.along(None, "vocab")), w_head.shape[settings.head.index("v")]
+
+    def chunk(carry, xs):
+        total, dw = carry
+        x_RBCD, targets_RBC = xs
+        logits = _chunk_logits(x_RBCD, narrow, settings)
+        nll, lse = _nll(logits, targets_RBC)
+        vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
+        d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
+        d_logits = _times_slope(d_logits, logits, settings)
+        d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
+        dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
+        if settings.frozen:
+            return (total + nll.sum(), None), dx_RBCD
+        # One accumulator per rank: summing over ranks here would be a collective in every chunk.
+        dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits, x_RBCD, preferred_element_type=jnp.float32)
+        return (total + nll.sum(), layout(dw, sums)), dx_RBCD
+
+    start = jnp.zeros((), jnp.float32), None
+    if not settings.frozen:
+        start = start[0], layout(jnp.zeros((layout.token_ranks, *w_head.shape), jnp.float32), sums)
+    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    (total, dw), dx = jax.lax.scan(chunk, start, xs)
+    dx_BLD = _joined(dx, x_BLD, settings)
+    if settings.frozen:
+        return total, (dx_BLD, None)
+    # Summed in the dtype in which devices sum; jnp.sum would widen it.
+    dw = layout.reduced(dw)
+    dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
+    dw = layout.gradient(dw, settings.along("d_model", "vocab")).astype(w_head.dtype)
+    # The backward pass of the blocks waits until the head's gradient is reduced. Without the barrier the scheduler
+    # keeps the unreduced D x V on every device until the optimizer runs.
+    return total, jax.lax.optimization_barrier((dx_BLD, dw))
+
+
+def _chunked_backward(settings, residuals, d_total):
+    del settings
+    dx_BLD, dw = residuals
+    return (dx_BLD * d_total).astype(dx_BLD.dtype), None if dw is None else (dw * d_total).astype(dw.dtype), None
+
+
+chunked.defvjp(_chunked_forward, _chunked_backward)
+
+LOSSES = {"full": full, "chunked": chunked}

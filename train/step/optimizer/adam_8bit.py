@@ -1,0 +1,174 @@
+"""AdamW with 8-bit block-wise moments, after Dettmers et al. 2022 (arXiv 2110.02861); optax has none.
+
+A moment is one byte per parameter, in the parameter's own shape and so sharded like it, and one float32 scale, the
+largest magnitude, per block. What differs from the paper:
+
+- blocks are 128 numbers along one axis of a matrix, not 2048 of the flattened array: they do not depend on the mesh,
+  and along the axes chosen in train/step/optimizer/param_matrices.py devices seldom share one;
+- codes are at the ends of the paper's dynamic intervals, not in their middles, so a block's largest value is exact;
+- the second moment is kept as its square root, which is what the update divides by and has half the orders of
+  magnitude; one that is not zero never becomes zero;
+- tables are 8-bit too: blocks along the width keep tokens apart. As in the paper, matrices of fewer than 4096
+  elements, and norms and biases, stay float32.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bytescope.train.step.optimizer.param_matrices import by_layer, matrix_of
+
+BLOCK, SHORT_BLOCK, LEAST_SIZE = 128, 64, 4096
+
+# The dynamic map: seven decades up to 1, each with twice the codes of the one below, and zero. Magnitudes of a signed
+# code end at 127 and an unsigned code at 255; between the points both are linear.
+_DECADES = (0.0, *(10.0 ** (k - 6) for k in range(7)))
+_SIGNED = (0.0, *(2.0 ** (k + 1) - 1 for k in range(7)))
+_UNSIGNED = (0.0, *(2.0 ** (k + 2) - 1 for k in range(7)))
+
+
+class EightBitState(NamedTuple):
+    """The moments of Adam in 8 bits.
+
+    count: updates, int32. mu, root_nu: trees like the parameters, of int8 and uint8 codes, or of float32 where nothing
+    is quantized. mu_scale, nu_scale: float32, one per block; `MaskedNode` where nothing is quantized.
+    """
+
+    count: jax.Array
+    mu: Any
+    root_nu: Any
+    mu_scale: Any
+    nu_scale: Any
+
+
+def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
+    """The polygon through the points (xs, ys) at `x`: a sum of ramps, which compilers fuse, unlike a table look-up."""
+    ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
+    return sum(ramps[1:], ramps[0])
+
+
+def encode_signed(x: jax.Array) -> jax.Array:
+    """The nearest int8 code of each number in [-1, 1]."""
+    return jnp.copysign(jnp.round(_through(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
+
+
+def decode_signed(codes: jax.Array) -> jax.Array:
+    """The float32 numbers in [-1, 1] of int8 codes."""
+    x = codes.astype(jnp.float32)
+    return jnp.copysign(_through(jnp.abs(x), _SIGNED, _DECADES), x)
+
+
+def encode_unsigned(x: jax.Array) -> jax.Array:
+    """The nearest uint8 code of each number in [0, 1]; never 0 for a number above 0."""
+    code = jnp.round(_through(x, _DECADES, _UNSIGNED))
+    return jnp.where(x > 0, jnp.maximum(code, 1.0), 0.0).astype(jnp.uint8)
+
+
+def decode_unsigned(codes: jax.Array) -> jax.Array:
+    """The float32 numbers in [0, 1] of uint8 codes."""
+    return _through(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
+
+
+def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a block of a parameter's moments, with as many axes as the parameter; None where they stay float32.
+
+    It divides `shape`: up to 128 along the first of the matrix' block axes; the axes after the first are used only
+    where that gives fewer than 64 elements.
+    """
+    matrix = matrix_of(path)
+    if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs :]) < LEAST_SIZE:
+        return None
+    block = [1] * len(shape)
+    for limit, axis in zip((BLOCK, *[SHORT_BLOCK] * len(matrix.block)), matrix.block):
+        block[axis] = math.gcd(shape[axis], max(limit // math.prod(block), 1))
+    return tuple(block)
+
+
+def _blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
+    """`x` with every axis split in two: [blocks, elements of a block, blocks, ...]."""
+    return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
+
+
+def _spread(scale: jax.Array) -> jax.Array:
+    """The scales of blocks in a shape that broadcasts against `_blocks`."""
+    return scale.reshape([n for size in scale.shape for n in (size, 1)])
+
+
+def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
+    """(codes in the shape of `x`, float32 scales): the scale of a block is its largest magnitude.
+
+    `block`: its shape, which divides that of `x`. `encode`: `encode_signed` or `encode_unsigned`.
+    """
+    blocks = _blocks(x, block)
+    scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))
+    inverse = jnp.where(scale > 0, 1.0 / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 0.0)
+    return encode(blocks * _spread(inverse)).reshape(x.shape), scale
+
+
+def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
+    """The float32 numbers of `codes`, in their shape: the inverse of `quantize`, with the matching `decode`."""
+    return (decode(_blocks(codes, block)) * _spread(scale)).reshape(codes.shape)
+
+
+def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with moments that are kept in 8 bits.
+
+    The update is computed from the new moments before they are quantized.
+    """
+
+    def init(params):
+        blocks = [block_shape(path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+        leaves, tree = jax.tree.flatten(params)
+
+        def codes(dtype):
+            return tree.unflatten(
+                [jnp.zeros(leaf.shape, dtype if block else jnp.float32) for leaf, block in zip(leaves, blocks)]
+            )
+
+        def scales():
+            return tree.unflatten(
+                [
+                    jnp.zeros([size // own for size, own in zip(leaf.shape, block)]) if block else optax.MaskedNode()
+                    for leaf, block in zip(leaves, blocks)
+                ]
+            )
+
+        return EightBitState(jnp.zeros((), jnp.int32), codes(jnp.int8), codes(jnp.uint8), scales(), scales())
+
+    def update(updates, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        first, second = 1.0 - jnp.float32(b1) ** count, 1.0 - jnp.float32(b2) ** count
+
+        def one(grad, mu, root_nu):
+            mu = b1 * mu + (1.0 - b1) * grad
+            root_nu = jnp.sqrt(b2 * jnp.square(root_nu) + (1.0 - b2) * jnp.square(grad))
+            return (mu / first / (root_nu / jnp.sqrt(second) + eps)).astype(grad.dtype), mu, root_nu
+
+        def quantized(grad, mu, root_nu, mu_scale, nu_scale):
+            block = tuple(size // blocks for size, blocks in zip(mu.shape, mu_scale.shape))
+            step, mu, root_nu = one(
+                grad,
+                dequantize(mu, mu_scale, block, decode_signed),
+                dequantize(root_nu, nu_scale, block, decode_unsigned),
+            )
+            mu, mu_scale = quantize(mu, block, encode_signed)
+            root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
+            return step, mu, root_nu, mu_scale, nu_scale
+
+        def of_parameter(path, grad, mu, root_nu, mu_scale, nu_scale):
+            if block_shape(path, grad.shape):
+                return by_layer(quantized, path, grad, mu, root_nu, mu_scale, nu_scale)
+            return *one(grad, mu, root_nu), mu_scale, nu_scale
+
+        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+        columns = [tree.flatten_up_to(kept) for kept in state[1:]]
+        rows = [of_parameter(path, grad, *own) for (path, grad), *own in zip(leaves, *columns)]
+        step, *kept = [tree.unflatten([row[place] for row in rows]) for place in range(len(state))]
+        return step, EightBitState(count, *kept)
+
+    return optax.GradientTransformation(init, update)

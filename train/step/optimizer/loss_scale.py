@@ -1,0 +1,102 @@
+"""Dynamic loss scaling: gradients stay within float16's exponents, and an update that overflows is skipped.
+
+Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2: the loss is multiplied by a scale before the backward pass
+and the gradients are divided by it in float32. Where one is not finite, the update is skipped and the scale halved;
+after so many updates without overflow it doubles.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from bytescope.train.step.optimizer.rules import grad_norm
+
+# Below the least, halving again does not help: the overflow is not in the gradient. The greatest is far within float32.
+LEAST, GREATEST = 2.0**-14, 2.0**64
+SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["scale", "good", "skipped"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Part of TrainState: the scale (float32), good updates since it last changed, and all skipped updates (int32)."""
+
+    scale: jax.Array
+    good: jax.Array
+    skipped: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The rule of the scale.
+
+    initial: scale of the mean loss at the start. growth_every: good updates before it doubles. positions: of a
+    micro-batch over all devices. The loss is a sum over these, so it is multiplied by the scale over their number,
+    rounded up to a power of two: a product with that changes exponents only.
+    """
+
+    initial: float
+    growth_every: int
+    positions: int
+
+    @classmethod
+    def of(cls, config: ConfigDict, positions: int) -> "Scaling":
+        """From `config.precision` and the positions of a micro-batch over all devices."""
+        return cls(config.loss_scale_init, config.loss_scale_growth_every, positions)
+
+    def init(self) -> LossScale:
+        """The loss scale before the first update."""
+        return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def factor(self, state: LossScale) -> jax.Array:
+        """What the summed loss is multiplied by, float32."""
+        return state.scale / 2.0 ** math.ceil(math.log2(self.positions))
+
+    def after(self, state: LossScale, finite: jax.Array) -> LossScale:
+        """The state after an update whose gradients were `finite` or not (a boolean array of no dimensions)."""
+        good = jnp.where(finite, state.good + 1, 0)
+        grown = good >= self.growth_every
+        scale = jnp.where(
+            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, GREATEST), state.scale), 0.5 * state.scale
+        )
+        return LossScale(scale, jnp.where(grown, 0, good), state.skipped + ~finite)
+
+
+def scale_metrics(values: Mapping[str, Any]) -> dict[str, float | int]:
+    """The entries on the loss scale for a row of the log, from a step's metrics; {} where there is no loss scale."""
+    if "loss_scale" not in values:
+        return {}
+    return {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
+
+
+def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where `done`, else `old`, leaf by leaf."""
+    return jax.tree.map(lambda one, other: jnp.where(done, one, other), new, old)
+
+
+def guard(scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]) -> tuple[Any, Any, LossScale]:
+    """(params, optimizer state, loss scale) after an update that may have overflowed.
+
+    `new`, `old`: (params, optimizer state) with and without the update. Where it overflowed all is `old` but the
+    gradient norm, which shows it. Under `optax.MultiSteps` the sum over the update's micro-batches decides: an overflow
+    stays in it until the last of them.
+    """
+    params, opt_state = new
+    multi = isinstance(opt_state, optax.MultiStepsState)
+    last = opt_state.mini_step == 0 if multi else jnp.bool_(True)
+    finite = jnp.isfinite(grad_norm(opt_state))
+    done = last & finite
+    clip, *rest = opt_state.inner_opt_state if multi else opt_state
+    _, *old_rest = old[1].inner_opt_state if multi else old[1]
+    inner = (clip, *keep_if(done, rest, old_rest))
+    if multi:  # optax clears the sum by multiplying it with zero, which leaves nan and infinity as nan
+        sums = jax.tree.map(lambda leaf: jnp.where(last, jnp.zeros_like(leaf), leaf), opt_state.acc_grads)
+        inner = opt_state._replace(inner_opt_state=inner, acc_grads=sums)
+    return keep_if(done, params, old[0]), inner, keep_if(last, scaling.after(scale, finite), scale)

@@ -1,0 +1,365 @@
+"""The update part by part: each layer of the stacked blocks in turn, then every other parameter by itself.
+
+What an optimizer of this project computes for a parameter depends on that parameter alone, except for the norm by which
+gradients are clipped; so the result equals that of one update of everything. In turns it needs the state of one layer
+on the device at a time: state in host memory is fetched, updated and written back in place, layer by layer.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from bytescope.model import Precision
+from bytescope.model.runs import BLOCKS, DENSE
+from bytescope.train.program.checks import check_partwise
+from bytescope.train.step.optimizer.host_offload import fetch, is_hosted, stow
+from bytescope.train.step.optimizer.rounding import apply_update
+from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
+
+Leaves = list[jax.Array]
+STACKS = (BLOCKS, DENSE)
+PIECE = 2**28  # bytes, about a layer's largest parameter
+HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Parameters that are updated together.
+
+    params, kept: indices of their leaves among all parameters, and of their state among all leaves of the rule's state.
+    turns: pieces of equal size along the first axis that are updated one after the other: the layers of a stack, rows
+    of a large table in host memory; 0 for all at once. stacked: whether the pieces are layers. group: parts of the same
+    group share a norm where clipping is by layer.
+    """
+
+    params: tuple[int, ...]
+    kept: tuple[int, ...]
+    turns: int
+    stacked: bool
+    group: str
+
+
+def owner(path: tuple, known: set[tuple]) -> tuple | None:
+    """The path, one of `known`, of the parameter to which a leaf of optimizer state belongs; None for counters."""
+    spans = (path[start:stop] for start in range(len(path)) for stop in range(len(path), start, -1))
+    return next((span for span in spans if span in known), None)
+
+
+def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
+    """Pieces of the rows of a table, each of at most PIECE bytes; 0 where it is small or its rows are sharded."""
+    if _rows_sharded(leaf.sharding):
+        return 0
+    size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    fewest = -(-size // PIECE)
+    if fewest <= 1:
+        return 0
+    return next((n for n in range(fewest, leaf.shape[0] + 1) if leaf.shape[0] % n == 0), 0)
+
+
+def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
+    """Whether the first axis is sharded over more than one device."""
+    first = sharding.spec[0] if len(sharding.spec) else None
+    axes = first if isinstance(first, tuple) else (first,)
+    return any(sharding.mesh.shape[axis] > 1 for axis in axes if axis)
+
+
+def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
+    """(parts, indices of the state that belongs to no parameter) of abstract or concrete trees.
+
+    `stacked`: whether the first axis of the leaves of STACKS is the layers; otherwise each entry of `blocks` is a
+    layer, and a part. `in_rows`: whether large tables may be updated some rows at a time.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    leaves, kept_leaves, known = jax.tree.leaves(params), jax.tree.leaves(kept), set(paths)
+    owners = [owner(path, known) for path, _ in jax.tree_util.tree_leaves_with_path(kept)]
+    named: dict[str, list[int]] = {}
+    for place, path in enumerate(paths):
+        named.setdefault(jax.tree_util.keystr(_part_path(path, stacked)), []).append(place)
+    parts = []
+    for name, places in named.items():
+        path = paths[places[0]]
+        in_blocks = path[0].key in STACKS
+        own = {paths[place] for place in places}
+        state = [place for place, path in enumerate(owners) if path in own]
+        hosted = any(map(is_hosted, [leaves[places[0]], *(kept_leaves[place] for place in state)]))
+        turns = leaves[places[0]].shape[0] if in_blocks and stacked else 0
+        if in_rows and hosted and not in_blocks:
+            turns = rows_of_table(leaves[places[0]])
+        parts.append(Part(tuple(places), tuple(state), turns, in_blocks and stacked, name if in_blocks else "rest"))
+    return parts, [place for place, path in enumerate(owners) if path is None]
+
+
+def _part_path(path: tuple, stacked: bool) -> tuple:
+    """The path of the part to which the parameter at `path` belongs: a stack if `stacked`, a block, or itself."""
+    if path[0].key not in STACKS:
+        return path
+    return path[:1] if stacked else path[:2]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartwiseUpdate:
+    """`optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part; MultiSteps' if `every` is above 1.
+
+    Args:
+      rule: what follows the clipping.
+      max_norm: to which the norm of the mean gradient is clipped, 0 for no clipping.
+      by_layer: whether each layer's norm is clipped by itself, and that of all other parameters together.
+      every: calls whose gradients are summed before an update.
+      stacked: whether the first axis of the blocks' leaves is the layers.
+      in_rows: whether the rule may update some rows of a table at a time.
+      precision: how updated parameters are rounded; each bit as in an update of everything.
+      params, opt_state: abstract trees.
+    """
+
+    rule: optax.GradientTransformation
+    max_norm: float
+    by_layer: bool
+    every: int
+    stacked: bool
+    in_rows: bool
+    precision: Precision
+    params: Any
+    opt_state: Any
+
+    @cached_property
+    def _trees(self) -> tuple[Any, Any]:
+        inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
+        return jax.tree.structure(self.params), jax.tree.structure(inner[1])
+
+    @cached_property
+    def parts(self) -> tuple[list[Part], list[int]]:
+        """(parts, indices of the state that belongs to no parameter), see `parts_of`."""
+        inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
+        return parts_of(self.params, inner[1], self.stacked, self.in_rows)
+
+    def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any]:
+        """(new params, new opt_state) from gradients summed over `tokens`; leaves stay in the memory that they are in.
+
+        `key`: of the rounding of updated parameters.
+        """
+        if self.every == 1:
+            return self._update(params, grads, opt_state, tokens, key, None)
+        summed = jax.tree.map(lambda kept, grad: kept + grad, opt_state.acc_grads, grads)
+        last = opt_state.mini_step == self.every - 1
+        params, inner = self._update(params, summed, opt_state.inner_opt_state, tokens, key, last)
+        summed = self._after(summed, jax.tree.leaves(params)[0])
+        return params, optax.MultiStepsState(
+            mini_step=(opt_state.mini_step + 1) % self.every,
+            gradient_step=opt_state.gradient_step + last,
+            inner_opt_state=inner,
+            acc_grads=jax.tree.map(lambda grad: jnp.where(last, 0.0, grad), summed),
+            skip_state=opt_state.skip_state,
+        )
+
+    def _update(
+        self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array, when: jax.Array | None
+    ) -> tuple[Any, Any]:
+        """The update; nothing changes where `when` is False: then the loops over parts take no turn."""
+        p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
+        scales, norm = self.scales(g, tokens)
+        shared = self.shared(s)
+        self.run(self.parts[0], p, s, g, shared, scales, key, when)
+        return self.result(p, s, shared, norm, opt_state[0], when)
+
+    def run(
+        self,
+        parts: Sequence[Part],
+        p: Leaves,
+        s: Leaves,
+        g: Leaves,
+        shared: Leaves,
+        scales: dict[str, jax.Array],
+        key: jax.Array,
+        when: jax.Array | None = None,
+    ) -> None:
+        """Updates `parts` in the lists of all parameters `p` and state `s`, from gradients `g` at the same places."""
+        after = None
+        for part in parts:
+            own = [p[i] for i in part.params], [s[i] for i in part.kept]
+            own = self._after(own, after)
+            new = self._part(part, *own, [g[i] for i in part.params], shared, scales[part.group], key, when)
+            for places_of, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
+                for place, value in zip(places_of, values):
+                    leaves[place] = value
+            after = new[0][0]
+
+    def result(
+        self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState, when: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        """The lists of leaves as (params, opt_state), with the counters advanced."""
+        for place, value in zip(self.parts[1], self.counted(shared)):
+            s[place] = value if when is None else jnp.where(when, value, s[place])
+        norm = norm if when is None else jnp.where(when, norm, clip.grad_norm)
+        tree, kept_tree = self._trees
+        return tree.unflatten(p), (ClipState(norm), kept_tree.unflatten(s))
+
+    @staticmethod
+    def _after(own: Any, before: jax.Array | None) -> Any:
+        """`own` behind a barrier until `before` is computed: else the compiler fetches all parts' state at once."""
+        return own if before is None else jax.lax.optimization_barrier((own, before))[0]
+
+    def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        """(group -> factor from summed to mean, clipped gradients, the global norm of the mean gradient), float32.
+
+        A factor is [N], one per layer, for a stack that is clipped by layer.
+        """
+        inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        with jax.named_scope("grad_norm"):
+            if not self.by_layer and not any(map(is_hosted, grads)):  # bit-equal to `mean_and_clip`
+                norm = optax.tree.norm([grad.astype(jnp.float32) for grad in grads]) * inverse
+                return dict.fromkeys(
+                    (part.group for part in self.parts[0]), clip_scale(norm, inverse, self.max_norm)
+                ), norm
+            total, groups = jnp.zeros((), jnp.float32), {}
+            for part in self.parts[0]:
+                own = self._squares(part, [grads[i] for i in part.params])
+                groups[part.group] = groups.get(part.group, 0.0) + own
+                total = total + own.sum()
+            norm = jnp.sqrt(total) * inverse
+            if self.by_layer:
+                scales = {
+                    name: clip_scale(jnp.sqrt(own) * inverse, inverse, self.max_norm) for name, own in groups.items()
+                }
+            else:
+                scales = dict.fromkeys(groups, clip_scale(norm, inverse, self.max_norm))
+        return scales, norm
+
+    def _squares(self, part: Part, grads: Leaves) -> jax.Array:
+        """Sum of squares of a part's gradients, [N] of stacked ones; computed in turns."""
+        if not part.turns:
+            return squares(fetch(grads))
+        each = jax.lax.map(lambda i: squares(fetch([_piece(part, leaf, i) for leaf in grads])), jnp.arange(part.turns))
+        return each if part.stacked else each.sum()
+
+    def shared(self, kept: Leaves) -> Leaves:
+        """The leaves of state that belong to no parameter, which `turn` and `counted` take."""
+        return [kept[place] for place in self.parts[1]]
+
+    def counted(self, shared: Leaves) -> Leaves:
+        """`shared` after the update."""
+        return self._rule(Part((), (), 0, False, ""), [], [], [], shared)[2]
+
+    def _part(
+        self,
+        part: Part,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+        when: jax.Array | None,
+    ) -> tuple[Leaves, Leaves]:
+        if not part.turns:
+            if when is None:
+                return self.turn(part, params, kept, grads, shared, scale, key)
+
+            def once(_: jax.Array, own: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+                return self.turn(part, *own, grads, shared, scale, key)
+
+            return jax.lax.fori_loop(0, when.astype(jnp.int32), once, (params, kept))
+
+        def layer(index: jax.Array, stacks: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+            own = scale[index] if scale.ndim else scale
+            return self.layer(part, index, *stacks, [_piece(part, leaf, index) for leaf in grads], shared, own, key)
+
+        turns = part.turns if when is None else jnp.where(when, part.turns, 0)
+        return jax.lax.fori_loop(0, turns, layer, (params, kept))
+
+    def layer(
+        self,
+        part: Part,
+        index: jax.Array,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+    ) -> tuple[Leaves, Leaves]:
+        """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
+        old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
+        new = self.turn(part, *old, grads, shared, scale, key, index)
+        return tuple(
+            [
+                jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
+                for leaf, piece in zip(stacks, pieces)
+            ]
+            for stacks, pieces in zip((params, kept), new)
+        )
+
+    def turn(
+        self,
+        part: Part,
+        params: Leaves,
+        kept: Leaves,
+        grads: Leaves,
+        shared: Leaves,
+        scale: jax.Array,
+        key: jax.Array,
+        index: jax.Array | int = 0,
+    ) -> tuple[Leaves, Leaves]:
+        """New (params, kept) of one part or of its piece `index`; each leaf stays in its memory."""
+        mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
+        here = fetch(params)
+        updates, new_kept, _ = self._rule(part, here, fetch(kept), mean, shared)
+        new = [
+            apply_update(param, update, self.precision, key, number, index * param.shape[0] if param.ndim else 0)
+            for number, param, update in zip(part.params, here, updates)
+        ]
+        return stow(new, params), stow(new_kept, kept)
+
+    def _rule(
+        self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        """The rule on one part: what is added to its parameters, and (kept, shared) after it."""
+        tree, kept_tree = self._trees
+        params, grads = (tree.unflatten(_spread(part.params, leaves, tree.num_leaves)) for leaves in (params, grads))
+        places = [*part.kept, *self.parts[1]]
+        state = kept_tree.unflatten(_spread(places, [*kept, *shared], kept_tree.num_leaves))
+        updates, state = self.rule.update(grads, state, params)
+        new = dict(zip(sorted(places), jax.tree.leaves(state)))
+        return (jax.tree.leaves(updates), [new[place] for place in part.kept], [new[place] for place in self.parts[1]])
+
+
+def make_partwise(
+    config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int, state: Any
+) -> PartwiseUpdate | None:
+    """The update by parts where the config needs it (state in host memory, clipping by layer, fused backward), or None.
+
+    `every`: as of PartwiseUpdate; `state`: the abstract TrainState. Raises ValueError as `checks.check_partwise`.
+    """
+    if not check_partwise(config, precision):
+        return None
+    return PartwiseUpdate(
+        make_rule(config.optimizer, schedule, config.model.vocab_size),
+        config.optimizer.clip_norm,
+        config.optimizer.clip == "layer",
+        every,
+        config.model.scan,
+        config.optimizer.name in ROW_BY_ROW,
+        precision,
+        state.params,
+        state.opt_state,
+    )
+
+
+def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
+    """Piece `index` of a leaf; of a stack [1, ...], a stack of one layer, which every rule takes like the full one."""
+    size = leaf.shape[0] // part.turns
+    return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, 0)
+
+
+def _spread(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
+    """A list of `count` with `leaves` at the indices `places` and HOLE elsewhere."""
+    out: list[Any] = [HOLE] * count
+    for place, leaf in zip(places, leaves):
+        out[place] = leaf
+    return out

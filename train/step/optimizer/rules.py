@@ -1,0 +1,206 @@
+"""Optimizers as rows of a table, clipping, schedules and accumulation; gradients arrive as sums over tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from ml_collections import ConfigDict
+
+from bytescope.train.data.batch_algebra import BatchAlgebra
+from bytescope.train.step.optimizer.adam_8bit import scale_by_adam_8bit
+from bytescope.train.step.optimizer.param_matrices import adafactor, muon
+
+# Whose norm is clipped: that of all gradients, or that of each layer's and that of all others together.
+CLIPS = ("global", "layer")
+
+
+class ClipState(NamedTuple):
+    """The state of clipping. grad_norm: global L2 norm of the mean gradient before clipping, a float32 scalar."""
+
+    grad_norm: jax.Array
+
+
+def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm, in float32.
+
+    The division happens here, after accumulation, so that micro-batches count by their unmasked tokens and not equally.
+    `factor`: what the loss was multiplied by (train/step/optimizer/loss_scale.py). `max_norm`: 0 for no clipping. The
+    norm is kept in the state, for the metrics.
+    """
+
+    def init(params):
+        del params
+        return ClipState(jnp.zeros((), jnp.float32))
+
+    def update(updates, state, params=None, *, tokens, factor=1.0, **extra):
+        del state, params, extra
+        with jax.named_scope("grad_norm"):
+            inverse = 1.0 / (jnp.maximum(tokens, 1).astype(jnp.float32) * factor)
+            updates = _float32(updates)
+            norm = optax.tree.norm(updates) * inverse
+            scale = clip_scale(norm, inverse, max_norm)
+        return jax.tree.map(lambda g: g * scale, updates), ClipState(norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`rule` for parameters of any dtype as if they were float32: so is its state, except where the rule narrows it."""
+
+    def init(params):
+        # Of zeros: parameters may be abstract here.
+        return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
+
+    def update(updates, state, params=None):
+        return rule.update(updates, state, None if params is None else _float32(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
+    """The factor from a summed gradient to the clipped mean one.
+
+    `inverse`: the factor to the mean, whose norm is `norm`; `max_norm`: 0 for no clipping.
+    """
+    return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
+
+
+def squares(leaves: Any) -> jax.Array:
+    """The float32 sum of squares of all leaves."""
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(leaves)), jnp.float32(0.0))
+
+
+def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
+    """Number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at `steps`."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
+    return optax.schedules.warmup_cosine_decay_schedule(
+        peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction
+    )
+
+
+# How a learning rate follows the batch, as a power of its tokens: linear for SGD (Goyal et al. 2017, arXiv
+# 1706.02677), the root for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
+SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlgebra) -> optax.Schedule:
+    """The schedule times (tokens of the update / `base_batch_tokens`) to the power of `batch_scaling`.
+
+    Raises:
+      ValueError: scaling without the batch for which the learning rate was found.
+    """
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return schedule
+    if base < 1:
+        raise ValueError(
+            f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
+            "give the tokens of the batch that optimizer.learning_rate was found for"
+        )
+    unit = batch.rows * batch.seq_len / base
+    return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
+
+
+def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
+    """The scaling of the learning rate in one line for the user, "" for none."""
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return ""
+    sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
+    factors = [(size / base) ** power for size in sizes]
+    shown = " then ".join(f"{factor:.4g}" for factor in factors)
+    rates = " then ".join(f"{config.learning_rate * factor:.4g}" for factor in factors)
+    tokens = " then ".join(f"{size:,}" for size in sizes)
+    return f"{config.learning_rate:g} x {shown} = {rates} ({config.batch_scaling}, {tokens} / {base:,} tokens)"
+
+
+def decayed(params: Any) -> Any:
+    """True for matrices: leaves named `w_*`. Biases `b_*`, norm scales and their biases are not decayed."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
+
+
+def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
+
+
+def _adagrad(eps: float) -> optax.GradientTransformation:
+    """Adagrad with eps beside the root, as PyTorch has it; optax puts it inside, where 1e-8 is a floor of 1e-4."""
+
+    def update(updates, state, params=None):
+        del params
+        sums = jax.tree.map(lambda g, t: jnp.square(g) + t, updates, state.sum_of_squares)
+        # A gradient that was always 0 has no direction, with eps=0 either.
+        directions = jax.tree.map(lambda g, t: jnp.where(t > 0, g / (jnp.sqrt(t) + eps), 0.0), updates, sums)
+        return directions, optax.ScaleByRssState(sums)
+
+    return optax.GradientTransformation(optax.scale_by_rss(0.0).init, update)
+
+
+# name -> how mean gradients become a direction, from the group `optimizer` and the tokens of the vocabulary; decay and
+# learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad
+# Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+OPTIMIZERS: Mapping[str, Callable[[ConfigDict, int | None], optax.GradientTransformation]] = {
+    "adamw": lambda config, _: _adam(config),
+    "adamw_bf16": lambda config, _: _adam(config, "bfloat16"),
+    "adamw_8bit": lambda config, _: scale_by_adam_8bit(config.b1, config.b2, config.eps),
+    "adafactor": lambda _, vocabulary: adafactor(vocabulary),
+    "adagrad": lambda config, _: _adagrad(config.eps),
+    "rmsprop": lambda config, _: optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False),
+    "momentum": lambda config, _: optax.trace(config.momentum),
+    "lion": lambda config, _: optax.scale_by_lion(config.b1, config.b2),
+    "muon": lambda config, _: muon(config.momentum, _adam(config)),
+}
+
+
+# Optimizers whose update of a row of a table reads no other row; muon leaves tables to AdamW.
+ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
+
+
+def make_rule(
+    config: ConfigDict, schedule: optax.Schedule, vocabulary: int | None = None
+) -> optax.GradientTransformation:
+    """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
+
+    `config`: the group `optimizer`; `vocabulary`: its tokens, None where no table is padded.
+    """
+    return in_float32(
+        optax.chain(
+            OPTIMIZERS[config.name](config, vocabulary),
+            optax.add_decayed_weights(config.weight_decay, decayed),
+            optax.scale_by_learning_rate(schedule),
+        )
+    )
+
+
+def make_optimizer(
+    config: ConfigDict,
+    schedule: optax.Schedule,
+    *,
+    vocabulary: int | None = None,
+    multisteps: int | Callable[[jax.Array], jax.Array],
+    accumulator: DTypeLike = jnp.float32,
+) -> Any:
+    """The optimizer of `config`, the group `optimizer`; its update takes `tokens`, the unmasked tokens of the update.
+
+    `vocabulary`: as of `make_rule`.
+    With `multisteps` above 1, or a function of the number of the update, it is wrapped in `optax.MultiSteps`, which
+    sums the gradients of that many calls in a tree of its own, of dtype `accumulator`. For 1 that tree would be wasted,
+    so it is not wrapped.
+    """
+    chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))
+    if multisteps == 1:
+        return chain
+    return optax.MultiSteps(chain, multisteps, use_grad_mean=False, accumulator_dtype=accumulator)
+
+
+def grad_norm(opt_state: Any) -> jax.Array:
+    """The norm before clipping that `mean_and_clip` kept last, a float32 scalar."""
+    inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
+    return inner[0].grad_norm

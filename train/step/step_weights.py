@@ -1,0 +1,97 @@
+"""Trained parameters on their way into a step, and gradients on their way out."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from bytescope.model import Precision
+from bytescope.train.parallel.axes import BATCH
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.step.optimizer.host_offload import is_hosted
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Trained parameters on their way into a step and gradients on their way out, by the layout's ZeRO strategy.
+
+    axes, contracted, wide: trees like the parameters, by the functions of these names (`logical_axes`, ...) of
+    model/transformer.py.
+    """
+
+    layout: Layout
+    axes: Any
+    contracted: Any
+    wide: Any
+    precision: Precision
+
+    def copy(self, params: Any) -> Any:
+        """The parameters that the step computes with: under zero1 and zero2 a gathered copy, matrices in the compute
+        dtype; those that are float32 in every precision stay so.
+
+        Where gradients are sharded the token table is not gathered: it stays sharded as under zero3, and norms and
+        biases are gathered as they are read. With `precision.cast=step` every parameter is cast, under any strategy.
+        """
+        strategy, cast = self.layout.strategy, self.precision.copied
+        gathers = strategy.stored and not strategy.by_layer
+        if not gathers and not cast:
+            return params
+
+        def one(param, axes, contracted, wide):
+            with jax.named_scope("param_copy"):
+                if (contracted or cast) and not wide:
+                    param = param.astype(self.precision.compute)
+                if gathers and (contracted or not strategy.gradients):
+                    return self.layout.gather(param, axes)
+                return self.layout.held(param, axes) if cast else param
+
+        copy = self._map(one, params, self.contracted, self.wide)
+        # One copy for all its readers: for unrolled layers the compiler would otherwise cast again for each reader.
+        return jax.lax.optimization_barrier(copy) if cast else copy
+
+    def gradients(self, grads: Any) -> Any:
+        """Gradients of one micro-batch as they are kept: their dtype and sharding."""
+
+        def keep(grad, axes):
+            if is_hosted(grad):  # already in host memory, with the same sharding
+                return grad
+            return self.layout.total(self.layout.reduced(grad), axes)
+
+        return self._map(keep, grads)
+
+    def totals(self, grads: Any) -> Any:
+        """Sums of these over micro-batches, sharded likewise; their dtype stays."""
+        return self._map(self.layout.total, grads)
+
+    def _map(self, function: Callable, *trees: Any) -> Any:
+        leaves, structure = jax.tree.flatten(trees[0])
+        axes = jax.tree.leaves(self.axes, is_leaf=lambda node: isinstance(node, tuple))
+        return structure.unflatten([function(*row) for row in zip(leaves, axes, *map(jax.tree.leaves, trees[1:]))])
+
+    def specs(self) -> Any:
+        """How gradients that are reduced once per update are sharded over data-parallel ranks: as they are stored."""
+
+        def own(axes):
+            dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
+            return P(*["fsdp" if "fsdp" in dim else None for dim in dims])
+
+        return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
+
+    def reduce(self, grads: Any) -> Any:
+        """Gradients summed over the ranks, inside a `jax.shard_map` over them: each rank keeps the shard it stores."""
+        local = self.layout.local
+
+        def one(grad, axes, spec):
+            def summed(grad):
+                if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
+                    return jax.lax.psum(grad, BATCH)
+                return jax.lax.psum(
+                    jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data"
+                )
+
+            # Every device sends its own shard: with `tensor` left to the compiler, XLA gathers what it then scatters.
+            return local.own(summed, (axes,), axes)(self.layout.reduced(grad))
+
+        return self._map(one, grads, self.specs())

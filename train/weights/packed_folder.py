@@ -1,0 +1,139 @@
+"""The weights of a folder in 4 bits on devices, as they are stored: no wide copy of them is made anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from bytescope.memory.records.report_json import one_line
+from bytescope.model import ModelConfig
+from bytescope.model.quantized.quantized_formats import Matrix
+from bytescope.train.user_errors import UserError
+from bytescope.train.weights import folder as folders
+from bytescope.train.weights.families import FAMILIES
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import PACKED, Leaf, checkpoint_leaves, rows_by_path
+from bytescope.train.weights.load import dotted
+from bytescope.train.weights.packed import OPTIONAL, Codes, Layout, layout_of
+from bytescope.train.weights.quantized import matrices_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedFolder:
+    """A folder whose products are in 4 bits.
+
+    Fields:
+      base: the row of FORMATS that its weights are stored as. names: our path of a weight -> its tensor's name without
+      what the layout adds. wide: all other parameters.
+    """
+
+    folder: Folder
+    base: str
+    layout: Layout
+    group: int
+    names: Mapping[str, str]
+    wide: Mapping[str, Leaf]
+
+    @classmethod
+    def open(cls, folder: Folder, model: ModelConfig) -> PackedFolder | None:
+        """None for a folder of wide weights.
+
+        Raises:
+          UserError: it is quantized in a way that is not read, or a tensor is missing, too many or misshapen.
+        """
+        found = layout_of(folder.config, str(folder.path / folders.CONFIG))
+        if found is None:
+            return None
+        layout, group = found
+        if model.experts:
+            raise UserError(
+                f"{folder.path} has experts in 4 bits, which are not read: give the folder of the bf16 weights"
+            )
+        family = FAMILIES[folder.config["model_type"]]
+        paths = packed_paths(model)
+        rows = rows_by_path(family, paths)
+        names = {path: rows[path][1].removesuffix(".weight") for path in paths}
+        own = {}
+        for path, (inputs, outputs) in paths.items():
+            shapes = layout.shapes(inputs, outputs, group)
+            own[path] = [f"{names[path]}.{part}" for part in shapes if f"{names[path]}.{part}" in folder.tensors]
+            for part, (dtype, shape) in shapes.items():
+                _check(folder, f"{names[path]}.{part}", dtype, shape, part in OPTIONAL)
+        return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
+
+    def read(self, path: str) -> Codes:
+        """A weight. Raises UserError: the file has changed."""
+        name = self.names[path]
+        parts = [
+            part
+            for part in self.layout.shapes(self.group, self.group, self.group)
+            if f"{name}.{part}" in self.folder.tensors
+        ]
+        return self.layout.unpack({part: self.folder.read(f"{name}.{part}", []) for part in parts})
+
+
+def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Our path of each weight that is quantized -> numbers that go into its product, and that come out."""
+    one = matrices(model)
+    return {f"blocks.{layer}.{path}": matrix.sizes for layer in range(model.n_layers) for path, matrix in one.items()}
+
+
+def matrices(model: ModelConfig) -> dict[str, Matrix]:
+    """The products of a layer that are quantized, by their path in it, such as `attention.w_q`."""
+    return matrices_of(model, "int8")  # whose blocks fit any size
+
+
+def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
+    """Raises UserError unless a tensor is there and as it should be."""
+    found = folder.tensors.get(name)
+    if found is None:
+        if optional:
+            return
+        raise UserError(f"{folder.path} has no tensor {name}, which its {PACKED} asks for: download the folder again")
+    right = ("F16", "BF16", "F32") if dtype == "F16" else (dtype,)
+    if found.shape != shape or found.dtype not in right:
+        raise UserError(
+            f"{folder.path}: tensor {one_line(name)} is {found.dtype} {list(found.shape)}, and {PACKED} "
+            f"asks for {dtype} {list(shape)}"
+        )
+
+
+def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
+    """The tree of jax.Array like `shapes`, layers on their own, whose weights are stored as `packed.base` says.
+
+    tell: called with the bytes made and the bytes to make.
+
+    Raises:
+      UserError: a file that changes while it is read.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    total, done, made = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
+    last: tuple[str, dict[str, np.ndarray]] = ("", {})
+    for keys, like in flat:  # the parts of one weight follow each other
+        path = dotted(keys)
+        weight, _, part = path.rpartition(".")
+        if weight in packed.names:
+            if last[0] != weight:
+                last = weight, _arrays(packed.read(weight))
+            array = last[1][part].reshape(like.shape)
+        else:
+            array = packed.wide[path].read().astype(like.dtype)
+        made.append(jax.device_put(array, like.sharding))
+        done += made[-1].nbytes
+        tell(done, total)
+    folders.close()
+    return tree.unflatten(made)
+
+
+def _arrays(one: Codes) -> dict[str, np.ndarray]:
+    """A weight as the rows int4_g* of FORMATS store it, the outputs in one dimension."""
+    codes_IO = np.ascontiguousarray(one.codes_IO)
+    return {
+        "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),
+        "zeros": np.ascontiguousarray(one.zeros_GO),
+        "scales": np.ascontiguousarray(one.scales_GO),
+    }
