@@ -1,1 +1,1 @@
-"""Experiments. `base.py` holds every key with its meaning; each other file is the record of one experiment."""
+"""The keys of a run: `base.py` has every key with its meaning, each other file is the record of one experiment."""

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        from bytescope.train.commands.registry import COMMANDS, GROUPS
+        from bytescope.train.cli import COMMANDS, GROUPS
 
         names = [name for name in COMMANDS if name not in (*GROUPS["train"], "completion")]
         print(f"usage: python -m bytescope.memory COMMAND ...: one of {', '.join(names)}; see bytescope --help")

@@ -32,7 +32,7 @@ from bytescope.memory.program import program_arguments
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
-from bytescope.memory.records.report_record import Buffer, Report, XlaStats
+from bytescope.memory.records.report_record import Buffer, ReportRecord, XlaStats
 from bytescope.memory.seconds import rates, reading, step_prediction, step_schedule
 
 # Above this share of the limit a program fits, but tightly.
@@ -65,7 +65,7 @@ def analyze(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
-) -> Report:
+) -> ReportRecord:
     """What every byte of a program's peak is, on one device.
 
     Args:
@@ -101,7 +101,7 @@ def report_of(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     loop: runtime_overheads.LoopOverhead | None = None,
-) -> Report:
+) -> ReportRecord:
     """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
@@ -149,7 +149,7 @@ def report_of(
     return dataclasses.replace(report, findings=finding_rules.find(report, placed))
 
 
-def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, str]) -> Report:
+def _with_formulas(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> ReportRecord:
     """The report with what the formulas expect of its config, where it has one that they know."""
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
     state = ledger.state_of(report, program, roles, config)
@@ -166,7 +166,7 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
 
 
 def _work(
-    report: Report, program: PlacedProgram, counted: flops.FlopCount | None, target: Target | None
+    report: ReportRecord, program: PlacedProgram, counted: flops.FlopCount | None, target: Target | None
 ) -> Mapping[str, Any]:
     """Returns the work of a program for the roofline; {} if the program was not traced, because a module does not give
     the FLOPs of foreign kernels.
@@ -183,7 +183,7 @@ def _work(
 
 
 def _facts(
-    report: Report, module: Module, target: Target | None, loop: runtime_overheads.LoopOverhead
+    report: ReportRecord, module: Module, target: Target | None, loop: runtime_overheads.LoopOverhead
 ) -> runtime_overheads.Facts:
     """What the table of runtime overheads asks of a program; without a target nothing is known of an allocator."""
     arguments = [b.bytes for b in report.buffers if b.phase == "argument" and b.memory == "device"]
@@ -229,7 +229,7 @@ def _untuned_product(module: Module) -> int:
     )
 
 
-def judge(report: Report, limit: int | None) -> Report:
+def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
     """The report with its verdict on the predicted bytes: fits, tight (above 95 % of the limit), exceeds; unknown
     without a limit. `limit`: bytes that are available on one device."""
     if limit is None:
@@ -242,7 +242,7 @@ def judge(report: Report, limit: int | None) -> Report:
     return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
 
 
-def with_seconds(report: Report, measure: bool = False) -> Report:
+def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
     """The report with the seconds that are predicted of an update, and the roofline's bound, where enough is known of
     program and target. Its `subject` tells calls and tokens of an update.
 
@@ -258,14 +258,14 @@ def with_seconds(report: Report, measure: bool = False) -> Report:
     )
 
 
-def _needs_no_trace(program: hlo_buffers.Program) -> bool:
+def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
     """Whether allocations alone tell every lifetime: there are some, and none of them is temporary memory in parts."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
-def _stats(program: hlo_buffers.Program) -> XlaStats:
+def _stats(program: hlo_buffers.HloProgram) -> XlaStats:
     """The statistics that follow from allocations alone, for a proto without a Compiled."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
@@ -280,7 +280,7 @@ def _stats(program: hlo_buffers.Program) -> XlaStats:
     )
 
 
-def _with_xla_totals(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:
+def _with_xla_totals(report: ReportRecord, program: hlo_buffers.HloProgram, stats: XlaStats) -> ReportRecord:
     """A derived report with totals as XLA states them; what the derivation lacks is the unattributed row.
 
     What it has too much, values that XLA puts in one place and the derivation does not, is taken off the

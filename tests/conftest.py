@@ -9,7 +9,7 @@ from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
-from support import oracles
+from support import oracles, times
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -70,6 +70,9 @@ def pytest_addoption(parser):
         metavar="NAMES",
         help=f"a missing one of these fails instead of skipping: {','.join(oracles.ORACLES)}",
     )
+    parser.addoption(
+        "--times", default=None, type=Path, metavar="FILE", help="write the CPU seconds of each test to FILE as JSON"
+    )
 
 
 def pytest_configure(config):
@@ -77,6 +80,8 @@ def pytest_configure(config):
     if unknown := asked - set(oracles.ORACLES):
         raise pytest.UsageError(f"--require-oracles={','.join(sorted(unknown))}: of {', '.join(oracles.ORACLES)}")
     oracles.required.update(asked)
+    if config.option.times:
+        config.pluginmanager.register(times.Times(config, config.option.times))
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would put the files with most tests first
         config.option.loadscopereorder = False
 

@@ -4,132 +4,46 @@ import ast
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from bytescope import memory
+from support import layers
+from support.import_graph import SourceTree, circles, room_of
 
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "memory", "model", "train")
-# Rooms of memory/ from the lowest floor up; rooms of one floor may not import each other.
-FLOORS = (
-    ("memory.errors", "memory.units", "memory.config_keys", "memory.files", "memory.jaxprs"),
-    ("memory.records",),
-    ("memory.pipeline",),
-    ("memory.hlo", "memory.formulas"),
-    ("memory.devices",),
-    ("memory.program",),
-    ("memory.peak",),
-    ("memory.cost",),
-    ("memory.seconds",),
-    ("memory.remat", "memory.findings"),
-    ("memory.analysis",),
-    ("memory.view",),
-    ("memory.report",),
-    ("memory.watching", "memory.profile"),
-    ("memory.compare",),
-    ("memory",),
-    ("memory.pytest_guard",),
-    ("memory.commands",),
-    ("memory.__main__",),
-)
-# Of the lowest floor, modules that may import these of their own floor.
-BELOW = {"memory.units": {"memory.errors"}}
-# What the packages may import of each other; memory's __main__ alone reaches the trainer's adapter.
-ALLOWED = {"configs": {"configs"}, "model": {"model"}, "memory": {"memory"}, "train": set(PACKAGES)}
+TREE = SourceTree(ROOT)
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Dotted name without `bytescope.` -> file."""
-    found = {}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+def test_every_import_of_this_project_exists():
+    for module in TREE.modules.values():
+        for name in TREE.imported_names(module):
+            assert name.split(".")[0] not in TREE.packages, f"{module.name} imports {name} outside {TREE.project}"
+            if name.startswith(f"{TREE.project}."):
+                assert TREE.own_name(name) in TREE.modules, f"{module.name} imports {name}, which does not exist"
 
 
-@cache
-def imports(name: str) -> frozenset[str]:
-    """Modules of ours that a module imports anywhere in it, those for type checkers alone left out."""
-    tree = ast.parse(modules()[name].read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name} imports relatively"
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {full if full.removeprefix("bytescope.") in modules() else node.module for full in whole}
-    if name == "memory":  # its names are fetched at their first use
-        found |= {f"bytescope.memory.{home}" for home in memory._HOMES.values()}
-    ours = {module.removeprefix("bytescope.") for module in found if module.startswith("bytescope.")}
-    assert ours <= set(modules()), f"{name} imports {ours - set(modules())}, which does not exist"
-    assert not {module for module in found if module.split(".")[0] in PACKAGES}, f"{name} imports outside bytescope"
-    return frozenset(ours - {name})
-
-
-def room(name: str) -> str:
-    """The room of a module of memory/: its folder, or the module itself at the top."""
-    return ".".join(name.split(".")[:2])
-
-
-def test_packages_import_one_way():
-    for name in modules():
-        for other in imports(name):
-            if (name, other) == ("memory.__main__", "train.plan.adapter"):
-                continue
-            package = name.split(".")[0]
-            assert other.split(".")[0] in ALLOWED[package], f"{name} imports {other}"
-
-
-def test_rooms_of_memory_import_the_floors_below():
-    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
-    assert {room(name) for name in modules() if name.startswith("memory")} == set(floor)
+def test_packages_and_layers_import_one_way():
+    declared = layers.declared()
+    layered = {room_of(name) for name in TREE.modules if name.split(".")[0] in layers.LAYERS}
+    assert layered == declared, "tests/support/layers.py names each sub-package once"
     wrong = [
         f"{name} imports {other}"
-        for name in modules()
-        if name.startswith("memory")
-        for other in imports(name)
-        if other.startswith("memory")
-        and room(other) != room(name)
-        and floor[room(other)] >= floor[room(name)]
-        and other not in BELOW.get(name, ())
+        for name, imported in TREE.runtime_imports.items()
+        for other in imported
+        if not layers.may_import(name, other)
     ]
     assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_no_circles():
-    done, path = set(), []
-
-    def visit(name: str) -> None:
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            path.append(name)
-            for other in sorted(imports(name)):
-                visit(other)
-            done.add(path.pop())
-
-    for name in sorted(modules()):
-        visit(name)
-    assert done == set(modules())
+    assert not circles(TREE.runtime_imports)
 
 
 def test_every_room_says_what_it_is_for():
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")):
+    for path in (module.path for module in TREE.modules.values() if module.is_package):
         tree = ast.parse(path.read_text())
         words = (ast.get_docstring(tree) or "").split()
         assert len(words) >= 10, f"{path.relative_to(ROOT)}: what comes in, what goes out, where to start"
@@ -141,11 +55,11 @@ def test_the_install_has_every_room():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     on_disk = {
         "bytescope." + ".".join(path.parent.relative_to(ROOT).parts)
-        for package in PACKAGES
+        for package in TREE.packages
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert sorted(listed) == sorted(on_disk)
-    holding = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    holding = {path.parent for package in TREE.packages for path in (ROOT / package).rglob("*.py")}
     assert all((folder / "__init__.py").exists() for folder in holding)
 
 
@@ -191,11 +105,11 @@ def test_config_keys_stand_in_one_module_of_memory():
     groups = {key.split(".")[0] + "." for key in keys if "." in key}
     assert {value for value in named.values() if not value.endswith(".")} <= keys
     assert {value for value in named.values() if value.endswith(".")} <= groups
-    for name, path in modules().items():
+    for name, module in TREE.modules.items():
         if name.startswith("memory") and name != "memory.config_keys":
             literals = [
                 node.value
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in ast.walk(module.syntax)
                 if isinstance(node, ast.Constant) and node.value in keys | groups
             ]
             assert not literals, f"{name} has {literals}: memory/config_keys.py names them"

@@ -28,8 +28,8 @@ from bytescope.memory.seconds.calibration.cases import (
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.seconds.kernel_seconds import seconds
-from bytescope.memory.seconds.rate_records import Rates
-from bytescope.memory.seconds.step_schedule import PRODUCT, Kernel
+from bytescope.memory.seconds.rate_records import DeviceRates
+from bytescope.memory.seconds.step_schedule import PRODUCT, ScheduledKernel
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
@@ -150,12 +150,12 @@ def _time(value: float) -> str:
     return f"{value * 1e3:,.4g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _by_cubes(sample: Sample, rates: Rates) -> str:
+def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
     """The time of a pair of thin products by the rates that were measured on cubes."""
     unit, m, k, n = sample.key
     dtype, wide = _OPERANDS[unit]
     pair = (
-        Kernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
+        ScheduledKernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
         for size in ((1, m, n, k), (1, m, k, n))
     )
     return _time(sum(seconds(kernel, rates) for kernel in pair))

@@ -10,7 +10,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 # Where a job's summary goes, and the root that the files of annotations are told from.
@@ -35,7 +35,7 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
 
 
 def of_difference(
-    before: Report, after: Report, changes: Sequence[Change], failed: Iterable[Change], bar: float
+    before: ReportRecord, after: ReportRecord, changes: Sequence[Change], failed: Iterable[Change], bar: float
 ) -> list[str]:
     """The annotations of two reports: an error for each total above the bar (per cent), a warning for all that makes
     them hard to compare, and where the peak grew, for the buffers that grew most."""
@@ -59,7 +59,7 @@ def of_difference(
     return out
 
 
-def of_report(report: Report) -> list[str]:
+def of_report(report: ReportRecord) -> list[str]:
     """The annotations of a report: an error where it does not fit, a warning for each finding."""
     out = []
     if report.fits is False:
@@ -84,13 +84,15 @@ def of_report(report: Report) -> list[str]:
     ]
 
 
-def _limit(report: Report) -> str:
+def _limit(report: ReportRecord) -> str:
     """Returns " of LIMIT", with the limit as a share of the GPU's memory if it is one; "" without a limit."""
     share = limit_share(report.target, report.limit_bytes)
     return f" of {human(report.limit_bytes)}{f' ({share})' if share else ''}" if report.limit_bytes else ""
 
 
-def summary_of_difference(before: Report, after: Report, changes: Sequence[Change], names: Sequence[str]) -> str:
+def summary_of_difference(
+    before: ReportRecord, after: ReportRecord, changes: Sequence[Change], names: Sequence[str]
+) -> str:
     """The table of a difference for the summary of a job, as Markdown."""
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
@@ -111,7 +113,7 @@ def summary_of_difference(before: Report, after: Report, changes: Sequence[Chang
     return "\n\n".join((f"### Device memory: {_cell(_name(after))}", *notes, table)) + "\n"
 
 
-def summary_of_report(report: Report) -> str:
+def summary_of_report(report: ReportRecord) -> str:
     """The table of a report for the summary of a job, as Markdown."""
     said = (
         f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
@@ -145,7 +147,7 @@ def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
         raise ReportError(f"cannot write {path} (${SUMMARY}): {error.strerror}") from error
 
 
-def _name(report: Report) -> str:
+def _name(report: ReportRecord) -> str:
     name, target = report.title, report.target.get("name")
     return f"{name} on {target}" if target else name
 

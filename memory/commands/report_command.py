@@ -16,7 +16,7 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_wr
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import Report, Subject
+from bytescope.memory.records.report_record import ReportRecord, Subject
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def start_platform(args: argparse.Namespace) -> None:
         simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
 
 
-def make_report(program: PreparedProgram, subject: Subject | None = None) -> tuple[Report, Compilation]:
+def make_report(program: PreparedProgram, subject: Subject | None = None) -> tuple[ReportRecord, Compilation]:
     """Compiles a program; returns its report and the compilation.
 
     subject: what the report calls the program; its model FLOPs are filled in here.
@@ -102,14 +102,14 @@ def make_report(program: PreparedProgram, subject: Subject | None = None) -> tup
     return with_seconds(report, measure=True), compilation
 
 
-def show(report: Report, verbose: bool, choices: str = "") -> None:
+def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     """Prints a report. choices: `PreparedProgram.choices`."""
     from bytescope.memory.report import report_text
 
     report_text.show(report, choices=choices, verbose=verbose)
 
 
-def write_files(args: argparse.Namespace, report: Report, proto: bytes, more: Mapping[str, Any]) -> None:
+def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
@@ -124,7 +124,7 @@ def write_files(args: argparse.Namespace, report: Report, proto: bytes, more: Ma
     show_written(args.json, args.html, args.export)
 
 
-def verdict(args: argparse.Namespace, report: Report) -> int:
+def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
     """Writes annotations for --github; returns the exit code, DOES_NOT_FIT for a program that exceeds its target."""
     if args.github:
         github.tell(github.of_report(report))
@@ -132,7 +132,7 @@ def verdict(args: argparse.Namespace, report: Report) -> int:
     return DOES_NOT_FIT if report.fits is False else 0
 
 
-def show_missing(report: Report, advice: Sequence[Any]) -> None:
+def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
     """Prints by how much a program exceeds the target, and below it the advice, which rich can draw."""
     from rich.console import Group
     from rich.text import Text
@@ -145,7 +145,7 @@ def show_missing(report: Report, advice: Sequence[Any]) -> None:
     put(Group(Text(), Prose(f"does not fit: {missing} too much", "bold red"), *advice))
 
 
-def _advise(report: Report) -> None:
+def _advise(report: ReportRecord) -> None:
     """Prints what a user's program may change to fit."""
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human

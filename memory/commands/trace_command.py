@@ -60,13 +60,13 @@ def _name(trace: str) -> str:
     return path.parent.name if path.name == "profile" else path.name
 
 
-def prediction(report: report_record.Report) -> dict | None:
+def prediction(report: report_record.ReportRecord) -> dict | None:
     """What one call of the step was predicted to take: `seconds`, `low`, `high`, the source of the `rates`, and the
     bound of the data sheet, `at_least`; None where too little is known of program or target.
 
     Each is None where that alone is not known. Rates are those of this process, else what the report states.
     """
-    found = step_prediction.of_report(report) or step_prediction.Prediction.stated(report)
+    found = step_prediction.of_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
     if found is None and bound is None:
         return None

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 MODULE = "m"  # the name under which XProf lists the program
 
 
-def export(directory: str | Path, report: Report | None = None, hlo_proto: bytes = b"") -> list[Path]:
+def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto: bytes = b"") -> list[Path]:
     """Writes files for other viewers into `directory`, created if it is missing; returns their paths.
 
     - `m.hlo_proto.pb` and an empty `h.xplane.pb`, when there is a serialized HloProto: XProf and TensorBoard's
@@ -42,7 +42,7 @@ def export(directory: str | Path, report: Report | None = None, hlo_proto: bytes
     return [folder / name for name in files]
 
 
-def pprof(report: Report) -> bytes:
+def pprof(report: ReportRecord) -> bytes:
     """The buffers alive at the peak as a pprof profile (uncompressed protobuf).
 
     Sample value: bytes on one device. Stack, root first: category, each named scope of the module path, the
@@ -89,7 +89,7 @@ def _labels(buffer: Buffer) -> Iterable[tuple[str, str]]:
     )
 
 
-def _comments(report: Report) -> list[str]:
+def _comments(report: ReportRecord) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return [f"program {report.program}: {report.peak_bytes} bytes live at the peak on one device", versions]
 

@@ -1,9 +1,7 @@
-"""Many programs compared with each other: compare, levers, front and fit, for a trainer that meets a Protocol.
+"""Variants of one config, compiled by worker processes and compared as rows.
 
-In: a config's name, overrides, a target and a `trainer.Trainer`. Out: rows of figures by configuration (`rows`),
-stages of memory levers (`levers`), the front of least recomputation by budget (`frontier`), the fastest configuration
-that fits (`fit`). Each program is a job (`jobs`), compiled in a worker process (`pool`, `worker`) and remembered on
-disk (`cache`). Start at `pool.run` for how a program is compiled, at `rows.Row` for what is kept of it.
-
-To add a stage of levers: a row of STAGES in `levers`; a way to shrink a step: a row of SQUEEZES in `fit.space`.
+In: a config's name, overrides, a target and a trainer (`trainer.py` says what is asked of it). Out: rows of figures by
+configuration. A variant is a job (`jobs.py`); `worker_pool.py` hands jobs to processes that run `worker.py`, and
+`row_cache.py` keeps finished rows on disk. Start at `worker_pool.py` for how a program is compiled, and at
+`compare_rows.py` for what is kept of it.
 """

@@ -31,9 +31,9 @@ from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import (
     Cell,
-    Figure,
+    HeaderFigure,
+    PageTable,
     Section,
-    Table,
     count,
     facts,
     figure,
@@ -206,7 +206,7 @@ def _command(comparison: Mapping[str, Any], row: Row) -> str:
     return row.command(source, target, comparison["given"])
 
 
-def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
     """A row for each task, in their order: tasks are not ranked against each other."""
     keys = task_keys(rows)
     found = [(label(members[0], keys), next(iter(best_of_each(members)), None)) for members in _tasks(rows).values()]
@@ -296,13 +296,13 @@ def _subject(rows: Sequence[Row], config: str) -> str:
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
-def _figures(rows: Sequence[Row], best: Row | None) -> list[Figure]:
+def _figures(rows: Sequence[Row], best: Row | None) -> list[HeaderFigure]:
     """`best`: the best row, None where none fits, and where rows of several tasks have none in common."""
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
     found = [
-        Figure("combinations", str(len(rows)), f"{sum(not row.ok for row in rows)} failed"),
-        Figure("fit", str(sum(row.fits is True for row in rows)), limit),
+        HeaderFigure("combinations", str(len(rows)), f"{sum(not row.ok for row in rows)} failed"),
+        HeaderFigure("fit", str(sum(row.fits is True for row in rows)), limit),
     ]
     if best is None:
         return found

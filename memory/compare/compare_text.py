@@ -28,7 +28,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, put, safe
 from bytescope.memory.view.prediction_text import with_spread
-from bytescope.memory.view.text_layout import Command, Items, Prose, blocks
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, value
 
 # What rows are ranked by, in words.
@@ -148,7 +148,7 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
     if tasks and winner is None:  # rows of several tasks have no best in common
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
-        out += [Text("best that fits:", style="bold"), Command(flags(winner) or "as configured")]
+        out += [Text("best that fits:", style="bold"), CopyCommand(flags(winner) or "as configured")]
         if text := as_fast([label(row, keys) for row in tied(rows, winner)]):
             out.append(Prose(text, "dim"))
     elif not tasks and any(row.ok for row in rows):

@@ -23,7 +23,7 @@ from bytescope.memory.errors import ReportError, message_of
 from bytescope.memory.records import report_json
 
 if TYPE_CHECKING:
-    from bytescope.memory.records.report_record import Report
+    from bytescope.memory.records.report_record import ReportRecord
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     return row
 
 
-def residuals_of(report: Report) -> int:
+def residuals_of(report: ReportRecord) -> int:
     """Bytes of residuals at the highest point of the timeline that holds any: at the peak itself, which may lie in the
     update, they may all be freed."""
     steps: Counter[int] = Counter()

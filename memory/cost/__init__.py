@@ -1,9 +1,9 @@
-"""What a step computes, moves and sends, and the seconds of that by a roofline.
+"""Counts what a step computes, moves and sends, and bounds its time by a roofline.
 
-In: an attributed program or its jaxpr. Out: FLOPs by phase and dtype (`flops`), bytes that kernels read and write
-(`kernels`), collectives with what overlaps them (`collectives`, `overlap`), bytes on the host link (`host_transfers`),
-all of it as the work of one call (`step_work`), and its seconds at a target's rates (`roofline`). Start at
-`step_work.by_phase`, then `roofline.seconds`; `named_tensors` lists checkpoint names with bytes and FLOPs.
+In: an attributed program or its jaxpr. Out: FLOPs by phase and dtype (`flops.py`), bytes that kernels read and write
+(`kernel_costs.py`), collectives with what overlaps them (`collectives.py`, `overlap.py`), bytes on the host link
+(`host_transfers.py`), their sum for one call (`step_work.py`), and its seconds at a target's rates (`roofline.py`).
+Start at `step_work.py`; `named_tensors.py` lists checkpoint names with bytes and FLOPs.
 
-To count a new kernel's FLOPs: a row of KERNELS in `flops`, primitive name -> (FLOPs, of them recomputed).
+To count the FLOPs of another kernel: a row of KERNELS in `flops.py`, primitive name -> (FLOPs, recomputed FLOPs).
 """

@@ -15,7 +15,7 @@ from bytescope.memory.formulas.communication_volume import Expected
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.loops import runs
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import Shape, leaves
+from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.records.report_record import Collective, Communication
 
@@ -88,7 +88,7 @@ def _collective(
     )
 
 
-def arrays_of(module: Module, instruction: Instruction) -> list[Shape]:
+def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
     """The arrays that a collective sends, those that are combined into one each."""
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
     found = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
@@ -124,7 +124,7 @@ def _result_bytes(kind: str, given: int, group: int) -> int:
     return {"all-gather": given * group, "reduce-scatter": given // group}.get(kind, given)
 
 
-def _dtype(arrays: Iterable[Shape]) -> str:
+def _dtype(arrays: Iterable[HloShape]) -> str:
     """The dtype, or of a combined collective all of them, that of most bytes first."""
     sizes: dict[str, int] = {}
     for shape in arrays:

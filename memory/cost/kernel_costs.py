@@ -16,7 +16,7 @@ from bytescope.memory.cost.overlap import IDLE
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import Shape, leaves
+from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 
 # Calls that run on the computations they name; other operations that name one only say how to combine two values.
@@ -140,12 +140,12 @@ def moved(module: Module, instruction: Instruction) -> int:
     )
 
 
-def _held(shape: Shape) -> int:
+def _held(shape: HloShape) -> int:
     """Bytes of an array, or all arrays of a tuple, that lie in device memory."""
     return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
 
 
-def _part(module: Module, user: Instruction, position: int, source: Shape) -> int:
+def _part(module: Module, user: Instruction, position: int, source: HloShape) -> int:
     """Bytes that an operation reads of its operand at `position`, an array of shape `source`."""
     touched = None
     if position == 0 and user.opcode in _SLICING:
@@ -186,7 +186,7 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
 def _needed(
     module: Module,
     value: Instruction,
-    source: Shape,
+    source: HloShape,
     users: dict[int, list[Instruction]],
     root: int,
     itself: bool = True,
@@ -205,7 +205,7 @@ def _needed(
     return total
 
 
-def _written(module: Module, maker: Instruction | None, result: Shape) -> int:
+def _written(module: Module, maker: Instruction | None, result: HloShape) -> int:
     """Bytes of a result that are written: of one that is updated in place, the update."""
     while maker is not None and maker.opcode == "bitcast":
         maker = module.operand(maker, 0)

@@ -29,7 +29,7 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_json import is_count, is_number
-from bytescope.memory.records.report_record import STEP_PHASES, Report
+from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
 
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
@@ -111,7 +111,7 @@ class AtBest:
     source: str
 
 
-def at_best(report: Report) -> AtBest | None:
+def at_best(report: ReportRecord) -> AtBest | None:
     """What the roofline of a report allows at best; None where it has none."""
     call, of = report.roofline.get("total"), report.subject
     if not call or not call > 0:

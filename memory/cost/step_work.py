@@ -14,13 +14,13 @@ from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.cost.host_transfers import TO_DEVICE, TO_HOST
 from bytescope.memory.cost.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
-from bytescope.memory.records.report_record import STEP_PHASES, Collective, Report
+from bytescope.memory.records.report_record import STEP_PHASES, Collective, ReportRecord
 
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
 def by_phase(
-    report: Report,
+    report: ReportRecord,
     kernel_bytes: Mapping[str, Mapping[str, int]],
     flops: Mapping[tuple[str, str], float],
     mesh: Axes,

@@ -1,10 +1,10 @@
-"""What a program is compiled for: devices at hand, simulated ones, and chips that are not here.
+"""What a program is compiled for: the devices of this process, simulated CPU devices, and chips that are not present.
 
 In: a name such as `local`, `cpu:8`, `h100:2x8` or `v5e:4x4`. Out: a `targets.Target` with jax devices to compile for,
-memory, bandwidths, peak FLOP/s and the bytes that are available on one device; `compiler` compiles for it and keeps
-the buffer assignment. Start at `targets.parse`; `limits` has the available bytes, `live` what a device holds right
+memory sizes, bandwidths, peak FLOP/s and the available bytes of one device. `compiler` compiles for it and keeps the
+buffer assignment. Start at `targets.parse`; `limits` computes the available bytes, `live` samples what a device holds
 now.
 
-To add a GPU or a TPU: a row of `_CHIPS` in `chips`, each figure with its source; `targets` and the listings find it.
-Check it with `bytescope report llama_1b NAME`, which compiles for it without the card.
+To add a GPU or a TPU: add a row to `_CHIPS` in `chips`, with a source for each figure; `targets` and the listings
+read that table. Check it with `bytescope report llama_1b NAME`, which compiles for the chip without having one.
 """

@@ -1,9 +1,9 @@
-"""jax's persistent compilation cache: what it lacks for a report, and what it leaves lying when it is damaged.
+"""Two additions to jax's persistent compilation cache: it keeps HloProtos, and it removes damaged entries.
 
-An executable out of the cache has no heap trace any more. So the HloProto of a compile is kept beside its entry, by
-jax's own key, and found again with it. jax warns about an entry that cannot be read at every start and never replaces
-it: what a process killed while it wrote one leaves behind costs its compile, and two lines, for ever. Here such entries
-are removed and compiled again.
+An executable from the cache has no heap trace. So the HloProto of a compile is saved beside its entry, under jax's own
+key, and is loaded with it. jax warns about an unreadable entry at every start and never replaces it: an entry of a
+process that was killed while it wrote costs a compile and two lines at every later start. Here such entries are removed
+and compiled again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from bytescope.memory.hlo.jax_stages import LoweredStage
 
 MESSAGE = "Error (reading|writing) persistent compilation cache"
-# The logger that tells the key of an entry, found or written: nothing public does.
+# The logger that prints the key of an entry that is read or written: no public API returns it.
 _COMPILER = logging.getLogger("jax._src.compiler")
 _KEYED = re.compile("(?i)persistent compilation cache (hit|miss) for")
-# Beside an entry: protos of the programs that are the same but for the names and lines in their source, newest first.
-_BUFFERS, _MOST = ".buffers.gz", 4
+# Suffix of the saved protos. An entry has several: programs that differ only in names and source lines share it.
+_BUFFERS, _MAX_PROTOS = ".buffers.gz", 4
 RENAMED = (
     "out of the compilation cache: names and source lines are those of the program that filled it, which "
     "differs from this one in nothing else"
@@ -38,29 +40,36 @@ _watching = threading.Lock()
 _ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
 
 
-def mend(tell: Callable[[str], None]) -> None:
-    """From now on damaged entries are removed, and the first is told in a line in place of jax's warnings."""
-    told: set[str] = set()
+def remove_damaged_entries(tell: Callable[[str], None]) -> None:
+    """Removes damaged entries when jax warns about them, from now on in this process.
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    tell: gets one line at the first failed read and one at the first failed write, in place of jax's warnings.
+    """
+    reported: set[str] = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         found = _ENTRY.match(str(message))
         if found is None:
-            plain(message, category, filename, lineno, *rest)
+            plain(message, category, filename, lineno, file, line)
             return
-        import jax
-
-        folder, (does, program, why) = Path(jax.config.jax_compilation_cache_dir or ""), found.groups()
-        if does == "reading":
+        folder, (operation, program, why) = Path(_folder()), found.groups()
+        if operation == "reading":
             remove_damaged(folder, program)
-        if does not in told:
-            told.add(does)
-            tell(
-                {
-                    "reading": f"damaged entries of the compilation cache {folder} are removed and compiled again",
-                    "writing": f"the compilation cache {folder} cannot be written ({_short(why)}): the next start will "
-                    "compile again",
-                }[does]
-            )
+        if operation in reported:
+            return
+        reported.add(operation)
+        if operation == "reading":
+            tell(f"damaged entries of the compilation cache {folder} are removed and compiled again")
+        else:
+            reason = " ".join(why.split())[:120]
+            tell(f"the compilation cache {folder} cannot be written ({reason}): the next start will compile again")
 
     plain = warnings.showwarning
     warnings.filterwarnings("always", message=MESSAGE)
@@ -68,53 +77,54 @@ def mend(tell: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def mended() -> Iterator[None]:
-    """A context in which damaged entries are removed without a word."""
+def damaged_entries_removed() -> Iterator[None]:
+    """A context in which damaged entries are removed without a message."""
     with warnings.catch_warnings():
-        mend(lambda line: None)
+        remove_damaged_entries(lambda line: None)
         yield
 
 
 def remove_damaged(folder: Path, program: str) -> None:
-    """Removes the entries of a program, by the name that jax gives it, which cannot be decompressed."""
+    """Removes the entries of a program that cannot be decompressed; `program`: the name that jax gives it."""
     for path in folder.glob(f"{program}-*-cache"):
         with contextlib.suppress(OSError):
-            if not _reads(path):
+            if not _is_readable(path):
                 path.unlink()
 
 
-def _reads(path: Path) -> bool:
+def _is_readable(path: Path) -> bool:
     from jax._src.compilation_cache import decompress_executable  # the library it uses depends on the installation
 
     content = path.read_bytes()
     try:
         return bool(decompress_executable(content))
-    except Exception:  # each of the libraries has its own
+    except Exception:  # each library has exceptions of its own
         return False
 
 
-def _short(text: str) -> str:
-    return " ".join(text.split())[:120]
+def _folder() -> str:
+    """Returns the folder or the URL of jax's compilation cache; "" without one."""
+    import jax
+
+    return jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]  # jax sets its options at run time
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An entry of the cache that jax asked for: its key, and whether it was there."""
+    """An entry of the cache that jax looked up: its key, and whether the cache had it."""
 
     key: str
     hit: bool
 
     def path(self) -> Path | None:
-        """The file of the entry; None without a cache on a local disk."""
-        import jax
-
-        folder = jax.config.jax_compilation_cache_dir
+        """Returns the file of the entry; None without a cache on a local disk."""
+        folder = _folder()
         return Path(folder, f"{self.key}-cache") if folder and "://" not in folder else None
 
     def kept(self, program: str, *, renamed: bool = False) -> tuple[bytes, Mapping[str, Any]] | None:
-        """The HloProto that was kept of this entry for a program, and what was kept with it; None without one.
+        """Returns the HloProto that was saved for a program, and the JSON saved with it; None if there is none.
 
-        renamed: of one that is the same but for names and lines, the newest, where there is none of this.
+        renamed: if the program has none, returns the newest of a program that differs only in names and source lines.
         """
         path = self.path()
         if path is None or not path.exists():
@@ -130,11 +140,11 @@ class Entry:
         return None
 
     def keep(self, program: str, proto: bytes, more: Mapping[str, Any]) -> None:
-        """Keeps a proto beside the entry, if there is one; protos of entries that are gone are removed."""
+        """Saves a proto beside the entry, if the entry exists; removes the protos of entries that no longer do."""
         path = self.path()
         if path is None or not path.exists():
             return
-        with contextlib.suppress(OSError):  # a full or foreign disk costs the next report a compile, no more
+        with contextlib.suppress(OSError):  # if the disk is full, the next report compiles again
             whole = self._beside(path, program)
             partial = whole.with_name(f".{whole.name}.{threading.get_ident()}")
             packed = io.BytesIO()
@@ -146,14 +156,16 @@ class Entry:
 
     @contextlib.contextmanager
     def absent(self) -> Iterator[bool]:
-        """The entry is gone meanwhile, and jax compiles and writes it again; whether it is. What jax does not write, a
-        compile of less than its shortest seconds, is put back."""
+        """A context without the entry, in which jax compiles and writes it again; its value is whether the entry could
+        be removed. The entry is restored if jax does not write it, as for compiles below its minimum seconds."""
         path, content = self.path(), b""
+        if path is None:
+            yield False
+            return
         with contextlib.suppress(OSError):
-            if path is not None:
-                content = path.read_bytes()
-                path.unlink()
-        gone = path is not None and not path.exists()
+            content = path.read_bytes()
+            path.unlink()
+        gone = not path.exists()
         try:
             yield gone
         finally:
@@ -167,7 +179,7 @@ class Entry:
 
 
 def _age(path: Path) -> float:
-    """A key that sorts the newest first; what is gone meanwhile comes last."""
+    """Returns a key that sorts the newest file first and deleted files last."""
     try:
         return -path.stat().st_mtime
     except OSError:
@@ -175,20 +187,18 @@ def _age(path: Path) -> float:
 
 
 def _clear(entry: Path) -> None:
-    """Removes the oldest protos of an entry, and all of entries that are gone."""
+    """Removes the oldest protos of an entry, and all protos without an entry."""
     found = sorted(entry.parent.glob(f"*{_BUFFERS}"), key=_age)
     own = [path for path in found if path.name.startswith(entry.name.removesuffix("cache"))]
     gone = [path for path in found if not (entry.parent / f"{path.name.rpartition('-')[0]}-cache").exists()]
-    for path in {*own[_MOST:], *gone}:
+    for path in {*own[_MAX_PROTOS:], *gone}:
         path.unlink(missing_ok=True)
 
 
-def digest(lowered: Any) -> str:
-    """A program's text with the names and lines of its source, which jax's key leaves out and a report shows; as a
-    hash. "" for one that does not tell, and where there is no cache."""
-    import jax
-
-    if not jax.config.jax_compilation_cache_dir:
+def digest(lowered: LoweredStage) -> str:
+    """Returns a hash of a program's text with its names and source lines, which jax's key leaves out and a report
+    shows; "" if the stage has no text or there is no cache."""
+    if not _folder():
         return ""
     try:
         out = io.BytesIO()
@@ -200,7 +210,7 @@ def digest(lowered: Any) -> str:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Entry]]:
-    """The entries that jax asks the cache for in this thread meanwhile, in order: the last is the program's own."""
+    """A context that lists the entries that jax looks up in this thread, in order: the last is the program's own."""
     found: list[Entry] = []
     thread = threading.get_ident()
 
@@ -210,7 +220,7 @@ def watched() -> Iterator[list[Entry]]:
             found.append(Entry(str(record.args[-1]), keyed[1].lower() == "hit"))
         return record.levelno >= passing
 
-    if not _watching.acquire(blocking=False):  # by another thread: then nothing is kept
+    if not _watching.acquire(blocking=False):  # another thread is watching: then nothing is saved
         yield found
         return
     level, passing = _COMPILER.level, _COMPILER.getEffectiveLevel()

@@ -22,12 +22,13 @@ from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.jax_stages import CompiledStage, LoweredStage
 from bytescope.memory.jaxprs import bodies, opened
 from bytescope.memory.records.report_json import one_line
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
-    from bytescope.memory.hlo.buffers import Program
+    from bytescope.memory.hlo.buffers import HloProgram
 
 _PACKAGES = (
     "jax",
@@ -82,7 +83,7 @@ class Compilation:
     proto: bytes = b""
     module: bytes = b""
     assignment: bytes = b""
-    compiled: Any = None
+    compiled: CompiledStage | None = None
     stats: XlaStats | None = None
     jaxpr: Any = None
     signature: Signature | None = None
@@ -90,8 +91,15 @@ class Compilation:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def executable(self) -> CompiledStage:
+        """Returns the executable. Raises ReportError if this was read from a proto and there is none."""
+        if self.compiled is None:
+            raise ReportError("a dump has no executable: give the step with its arguments")
+        return self.compiled
+
     @functools.cached_property
-    def program(self) -> Program:
+    def program(self) -> HloProgram:
         """Returns the module and its buffers, read once.
 
         Raises:
@@ -124,7 +132,7 @@ def check_sizes(jaxpr: Any) -> None:
 
 
 def compile_lowered(
-    lowered: Any, *, described: bool = False, exact: bool = True, options: Mapping[str, Any] | None = None
+    lowered: LoweredStage, *, described: bool = False, exact: bool = True, options: Mapping[str, Any] | None = None
 ) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
@@ -147,7 +155,7 @@ def compile_lowered(
     return dataclasses.replace(found, signature=signature, local=not described, notes=made.notes)
 
 
-def read_compiled(compiled: Any) -> Compilation:
+def read_compiled(compiled: CompiledStage) -> Compilation:
     """What a finished `jax.stages.Compiled` still tells: its module, and on some backends its buffers.
 
     Raises ReportError for an executable that keeps no module.
@@ -171,7 +179,7 @@ def read_compiled(compiled: Any) -> Compilation:
     )
 
 
-def stats_of(compiled: Any) -> XlaStats | None:
+def stats_of(compiled: CompiledStage) -> XlaStats | None:
     """XLA's memory statistics of an executable, None when the backend gives none."""
     try:
         analysis = compiled.memory_analysis()
@@ -200,17 +208,17 @@ def versions() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _CompileResult:
     """What one compile gave: the executable, the proto that XLA wrote (b"" for one out of the cache), its entry."""
 
-    compiled: Any
+    compiled: CompiledStage
     proto: bytes = b""
     stats: XlaStats | None = None
     notes: tuple[str, ...] = ()
     entry: Entry | None = None
 
 
-def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
+def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
     """A program compiled, or out of the cache with the proto that was kept of it; then again, if it has to be exact."""
     program = compile_cache.digest(lowered)
     made = _compile(lowered, options)
@@ -225,12 +233,12 @@ def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
         with _no_cache():
             return _compile(lowered, options)
     if made.proto and made.entry is not None:
-        stats = dataclasses.asdict(made.stats) if made.stats else None
-        made.entry.keep(program, made.proto, {"stats": stats, "notes": made.notes})
+        stats_json = dataclasses.asdict(made.stats) if made.stats else None
+        made.entry.keep(program, made.proto, {"stats": stats_json, "notes": made.notes})
     return made
 
 
-def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
+def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
     """Compiles once, or twice if XLA fails in a way that a flag avoids; the result has no proto if XLA wrote none with
     buffers.
 
@@ -250,14 +258,14 @@ def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
         return dataclasses.replace(made, notes=(known.note,))
 
 
-def _compile_once(lowered: Any, options: Mapping[str, Any]) -> _Made:
+def _compile_once(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.mended(), compile_cache.watched() as entries:
+    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _unpacked(protos[-1]) if protos else b""
-    return _Made(
+    return _CompileResult(
         compiled, proto if _has_buffers(proto) else b"", stats_of(compiled), entry=entries[-1] if entries else None
     )
 
@@ -307,7 +315,7 @@ def _no_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # jax sets its options at run time
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

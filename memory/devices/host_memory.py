@@ -3,11 +3,6 @@
 import os
 from collections.abc import Iterator
 
-try:
-    import resource
-except ImportError:  # not a Unix
-    resource = None
-
 # cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
 _CGROUP_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -37,7 +32,9 @@ def cgroup_room(root: str = "/") -> int | None:
 
 def address_space_limit() -> int | None:
     """Returns the bytes of address space that this process may map (`ulimit -v`); None without a limit."""
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # not a Unix
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit

@@ -107,8 +107,8 @@ def predicted_in_use(report: Any, before: LiveMemory | None) -> int:
 def predicted_against_measured(report: Any, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
     """One line: the bytes that a report predicts, compared with the measured peak.
 
-    `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device); `before`: what
-    was there before the program's state was made. On the CPU the process is measured: it held Python, jax and what
+    `report`: a report, or anything with `predicted_bytes`, bytes of one device; `before`: a sample from
+    before the program's state was made. On the CPU the process is measured: it held Python, jax and what
     was compiled before, so what it grew by is to be compared, and the prediction is that of all simulated devices.
     """
     predicted = int(report.predicted_bytes)

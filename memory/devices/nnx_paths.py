@@ -63,7 +63,11 @@ def _paths(node: Any, seen: dict[Any, Any]) -> list[str]:
     try:
         from flax.nnx import graphlib
 
-        whole = graphlib.unflatten(node._graphdef, list(node.states[0]), index_ref=seen)
+        whole = graphlib.unflatten(
+            node._graphdef,
+            list(node.states[0]),
+            index_ref=seen,  # type: ignore[arg-type]  # Flax fills any dict
+        )
         return ["".join(map(_key, path)) for path in graphlib.flatten(whole, with_paths=True)[1].paths]
     except Exception:  # not public, so it may change; jax's own names are there still
         return []

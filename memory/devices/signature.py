@@ -7,17 +7,18 @@ never. jax knows both when it lowers; which parameter a leaf became follows from
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from bytescope.memory.devices import nnx_paths
+from bytescope.memory.hlo.jax_stages import LoweredStage
 
 # How jax names leaves whose place in the arguments it forgot: those of pmap, and of other wrappers.
 _LOST = "flat_args["
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class SignatureLeaf:
     """One array that goes in or comes out.
 
     Fields:
@@ -38,16 +39,16 @@ class Leaf:
 class Signature:
     """The leaves of a program's arguments and results, in the order in which jax flattens them."""
 
-    arguments: tuple[Leaf, ...] = ()
-    results: tuple[Leaf, ...] = ()
+    arguments: tuple[SignatureLeaf, ...] = ()
+    results: tuple[SignatureLeaf, ...] = ()
 
     @property
-    def by_parameter(self) -> dict[int, Leaf]:
+    def by_parameter(self) -> dict[int, SignatureLeaf]:
         """Number of the entry parameter -> its argument."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
-def signature_of(lowered: Any) -> Signature | None:
+def signature_of(lowered: LoweredStage) -> Signature | None:
     """The signature of a `jax.stages.Lowered`; None where it does not say which leaves it kept.
 
     Never raises: what is not public in jax is asked for carefully.
@@ -57,7 +58,7 @@ def signature_of(lowered: Any) -> Signature | None:
     try:
         inside, _ = tree_flatten_with_path(lowered.args_info)
         outside, _ = tree_flatten_with_path(lowered.out_info)
-        told = getattr(lowered._lowering, "compile_args", None) or {}
+        told = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
         kept = sorted(told["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
         return None
@@ -74,11 +75,12 @@ def signature_of(lowered: Any) -> Signature | None:
     first = max(len(told.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}
     arguments = [
-        Leaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
+        SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
         for number, (name, (_, info)) in enumerate(zip(names, inside))
     ]
     results = [
-        Leaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype)) for path, (_, info) in zip(paths, outside)
+        SignatureLeaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype))
+        for path, (_, info) in zip(paths, outside)
     ]
     return Signature(tuple(arguments), tuple(results))
 
@@ -86,7 +88,7 @@ def signature_of(lowered: Any) -> Signature | None:
 def _named(debug: Any, field: str, count: int) -> list[str] | None:
     """The names that jax keeps for its error messages, if it has one for every leaf."""
     names = getattr(debug, field, None)
-    return list(names) if isinstance(names, Iterable) and len(names) == count and all(names) else None
+    return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else None
 
 
 def _positional(path: str) -> str:

@@ -221,10 +221,10 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     full = shape or smallest
     fits = len(full) == rank and all(n <= most for n, most in zip(full, chip.max_shape, strict=True))
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
-        smallest, largest = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
+        least, most = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
         raise ReportError(
-            f"target {name!r}: a {chip.name} slice has {rank} axes: {smallest}, or even numbers "
-            f"of chips on the first two, up to {largest}"
+            f"target {name!r}: a {chip.name} slice has {rank} axes: {least}, or even numbers "
+            f"of chips on the first two, up to {most}"
         )
     return full
 

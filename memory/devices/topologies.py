@@ -45,6 +45,8 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
 
     Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
     """
+    if chip.gpu is None:
+        raise ReportError(f"target {name}: the table of chips lacks the shape of this GPU")
     old = chip.gpu.capability < CUDA_13_FROM
     able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
     found = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]

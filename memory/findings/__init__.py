@@ -1,12 +1,11 @@
-"""What an expert would point at in a report, and what to do about it.
+"""Findings of a report: what can be improved, with its bytes and the remedy.
 
-In: a `records.Report` and the program that it was made from. Out: findings with their bytes and the remedy. Start at
-`rules.find`; its table has the rules of `state`, `activations`, `checkpointing`, `spare_memory`, `sharding`, `experts`
-and `host`, which look at what `evidence` gathers; `replicated` finds arrays that lost their sharding, `functions` the
-user's own code. The room `remedies` has what the config of a step that does not fit has left to try; `post_mortem`
-tells what was known when memory ran out.
+In: a report and the program that it was made from. Out: findings. Start at `finding_rules.py`, whose table lists the
+rules; they are in the file of their subject, such as `state_findings.py`, and read what `evidence.py` gathers.
+`replicated.py` finds arrays that lost their sharding, `functions.py` the functions of the user's own code,
+`post_mortem.py` what is known when memory ran out. `remedies/` has what a config that does not fit can still change.
 
-To add a finding: a function (report, program) -> Found or None in the module of its subject, and a row of RULES in
-`rules` with its remedy in JAX's words; the function's name is the finding's kind. Test it on a program that has the
-fault and on one that lacks it.
+To add a finding: a function (report, program) -> Found or None in the file of its subject, and a row of RULES in
+`finding_rules.py` with its remedy in JAX's words; the function's name is the finding's kind. Test it on a program that
+has the fault and on one that lacks it.
 """

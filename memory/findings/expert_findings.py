@@ -10,14 +10,14 @@ from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.findings.remedies.expert_room import room_of, smaller
 from bytescope.memory.findings.remedies.open_levers import flags
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 
 # Scopes of a block in which arrays have a row for each choice.
 _SCOPES = ("dispatch", "experts", "combine")
 
 
-def empty_expert_rows(report: Report, program: PlacedProgram) -> Found | None:
+def empty_expert_rows(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """Room at the peak for rows of experts that do not come where loads are equal."""
     case = case_of(report)
     room = room_of(case) if case is not None else None

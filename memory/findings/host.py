@@ -6,11 +6,11 @@ from bytescope.memory.config_keys import OFFLOAD
 from bytescope.memory.findings.evidence import Found, words
 from bytescope.memory.hlo.mesh import flat
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 
-def idle_offload(report: Report, program: PlacedProgram) -> Found | None:
+def idle_offload(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """A program that asks for offload and holds nothing on the host."""
     wanted = any("offload" in word for word in words(report.config, "remat"))
     asked = [key for key, value in flat(report.config).items() if key.startswith(OFFLOAD) and value is True]
@@ -19,7 +19,7 @@ def idle_offload(report: Report, program: PlacedProgram) -> Found | None:
     return Found(0, f"{asked[0] if asked else 'the policy'} asks for offload, but nothing is in host memory")
 
 
-def host_memory(report: Report, program: PlacedProgram) -> Found | None:
+def host_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """More in host memory than the host of the devices has."""
     available = int(report.target.get("host_memory_bytes") or 0)
     devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))

@@ -16,7 +16,7 @@ from typing import Any
 from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.findings.remedies.open_levers import open_levers
 from bytescope.memory.records.report_json import plain
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 
 # Ways out that are told; the share of the peak from which arrays, findings and residuals are worth one; that from which
 # a buffer is worth being computed in parts; and the share of a card below which a pool could be larger.
@@ -71,7 +71,7 @@ class PostMortem:
     device: str = ""
     held: tuple[HeldArrays, ...] = ()
     allocator: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    report: Report | None = None
+    report: ReportRecord | None = None
 
     @property
     def other_bytes(self) -> int:
@@ -100,7 +100,7 @@ class PostMortem:
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
 
 
-def ways_out(report: Report | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
+def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
     """The cheapest ways out of a step that does not fit, at most `WAYS`, the cheapest first.
 
     Args:
@@ -117,7 +117,7 @@ def ways_out(report: Report | None, held: Sequence[HeldArrays] = (), pool: int =
     return tuple(found[:WAYS])
 
 
-def _pool(report: Report | None, pool: int) -> Iterator[WayOut]:
+def _pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
     """The part of the card that nobody may use: jax takes three quarters of a GPU where nobody says otherwise."""
     card = int(report.target.get("device_memory_bytes") or 0) if report else 0
     if 0 < pool < FRACTION_IS_LOW * card:
@@ -128,7 +128,7 @@ def _pool(report: Report | None, pool: int) -> Iterator[WayOut]:
         )
 
 
-def _unneeded(report: Report | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
+def _unneeded(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
     """Arrays on the device that no argument of the step is."""
     others = [group for group in held if group.others]
     size = sum(group.other_bytes for group in others)
@@ -142,21 +142,21 @@ def _unneeded(report: Report | None, held: Sequence[HeldArrays]) -> Iterator[Way
     yield WayOut(size, f"delete {arrays} {largest.name}: a name, a list of metrics or a closure still refers to {them}")
 
 
-def _levers(report: Report) -> Iterator[WayOut]:
+def _levers(report: ReportRecord) -> Iterator[WayOut]:
     """What the config of a program of the trainer's has left, that frees something."""
     for lever in open_levers(report):
         if (most := lever.most(report)) > 0:
             yield WayOut(most, lever.costs, lever.flags)
 
 
-def _of_findings(report: Report) -> Iterator[WayOut]:
+def _of_findings(report: ReportRecord) -> Iterator[WayOut]:
     """What the findings of a report say to do, those of most bytes first."""
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
         if finding.bytes >= WORTH * report.peak_bytes and finding.kind not in _NO_WAY_OUT:
             yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 
-def _in_parts(report: Report) -> Iterator[WayOut]:
+def _in_parts(report: ReportRecord) -> Iterator[WayOut]:
     """The largest array of the workspace at the peak, with the line that makes it."""
     found = [
         b
@@ -173,7 +173,7 @@ def _in_parts(report: Report) -> Iterator[WayOut]:
         )
 
 
-def _recomputed(report: Report) -> Iterator[WayOut]:
+def _recomputed(report: ReportRecord) -> Iterator[WayOut]:
     """The module that the backward pass keeps most of, with the line that makes the largest part of it; a finding that
     names a function to checkpoint says it better."""
     if any(finding.kind == "checkpoint_saves" for finding in report.findings):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import COLLECTIVES, flatten
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.batch_axes import Activation, Labels
 from bytescope.memory.peak.buffer_placement import PlacedProgram
@@ -83,7 +83,9 @@ class _ByJaxpr:
     def __bool__(self) -> bool:
         return bool(self.places)
 
-    def __call__(self, instruction: Instruction, shape: Shape, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    def __call__(
+        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
+    ) -> tuple[tuple[str, ...], str]:
         """(mesh axes that should shard the array and do not, its checkpoint name)."""
         metadata = self.module.metadata(instruction)
         place = metadata.frames[0][:3] if metadata.frames else None
@@ -101,7 +103,7 @@ class _ByJaxpr:
         return missing(found[0].dims, found[0].labels, shape.dims, sizes), found[0].name
 
 
-def are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, int]) -> bool:
+def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str, int]) -> bool:
     """Returns whether an array is a stack of partial sums that a second kernel adds up, because XLA has split the
     contracted dimension of a product.
 
@@ -127,7 +129,9 @@ class _ByShape:
     def __bool__(self) -> bool:
         return bool(self.batch)
 
-    def __call__(self, instruction: Instruction, shape: Shape, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    def __call__(
+        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
+    ) -> tuple[tuple[str, ...], str]:
         """As `_ByJaxpr`; a size that other arguments have too tells nothing."""
         dims = set(shape.dims)
         for layout in self.batch:

@@ -30,7 +30,7 @@ from bytescope.memory.findings.remedies.open_levers import flags
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.rematerialized import SAVED
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 # Shares from which it is worth a line: of the limit that is free, of the model's FLOPs that are recomputed, and of them
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     spares: float
 
 
-def spare_memory(report: Report, program: PlacedProgram) -> Found | None:
+def spare_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """A good part of the memory is free, and FLOPs are recomputed."""
     # What is free of a host's memory changes, and a CPU widens what it keeps.
     if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
@@ -69,7 +69,7 @@ def spare_memory(report: Report, program: PlacedProgram) -> Found | None:
     return _with_policy(report, message, products, free, model, program) if products else None
 
 
-def _flops(report: Report) -> tuple[float, float]:
+def _flops(report: ReportRecord) -> tuple[float, float]:
     """(FLOPs that `jax.checkpoint` recomputes, all others) of one device and call."""
     by_phase = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
     recomputed = by_phase.get("recompute", 0)
@@ -156,7 +156,12 @@ def _keys(case: Case, policy: str) -> dict[str, str]:
 
 
 def _with_policy(
-    report: Report, message: str, products: Sequence[RecomputedProduct], free: int, model: float, program: PlacedProgram
+    report: ReportRecord,
+    message: str,
+    products: Sequence[RecomputedProduct],
+    free: int,
+    model: float,
+    program: PlacedProgram,
 ) -> Found:
     """The policy of jax.checkpoint that keeps products, or those of the costliest function, and should fit."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
@@ -209,7 +214,7 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
     return f"{title} ({next(iter(where[title]))})", by[title]
 
 
-def _shards(report: Report, program: PlacedProgram) -> int:
+def _shards(report: ReportRecord, program: PlacedProgram) -> int:
     """Over how many devices activations are sharded at least: as the batch is."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]

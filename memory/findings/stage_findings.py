@@ -11,14 +11,14 @@ from bytescope.memory.findings.remedies.open_levers import flags
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.pipeline.schedule_figures import held_share, simulate
 from bytescope.memory.pipeline.schedules import make_schedule
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 # The schedule whose stages hold the same, with its chunks.
 EVEN, CHUNKS = "v", 2
 
 
-def uneven_stash(report: Report, program: PlacedProgram) -> Found | None:
+def uneven_stash(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """Residuals that the stages of one program allocate and most of them do not need, where a V needs less on all."""
     case = case_of(report)
     stages = case.axes["stage"] if case is not None else 1

@@ -11,10 +11,10 @@ from bytescope.memory.config_keys import MESH_STRATEGY, OFFLOAD
 from bytescope.memory.findings.evidence import LARGE, LEAST, NOTABLE, SMALL, STATE, Found, arguments, spec_words
 from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.findings.remedies.open_levers import Lever, flags, open_levers
-from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import MIB, human
 
 # Bytes from which state that is whole is worth a line where all of it is; where other leaves are sharded, `LEAST`.
@@ -25,7 +25,7 @@ _NAMED = 3
 _TOGETHER = 4
 
 
-def not_donated(report: Report, program: PlacedProgram) -> Found | None:
+def not_donated(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """State that comes back changed and whose old and new value each have memory of their own."""
     sizes: dict[str, int] = {}
     for allocation in program.allocations:
@@ -45,7 +45,7 @@ def not_donated(report: Report, program: PlacedProgram) -> Found | None:
 # ---- state that is larger than the device --------------------------------------------------------------------------
 
 
-def state_too_large(report: Report, program: PlacedProgram) -> Found | None:
+def state_too_large(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """Parameters, moments and sums of gradients that alone exceed the limit: no batch and no remat policy helps."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
@@ -74,7 +74,7 @@ def state_too_large(report: Report, program: PlacedProgram) -> Found | None:
     return Found(missing, message, f"the cheapest levers that leave less, {left} of state: {costs}", flags(keys))
 
 
-def _cheapest(report: Report, limit: int) -> Sequence[Lever]:
+def _cheapest(report: ReportRecord, limit: int) -> Sequence[Lever]:
     """The fewest levers of a config that bring its state under the limit, of as many the cheapest; () for none."""
     levers = [
         lever
@@ -88,7 +88,7 @@ def _cheapest(report: Report, limit: int) -> Sequence[Lever]:
     return ()
 
 
-def _left(report: Report, levers: Iterable[Lever]) -> int:
+def _left(report: ReportRecord, levers: Iterable[Lever]) -> int:
     """Bytes of state on a device at least, once levers are pulled."""
     levers = list(levers)
     return int(
@@ -98,7 +98,7 @@ def _left(report: Report, levers: Iterable[Lever]) -> int:
     )
 
 
-def _fits_host(report: Report, lever: Lever) -> bool:
+def _fits_host(report: ReportRecord, lever: Lever) -> bool:
     """Whether what a lever moves to host memory has room there; True where nothing is known of it."""
     if not any(key.startswith(OFFLOAD) for key in lever.keys):
         return True
@@ -117,7 +117,7 @@ class _Leaf(NamedTuple):
     of the devices, as jax.pmap has it."""
 
     buffer: Buffer
-    layout: Layout | None
+    layout: ArgumentLayout | None
     whole: int
     axes: tuple[str, ...]
     copies: int
@@ -129,7 +129,7 @@ class _Leaf(NamedTuple):
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
-def whole_state(report: Report, program: PlacedProgram) -> Found | None:
+def whole_state(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """Leaves of the state that devices of the mesh hold alike."""
     leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
     if not leaves:
@@ -150,7 +150,7 @@ def whole_state(report: Report, program: PlacedProgram) -> Found | None:
     return Found(size, message, _sharding(found[0]))
 
 
-def _leaves(report: Report, program: PlacedProgram) -> list[_Leaf]:
+def _leaves(report: ReportRecord, program: PlacedProgram) -> list[_Leaf]:
     """The leaves of the state on a mesh of more than one device."""
     module, sizes = program.module, dict(program.mesh)
     out, stacked = [], _stacked(report, program)
@@ -171,7 +171,7 @@ def _leaves(report: Report, program: PlacedProgram) -> list[_Leaf]:
     return out
 
 
-def _stacked(report: Report, program: PlacedProgram) -> frozenset[int]:
+def _stacked(report: ReportRecord, program: PlacedProgram) -> frozenset[int]:
     """Arguments that are a stack of one replica for each device: every device has one entry of the first dimension,
     and the gradient is summed over all of them. Without the sum each device has state of its own."""
     module = program.module
@@ -195,7 +195,7 @@ def _stacked(report: Report, program: PlacedProgram) -> frozenset[int]:
     return frozenset(number for number in stacks if root_of(known[number].path) in roots)
 
 
-def _replicas(report: Report, known: int) -> tuple[tuple[str, ...], int]:
+def _replicas(report: ReportRecord, known: int) -> tuple[tuple[str, ...], int]:
     """(mesh axes, devices) that hold the state alike, of a program without layouts: by its config, else as `known`."""
     case = case_of(report)
     if case is None:

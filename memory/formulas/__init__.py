@@ -2,12 +2,11 @@
 
 In: the shape of a model, a layout over devices and the names of a precision, an optimizer and a policy, or a trainer's
 config. Out: bytes on one device, FLOPs over all devices, bytes of each collective; every formula names its paper.
-Start at `estimate.estimate`; `transformer` has activations, `flops` FLOPs, `training_state` the tables of precisions,
-optimizers and ZeRO stages, `experts` mixtures of experts, `latent` latent attention, `adapters` LoRA and the weights
-that it freezes, `rematerialized` what a policy keeps, `communication` the collectives, `expert_exchange` those of
-experts, `reconcile` the formulas compared with a compiled program. A question is asked by a trainer's config
-(`config`) or by numbers (`assumed`).
+Start at `memory_estimate.py`. `transformer_formulas.py` has activations, `training_flops.py` FLOPs, `training_state.py`
+the tables of precisions, optimizers and ZeRO stages, `rematerialized.py` what a policy keeps, `communication_volume.py`
+the collectives; `reconcile.py` compares the formulas with a compiled program. A question comes from a trainer's config
+(`config_formulas.py`) or from numbers (`assumed.py`).
 
-To add an optimizer or a precision: a row of OPTIMIZERS or PRECISIONS in `training_state` with its source; a test
+To add an optimizer or a precision: a row of OPTIMIZERS or PRECISIONS in `training_state.py` with its source; a test
 compares the optimizers with what the trainer's program holds.
 """

@@ -49,7 +49,7 @@ class Allocation:
 
 
 @dataclasses.dataclass(slots=True)
-class Trace:
+class HeapTrace:
     """A heap simulation: events (kind, buffer, instruction name, buffer shared with) of one allocation."""
 
     allocation: int = 0
@@ -62,19 +62,19 @@ HOST_COLOR = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Program:
+class HloProgram:
     """Everything read from one HloProto; complete once `read` has returned it."""
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
     allocations: list[Allocation] = dataclasses.field(default_factory=list)
-    traces: list[Trace] = dataclasses.field(default_factory=list)
+    traces: list[HeapTrace] = dataclasses.field(default_factory=list)
 
 
 _REMEDY = "give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' writes"
 
 
-def read(data: bytes) -> Program:
+def read(data: bytes) -> HloProgram:
     """Reads an HloProto. Raises ReportError when the bytes are empty, damaged or something else."""
     if not data:
         raise ReportError(f"empty, not an HloProto: {_REMEDY}")
@@ -85,7 +85,7 @@ def read(data: bytes) -> Program:
                 module = wire.message(value)
             elif field == 3:
                 assignment = wire.message(value)
-        program = Program(hlo_module.read_module(data, module)) if module else None
+        program = HloProgram(hlo_module.read_module(data, module)) if module else None
         if program and assignment:
             _assignment(data, assignment, program)
     except WireError as error:
@@ -95,13 +95,13 @@ def read(data: bytes) -> Program:
     return program
 
 
-def read_module(data: bytes, assignment: bytes = b"") -> Program:
+def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
     """Reads a bare HloModuleProto, with a BufferAssignmentProto if there is one: what a Compiled gives.
 
     Raises ReportError when the bytes are damaged or something else.
     """
     try:
-        program = Program(hlo_module.read_module(data, (0, len(data))))
+        program = HloProgram(hlo_module.read_module(data, (0, len(data))))
         if assignment:
             _assignment(assignment, (0, len(assignment)), program)
     except WireError as error:
@@ -111,7 +111,7 @@ def read_module(data: bytes, assignment: bytes = b"") -> Program:
     return program
 
 
-def _assignment(data: bytes, span: Span, program: Program) -> None:
+def _assignment(data: bytes, span: Span, program: HloProgram) -> None:
     """BufferAssignmentProto: logical_buffers 1, buffer_allocations 3, heap_simulator_traces 4."""
     for field, value in wire.fields(data, span):
         if field == 1:
@@ -175,8 +175,8 @@ def _assigned(data: bytes, span: Span) -> tuple[int, int, int]:
     return found[1], found[2], found[3]
 
 
-def _trace(data: bytes, span: Span) -> Trace:
-    out = Trace()
+def _trace(data: bytes, span: Span) -> HeapTrace:
+    out = HeapTrace()
     for field, value in wire.fields(data, span):
         if field == 1:
             kind, buffer, computation, instruction, shared = 0, 0, "", "", 0

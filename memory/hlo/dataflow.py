@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import Index, Shape
+from bytescope.memory.hlo.shapes import HloShape, Index
 
 # Operations that hand their first operand on: the same values, perhaps elsewhere or seen otherwise.
 _PASSING = frozenset(
@@ -44,7 +44,7 @@ COLLECTIVES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
+class ValueOrigin:
     """What made a value.
 
     Fields:
@@ -69,7 +69,7 @@ class Flow:
         self.module = module
         self.callers: dict[int, list[Instruction]] = {}
         self._users: dict[int, list[Instruction]] | None = None
-        self._origins: dict[tuple[int, Index], Origin] = {}
+        self._origins: dict[tuple[int, Index], ValueOrigin] = {}
         for instruction in module.instructions.values():
             for computation in instruction.called:
                 self.callers.setdefault(computation, []).append(instruction)
@@ -84,20 +84,22 @@ class Flow:
                     self._users.setdefault(operand, []).append(instruction)
         return self._users
 
-    def origin(self, instruction: Instruction | None, index: Index = ()) -> Origin:
+    def origin(self, instruction: Instruction | None, index: Index = ()) -> ValueOrigin:
         """What made the value at `index` of an instruction's result."""
         if instruction is None:
-            return Origin(None)
+            return ValueOrigin(None)
         key = (instruction.id, index)
         if key not in self._origins:
             self._origins[key] = self._walk(instruction, index)
         return self._origins[key]
 
-    def _walk(self, instruction: Instruction | None, index: Index) -> Origin:
+    def _walk(self, instruction: Instruction | None, index: Index) -> ValueOrigin:
         chain: list[Instruction] = []
         seen: set[tuple[int, Index]] = set()
         entered: list[tuple[Instruction, Index]] = []
-        stack, looped, carried, inside = None, False, False, False
+        stack: Instruction | None = None
+        after: tuple[Instruction | None, Index] | None
+        looped, carried, inside = False, False, False
         for _ in range(_LIMIT):
             # Round once, unchanged: a loop hands on what came in from outside. A walk that began in its body meets that
             # beginning before the loop itself.
@@ -105,7 +107,7 @@ class Flow:
                 loop, index = entered.pop()
                 instruction = self.module.operand(loop, 0)
             if instruction is None or (instruction.id, index) in seen:
-                return Origin(None, tuple(chain), stack, looped, carried)
+                return ValueOrigin(None, tuple(chain), stack, looped, carried)
             seen.add((instruction.id, index))
             opcode = instruction.opcode
             if opcode == "while":
@@ -122,9 +124,9 @@ class Flow:
             if opcode not in ("while", "tuple", "get-tuple-element", "parameter", "dynamic-update-slice"):
                 chain.append(instruction)
             if after is None:
-                return Origin(instruction, tuple(chain), stack, looped, carried)
+                return ValueOrigin(instruction, tuple(chain), stack, looped, carried)
             instruction, index = after
-        return Origin(None, tuple(chain), stack, looped, carried)
+        return ValueOrigin(None, tuple(chain), stack, looped, carried)
 
     def _step(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
@@ -232,7 +234,7 @@ class Flow:
                     pending.append(user.id)
                     yield user
 
-    def shape(self, instruction: Instruction, index: Index = ()) -> Shape:
+    def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
         """The shape of the value at `index`."""
         return self.module.shape(instruction).leaf(index)
 

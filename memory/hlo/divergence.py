@@ -25,7 +25,7 @@ import numpy as np
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.dataflow import COLLECTIVES
-from bytescope.memory.hlo.mesh import Axes, Groups, Layout, coordinates, groups_key, groups_of
+from bytescope.memory.hlo.mesh import ArgumentLayout, Axes, Groups, coordinates, groups_key, groups_of
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Index
 
@@ -50,7 +50,7 @@ class SkippedCollective:
 
 
 def skipped_collectives(
-    module: Module, axes: Axes, parameters: Mapping[int, Layout], platform: str, processes: Sequence[int]
+    module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout], platform: str, processes: Sequence[int]
 ) -> Iterator[SkippedCollective]:
     """Yields each collective that may be skipped by some of the devices that it waits for.
 
@@ -212,7 +212,7 @@ class _Agreement:
     Iterates to a fixed point: each value begins as unknown, and is recomputed when a value that it depends on changes.
     """
 
-    def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, Layout]):
+    def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, ArgumentLayout]):
         self._module, self._axes, self._parameters = module, axes, parameters
         self.callers: dict[int, list[Instruction]] = {}
         for instruction in module.instructions.values():
@@ -293,8 +293,9 @@ class _Agreement:
             return self._get(module.operand(instruction, 0), () if kind != "async-done" else (1, *index))
         if opcode == "async-start":
             return self._get(module.root(instruction.called[0]), index[1:]) if instruction.called else self._uniform
-        operands = [self._get(module.instructions.get(operand)) for operand in instruction.operands]
-        if any(value is None for value in operands):
+        values = [self._get(module.instructions.get(operand)) for operand in instruction.operands]
+        operands = [value for value in values if value is not None]
+        if len(operands) < len(values):
             return None
         if kind in COLLECTIVES:
             if index and index[0] < len(operands) and kind == opcode:

@@ -52,16 +52,17 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
-                data = bytearray()
-                while len(data) < _MAX_PROTO and (piece := packed.read(_PIECE)):
-                    data += piece
+                content = bytearray()
+                while len(content) < _MAX_PROTO and (piece := packed.read(_PIECE)):
+                    content += piece
+                data = bytes(content)
         except (OSError, EOFError, zlib.error) as error:
             raise ReportError(f"{name} is damaged ({error}): dump it again; {_REMEDY}") from error
     if len(data) >= _MAX_PROTO:
         raise ReportError(f"{name} is larger than a proto can be: give a *after_optimizations.hlo.pb")
     if _TEXT.match(data[:4096]):
         raise ReportError(f"{name} is HLO as text, which has no buffers: {_REMEDY}")
-    return bytes(data)
+    return data
 
 
 def platform_of(proto: bytes) -> str:

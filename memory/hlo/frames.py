@@ -42,7 +42,8 @@ class Frames:
         return self._chains[frame]
 
     def _walk(self, frame: int) -> tuple[Frame, ...]:
-        out, seen = [], set()
+        out: list[Frame] = []
+        seen: set[int] = set()
         while 1 <= frame <= len(self._frames) and frame not in seen and len(out) < _MAX_FRAMES:
             seen.add(frame)
             fields = self._frames[frame - 1]

@@ -13,6 +13,7 @@ from typing import Any
 
 from bytescope.memory.config_keys import MESH
 from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.jax_stages import CompiledStage
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.wire import Span
 
@@ -26,7 +27,7 @@ _MOST = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ArgumentLayout:
     """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's shard, `spec` the
     mesh axes that shard each dimension, `position` its place among all arguments."""
 
@@ -47,18 +48,18 @@ class Layout:
         return tuple(axis for dim in self.spec for axis in dim)
 
 
-def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
+def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
     """(mesh axes, layouts of the arguments that are used, in order) of an executable; () for what it does not tell."""
     import jax
 
     try:
         # An argument that is not used has None for a sharding; a None among the arguments is no leaf of either.
         arrays, tree = jax.tree.flatten(compiled.args_info)
-        shardings = tree.flatten_up_to(compiled.input_shardings)
+        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
         layouts = tuple(
-            Layout(
+            ArgumentLayout(
                 tuple(array.shape),
                 tuple(sharding.shard_shape(array.shape)),
                 str(array.dtype),
@@ -99,7 +100,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def match(module: Module, layouts: Iterable[Layout]) -> dict[int, Layout]:
+def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
     """Entry parameter number -> layout; jax leaves out arguments that are not used."""
     left = iter(layouts)
     found = {}
@@ -233,7 +234,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
             if index >= len(sizes):
                 raise wire.WireError(f"a replica group along axis {index} of a mesh of {len(sizes)} axes")
             inner = sizes[index] // (before * size) if size else 0  # a part of an axis varies in its middle
-            place[index] = 0 if not inner else (place[index] // (inner * size), place[index] % inner)
+            place[index] -= place[index] // inner % size * inner if inner else place[index]
         members.setdefault(tuple(place), []).append(id)
     return list(members.values())
 

@@ -10,7 +10,7 @@ import dataclasses
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.frames import Frame, Frames
-from bytescope.memory.hlo.shapes import Index, Shape, read_shape
+from bytescope.memory.hlo.shapes import HloShape, Index, read_shape
 from bytescope.memory.hlo.wire import Span
 
 
@@ -75,10 +75,10 @@ class Module:
     devices: int = 1
     frames: Frames | None = None
     kernels: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    _shapes: dict[int, Shape] = dataclasses.field(default_factory=dict)
+    _shapes: dict[int, HloShape] = dataclasses.field(default_factory=dict)
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 
-    def shape(self, instruction: Instruction) -> Shape:
+    def shape(self, instruction: Instruction) -> HloShape:
         """The shape of an instruction's result, tuple structure included."""
         if instruction.id not in self._shapes:
             self._shapes[instruction.id] = read_shape(self.data, instruction.shape)

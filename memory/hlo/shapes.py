@@ -47,21 +47,21 @@ _MAX_RANK = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class HloShape:
     """An array's dtype, dimensions and memory space (5 is the host), or a tuple of shapes."""
 
     dtype: str = ""
     dims: tuple[int, ...] = ()
     memory_space: int = 0
-    parts: tuple[Shape, ...] | None = None
+    parts: tuple[HloShape, ...] | None = None
     bits: int = 0
 
-    def leaf(self, index: Index) -> Shape:
+    def leaf(self, index: Index) -> HloShape:
         """The shape at a tuple index; an index that leads nowhere gives the empty shape."""
         shape = self
         for i in index:
             if shape.parts is None or not 0 <= i < len(shape.parts):
-                return Shape()
+                return HloShape()
             shape = shape.parts[i]
         return shape
 
@@ -81,14 +81,16 @@ class Shape:
         return (self.elements * self.bits + 7) // 8
 
 
-def read_shape(data: bytes, span: Span, depth: int = 0) -> Shape:
+def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
     """Reads a ShapeProto: element_type 2, dimensions 3, tuple_shapes 4, layout 5 {memory_space 8}.
 
     Raises WireError when it is damaged.
     """
     if depth > _MAX_NESTING:
         raise wire.WireError("a shape nested too deep")
-    element, dims, parts, space = 0, (), [], 0
+    element, space = 0, 0
+    dims: tuple[int, ...] = ()
+    parts: list[HloShape] = []
     for field, value in wire.fields(data, span):
         if field == 2:
             element = wire.number(value)
@@ -101,12 +103,12 @@ def read_shape(data: bytes, span: Span, depth: int = 0) -> Shape:
     if len(dims) > _MAX_RANK:
         raise wire.WireError(f"a shape of {len(dims)} dimensions")
     if element == _TUPLE:
-        return Shape(parts=tuple(parts))
+        return HloShape(parts=tuple(parts))
     dtype, bits = DTYPES.get(element, ("", 0))
-    return Shape(dtype, tuple(max(dim, 0) for dim in dims), space, None, bits)
+    return HloShape(dtype, tuple(max(dim, 0) for dim in dims), space, None, bits)
 
 
-def leaves(shape: Shape, index: Index = ()) -> Iterator[tuple[Index, Shape]]:
+def leaves(shape: HloShape, index: Index = ()) -> Iterator[tuple[Index, HloShape]]:
     """(index, shape) of every array in a shape."""
     if shape.parts is None:
         yield index, shape

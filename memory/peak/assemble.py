@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
+from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
@@ -14,10 +14,10 @@ from bytescope.memory.peak import lifetimes, naming
 from bytescope.memory.peak.buffer_rules import Attribution, buffer_of, categorize
 from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.ledger import rows as ledger_rows
-from bytescope.memory.peak.lifetimes import Curve, Life, Value
+from bytescope.memory.peak.lifetimes import Curve, Life, LiveValue
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
-from bytescope.memory.records.report_record import CATEGORIES, Buffer, Report, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, ReportRecord, TimelinePoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _HeldBuffer:
 
 
 def attribution_of(
-    program: Program, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
+    program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
 ) -> Attribution:
     """The attribution of a program's buffers and operations.
 
@@ -40,7 +40,7 @@ def attribution_of(
     return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
-def report(look: Attribution, method: str = "heap_trace") -> Report:
+def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
     """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
 
     Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
@@ -63,14 +63,14 @@ def report(look: Attribution, method: str = "heap_trace") -> Report:
 
 
 def _assemble(
-    program: Program,
+    program: HloProgram,
     curve: Curve,
     points: tuple[TimelinePoint, ...],
     base: int,
     buffers: tuple[Buffer, ...],
     elements: dict[int, int],
     method: str,
-) -> Report:
+) -> ReportRecord:
     peak = base + curve.peak_bytes
     allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
     live = [b for b in buffers if b.at_peak and b.memory == "device"]
@@ -80,7 +80,7 @@ def _assemble(
     for allocation in program.allocations:
         if not allocation.thread_local:
             elsewhere[_memory(allocation.color)] += allocation.size
-    return Report(
+    return ReportRecord(
         peak_bytes=peak,
         allocated_bytes=allocated,
         breakdown=breakdown,
@@ -118,49 +118,50 @@ def _untraced(allocation: Allocation, traced: set[int]) -> bool:
 def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
     """An argument, output, constant or untraced allocation as a buffer alive at every point."""
     module = look.module
-    values = [buffer_of(look.program, id) for id, _, _ in allocation.assigned]
-    values = [(b, i) for b, i in values if b is not None and i is not None]
-    values.sort(key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter"))
-    common = {"bytes": allocation.size, "start": 0, "end": last, "at_peak": True, "memory": _memory(allocation.color)}
+    held = Buffer(
+        name=f"allocation {allocation.index}",
+        bytes=allocation.size,
+        category=_category_of(allocation),
+        end=last,
+        at_peak=True,
+        memory=_memory(allocation.color),
+    )
     if allocation.entry_parameter:
         entry = module.computations.get(module.entry)
         parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
-        if parameter is not None:
-            shape = module.shape(parameter).leaf(allocation.parameter_index)
-            known = look.arguments.by_number[allocation.parameter]
-            return _HeldBuffer(
-                Buffer(
-                    name=known.path,
-                    shape=shape.dims,
-                    dtype=shape.dtype,
-                    phase="argument",
-                    category=known.role,
-                    module=known.path,
-                    parameter=known.owner,
-                    **common,
-                ),
-                shape.elements,
-            )
-        return _HeldBuffer(
-            Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument", **common), 0
+        if parameter is None:
+            name = f"argument {allocation.parameter}"
+            return _HeldBuffer(dataclasses.replace(held, name=name, category="batch", phase="argument"), 0)
+        shape = module.shape(parameter).leaf(allocation.parameter_index)
+        known = look.arguments.by_number[allocation.parameter]
+        argument = dataclasses.replace(
+            held,
+            name=known.path,
+            shape=shape.dims,
+            dtype=shape.dtype,
+            phase="argument",
+            category=known.role,
+            module=known.path,
+            parameter=known.owner,
         )
+        return _HeldBuffer(argument, shape.elements)
+    values: list[tuple[LogicalBuffer, Instruction]] = []
+    for id, _, _ in allocation.assigned:
+        logical, instruction = buffer_of(look.program, id)
+        if logical is not None and instruction is not None:
+            values.append((logical, instruction))
     if not values:
-        return _HeldBuffer(
-            Buffer(name=f"allocation {allocation.index}", category=_category_of(allocation), **common), 0
-        )
-    logical, instruction = values[0]
-    description = _describe(look, instruction, logical.index)
+        return _HeldBuffer(held, 0)
+    logical, instruction = min(
+        values, key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter")
+    )
+    buffer = _described(look, held, instruction, logical.index)
     if allocation.live_out:
-        description.update(
-            category="outputs",
-            phase="output",
-            checkpoint_name="",
-            parameter=look.gradient_of(instruction, logical.index),
-        )
+        owner = look.gradient_of(instruction, logical.index)
+        buffer = dataclasses.replace(buffer, category="outputs", phase="output", checkpoint_name="", parameter=owner)
     elif allocation.constant:
-        description.update(category="workspace", component="constants", checkpoint_name="")
-    shape = look.flow.shape(instruction, logical.index)
-    return _HeldBuffer(Buffer(**description, **common), shape.elements)
+        buffer = dataclasses.replace(buffer, category="workspace", component="constants", checkpoint_name="")
+    return _HeldBuffer(buffer, look.flow.shape(instruction, logical.index).elements)
 
 
 def _category_of(allocation: Allocation) -> str:
@@ -170,8 +171,13 @@ def _category_of(allocation: Allocation) -> str:
     return "workspace" if allocation.constant else "unattributed"
 
 
-def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...], nearby: str = "") -> dict:
-    """Everything but size and life that a report says about a value; `nearby` is the phase it appears in."""
+def _described(
+    look: Attribution, buffer: Buffer, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
+) -> Buffer:
+    """Returns a buffer with everything that a report says about the value in it; size and live range stay.
+
+    `nearby`: the phase of the schedule around it, for a value without a name.
+    """
     fact = look.fact(instruction, index)
     named, metadata, scope = look.best_named(instruction, index)
     category = categorize(fact)
@@ -188,19 +194,20 @@ def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...
     component, module = "param_copy" if fact.of_parameter else scope.component, "/".join(scope.path)
     if named is None and (argument := look.argument_of(fact.origin)):
         component, module = component or "argument_copy", argument
-    return {
-        "name": instruction.name,
-        "shape": fact.shape.dims,
-        "dtype": fact.shape.dtype,
-        "category": category,
-        "phase": phase,
-        "component": component,
-        "module": module,
-        "op_name": first_of_merged(metadata.op_name),
-        "source": source_line(metadata),
-        "checkpoint_name": name,
-        "parameter": look.gradient_of(instruction, index) if category == "gradients" else "",
-    }
+    return dataclasses.replace(
+        buffer,
+        name=instruction.name,
+        shape=fact.shape.dims,
+        dtype=fact.shape.dtype,
+        category=category,
+        phase=phase,
+        component=component,
+        module=module,
+        op_name=first_of_merged(metadata.op_name),
+        source=source_line(metadata),
+        checkpoint_name=name,
+        parameter=look.gradient_of(instruction, index) if category == "gradients" else "",
+    )
 
 
 def _container(scope: Scope) -> str:
@@ -213,15 +220,15 @@ def _temporary(look: Attribution, life: Life, curve: Curve, points: tuple[Timeli
     """A stretch of temporary memory as a buffer, described by the value it holds at the peak, and its elements."""
     at_peak = life.start <= curve.peak_index <= life.end
     value = _representative(look.program, life, curve.peak_index if at_peak else None)
-    common = {"bytes": life.bytes, "start": life.start, "end": life.end, "at_peak": at_peak}
+    buffer = Buffer(f"buffer {value.buffer}", life.bytes, start=life.start, end=life.end, at_peak=at_peak)
     logical, instruction = buffer_of(look.program, value.buffer)
     if logical is None or instruction is None:
-        return Buffer(name=f"buffer {value.buffer}", **common), 0
-    description = _describe(look, instruction, logical.index, points[value.start].phase)
-    return Buffer(**description, **common), look.flow.shape(instruction, logical.index).elements
+        return buffer, 0
+    buffer = _described(look, buffer, instruction, logical.index, points[value.start].phase)
+    return buffer, look.flow.shape(instruction, logical.index).elements
 
 
-def _representative(program: Program, life: Life, point: int | None) -> Value:
+def _representative(program: HloProgram, life: Life, point: int | None) -> LiveValue:
     """The value that a stretch of memory holds at a point; without a point, the one that holds it longest."""
     if point is not None:
         alive = [v for v in life.values if v.start <= point <= v.end] or list(life.values)
@@ -229,7 +236,7 @@ def _representative(program: Program, life: Life, point: int | None) -> Value:
     return max(life.values, key=lambda v: (v.end - v.start, v.start))
 
 
-def _points(program: Program, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
+def _points(program: HloProgram, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
     """The timeline: what is held through the step added to the curve, phases from the instructions."""
     out, phase, component = [], "forward", ""
     for index, (size, name) in enumerate(curve.points):

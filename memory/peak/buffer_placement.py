@@ -8,8 +8,8 @@ from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import mesh as hlo_mesh
-from bytescope.memory.hlo.buffers import Allocation, Program
-from bytescope.memory.hlo.mesh import Axes, Layout
+from bytescope.memory.hlo.buffers import Allocation, HloProgram
+from bytescope.memory.hlo.mesh import ArgumentLayout, Axes
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.batch_axes import Activation, activations_of
 from bytescope.memory.program.program_arguments import Arguments
@@ -29,9 +29,9 @@ class PlacedProgram:
         arguments: what its entry parameters are.
     """
 
-    program: Program
+    program: HloProgram
     mesh: Axes = ()
-    layouts: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[int, ArgumentLayout] = dataclasses.field(default_factory=dict)
     replicated: frozenset[int] | None = None
     activations: tuple[Activation, ...] | None = None
     jaxpr: Any = None
@@ -48,7 +48,9 @@ class PlacedProgram:
         return self.program.allocations
 
 
-def place(program: Program, compilation: Compilation, config: Mapping[str, Any], arguments: Arguments) -> PlacedProgram:
+def place(
+    program: HloProgram, compilation: Compilation, config: Mapping[str, Any], arguments: Arguments
+) -> PlacedProgram:
     """A program with the mesh of its arguments, else the config's, and the activations of its jaxpr.
 
     Args:

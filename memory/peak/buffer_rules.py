@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from bytescope.memory.hlo.buffers import LogicalBuffer, Program
-from bytescope.memory.hlo.dataflow import Flow, Origin, is_collective
+from bytescope.memory.hlo.buffers import HloProgram, LogicalBuffer
+from bytescope.memory.hlo.dataflow import Flow, ValueOrigin, is_collective
 from bytescope.memory.hlo.module import Instruction, Metadata
 from bytescope.memory.hlo.scopes import LOSS_COMPONENTS, Scope
-from bytescope.memory.hlo.shapes import Index, Shape, leaves
+from bytescope.memory.hlo.shapes import HloShape, Index, leaves
 from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.logits import Logits
 from bytescope.memory.peak.naming import Naming
@@ -65,10 +65,10 @@ class Fact:
     instruction has a name that says what it is; `logits`: it is as wide as the vocabulary and made of logits.
     """
 
-    shape: Shape
+    shape: HloShape
     scope: Scope
     phase: str
-    origin: Origin
+    origin: ValueOrigin
     opcode: str
     read_later: bool = False
     weight_like: bool = False
@@ -128,7 +128,7 @@ class Attribution:
     else of the forward pass.
     """
 
-    def __init__(self, program: Program, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
+    def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
         self.program, self.module, self.flow = program, program.module, flow
         self.order, self.arguments, self.roles, self.names = order, arguments, arguments.roles, names
         self.naming = Naming(program.module, flow)
@@ -218,7 +218,8 @@ class Attribution:
 
     def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
         """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
-        pending, seen = [(instruction, index)], set()
+        pending = [(instruction, index)]
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MOST_VALUES:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:
@@ -292,14 +293,14 @@ class Attribution:
         made = [(one.id, ()) for one in (origin.instruction, *origin.chain, origin.stack) if one is not None]
         return next((owners[value] for value in ((instruction.id, index), *made) if value in owners), "")
 
-    def argument_of(self, origin: Origin) -> str:
+    def argument_of(self, origin: ValueOrigin) -> str:
         """The path of the argument that a value is but for copies; "" for one that is computed."""
         made = origin.instruction
         if made is None or made.opcode != "parameter" or made.computation != self.module.entry:
             return ""
         return self.arguments.path(made.parameter)
 
-    def is_parameter(self, origin: Origin) -> bool:
+    def is_parameter(self, origin: ValueOrigin) -> bool:
         """Whether a value is a parameter of the model, trained or frozen, but for casts, moves, slices and gathers."""
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
@@ -345,7 +346,7 @@ def _weight_dims(self: Attribution) -> frozenset[tuple[int, ...]]:
     return frozenset(found)
 
 
-def buffer_of(program: Program, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
+def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
     """A logical buffer and the instruction that defines it; None where the proto lacks them."""
     buffer = program.buffers.get(id)
     return buffer, program.module.instructions.get(buffer.instruction) if buffer else None

@@ -20,9 +20,9 @@ from bytescope.memory.config_keys import MESH, PRECISION_PRESET
 from bytescope.memory.formulas.communication_volume import plan_of
 from bytescope.memory.formulas.config_formulas import routed_share
 from bytescope.memory.formulas.training_state import PRECISIONS, STRATEGIES, state_bytes_per_parameter
-from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, LedgerRow, Report, ZeroRow
+from bytescope.memory.records.report_record import Buffer, LedgerRow, ReportRecord, ZeroRow
 from bytescope.memory.units import human
 
 # Arguments in these roles are state; data and outputs are not.
@@ -182,7 +182,9 @@ def _sharded(strategy: str) -> tuple[str, ...]:
     return STRATEGIES[strategy].sharded if strategy in STRATEGIES else ()
 
 
-def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
+def state_of(
+    report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]
+) -> State:
     """The training state by the layouts of a program's arguments, else by its ledger and its config (dotted keys).
 
     `roles`: entry parameter number -> role.
@@ -212,7 +214,7 @@ def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], c
     )
 
 
-def parameters_held(report: Report, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
+def parameters_held(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
     """Parameters of the whole program, frozen ones among them, as they are stored; 0 when unknown."""
     found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
@@ -234,12 +236,12 @@ def _replicated(
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _is_sharded(layout: Layout, shard: Mapping[str, int]) -> bool:
+def _is_sharded(layout: ArgumentLayout, shard: Mapping[str, int]) -> bool:
     """Whether every axis of `shard` shards an array."""
     return all(axis in layout.axes for axis in shard)
 
 
-def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
+def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
     """ZeRO's accounting compared with what is held at the peak, bytes per parameter, a total last; () for a program
     without parameters or a strategy that is not known.
 
@@ -266,7 +268,7 @@ def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
     return (*out, ZeroRow("total", sum(row.classic for row in out), sum(row.held for row in out)))
 
 
-def _reason(role: str, report: Report, state: State) -> str:
+def _reason(role: str, report: ReportRecord, state: State) -> str:
     """Why a role takes other bytes than the paper gives it."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     part = f", 1/{state.degree} on each device" if _params_are_sharded(report, state) else ""
@@ -287,13 +289,13 @@ def _reason(role: str, report: Report, state: State) -> str:
     return words[role]
 
 
-def _params_are_sharded(report: Report, state: State) -> bool:
+def _params_are_sharded(report: ReportRecord, state: State) -> bool:
     """Whether a device holds fewer parameters than it uses."""
     held = sum(row.elements for row in report.ledger if row.role == "params")
     return state.degree > 1 and held < state.parameters
 
 
-def _gradient_reason(report: Report, state: State) -> str:
+def _gradient_reason(report: ReportRecord, state: State) -> str:
     """Dtypes of the gradients that are alive at the peak, and whether they are fewer than the paper has."""
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
@@ -309,5 +311,5 @@ def _gradient_reason(report: Report, state: State) -> str:
     return f"{dtypes}, part of them at the peak" if fewer else dtypes
 
 
-def _role_of(path: str, report: Report) -> str:
+def _role_of(path: str, report: ReportRecord) -> str:
     return next((b.category for b in report.buffers if b.name == path and b.phase == "argument"), "")

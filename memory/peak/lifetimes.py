@@ -12,14 +12,14 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
-from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, Program, Trace
+from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapTrace, HloProgram
 
 Name = tuple[str, str]
 MAIN = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class LiveValue:
     """A logical buffer that lives in a stretch of memory from point `start` to point `end`, both included."""
 
     buffer: int
@@ -34,7 +34,7 @@ class Life:
     bytes: int
     start: int
     end: int
-    values: tuple[Value, ...]
+    values: tuple[LiveValue, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Curve:
         return self.points[self.peak_index][0]
 
 
-def walk(program: Program, order: Mapping[int, int], color: int = MAIN) -> Curve:
+def walk(program: HloProgram, order: Mapping[int, int], color: int = MAIN) -> Curve:
     """The curve of the temporary memory of one color (0 is the device's main memory).
 
     `order` gives the position of an instruction in the flattened schedule; it is used only where memory of
     one color was packed by several simulations, whose events it brings onto one clock.
     """
-    traces: list[Trace] = []
+    traces: list[HeapTrace] = []
     for trace in program.traces:
         # One simulation that filled several allocations is written down once for each of them.
         if color_of(trace, program) == color and all(trace.events != t.events for t in traces):
@@ -69,13 +69,13 @@ def walk(program: Program, order: Mapping[int, int], color: int = MAIN) -> Curve
     return _replay(_merged(program, traces, order), program)
 
 
-def color_of(trace: Trace, program: Program) -> int:
+def color_of(trace: HeapTrace, program: HloProgram) -> int:
     """The memory that a trace is of. Its allocation's number does not tell: they are renumbered later."""
     known = (program.buffers[event[1]].color for event in trace.events if event[1] in program.buffers)
     return next(known, MAIN)
 
 
-def _merged(program: Program, traces: list[Trace], order: Mapping[int, int]) -> Iterable[tuple]:
+def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Iterable[tuple]:
     """Events of all traces in the order of the schedule; a trace's own order is kept."""
     if len(traces) == 1:
         return traces[0].events
@@ -99,10 +99,10 @@ class _Open:
     start: int
     references: int = 0
     begun: dict[int, int] = dataclasses.field(default_factory=dict)
-    values: list[Value] = dataclasses.field(default_factory=list)
+    values: list[LiveValue] = dataclasses.field(default_factory=list)
 
 
-def _replay(events: Iterable[tuple], program: Program) -> Curve:
+def _replay(events: Iterable[tuple], program: HloProgram) -> Curve:
     points: list[tuple[int, Name]] = [(0, ("", ""))]
     lives: list[Life] = []
     live: dict[int, _Open] = {}
@@ -131,7 +131,7 @@ def _replay(events: Iterable[tuple], program: Program) -> Curve:
         canonical[buffer] = home
         points[-1] = (total, name)
     for still in live.values():
-        still.values += [Value(b, start, len(points) - 1) for b, start in still.begun.items()]
+        still.values += [LiveValue(b, start, len(points) - 1) for b, start in still.begun.items()]
         lives.append(Life(still.bytes, still.start, len(points) - 1, tuple(still.values)))
     return Curve(tuple(points), tuple(sorted(lives, key=lambda life: (life.start, life.end))))
 
@@ -141,10 +141,10 @@ def _release(live: dict[int, _Open], home: int, buffer: int, now: int, lives: li
     stretch = live[home]
     stretch.references -= 1
     if buffer in stretch.begun:
-        stretch.values.append(Value(buffer, stretch.begun.pop(buffer), now))
+        stretch.values.append(LiveValue(buffer, stretch.begun.pop(buffer), now))
     if stretch.references > 0:
         return 0
-    stretch.values += [Value(b, start, now) for b, start in stretch.begun.items()]
+    stretch.values += [LiveValue(b, start, now) for b, start in stretch.begun.items()]
     lives.append(Life(stretch.bytes, stretch.start, now, tuple(stretch.values)))
     del live[home]
     return stretch.bytes

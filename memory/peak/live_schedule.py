@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from bytescope.memory.hlo.buffers import ALLOC, FREE, Allocation, LogicalBuffer, Program, Trace
+from bytescope.memory.hlo.buffers import ALLOC, FREE, Allocation, HeapTrace, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.dataflow import flatten
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import Index, Shape, leaves
+from bytescope.memory.hlo.shapes import HloShape, Index, leaves
 
 Node = tuple[int, Index]
 
@@ -39,7 +39,7 @@ _OVERWRITING = frozenset(
 )
 
 
-def derive(module: Module) -> Program:
+def derive(module: Module) -> HloProgram:
     """A program with buffers, allocations and a trace worked out from the module's schedule.
 
     Sizes are unpadded bytes. Every id is the derivation's own.
@@ -69,7 +69,7 @@ class _Derivation:
             computation = module.instructions[id].computation
             self.starts[computation] = min(self.starts.get(computation, at), at)
 
-    def program(self) -> Program:
+    def program(self) -> HloProgram:
         """Unions first, then lives, then what is overwritten, then records."""
         instructions = [self.module.instructions[id] for id in self.order]
         for instruction in instructions:
@@ -79,13 +79,14 @@ class _Derivation:
             for left, right in self._shared(instruction):
                 self._join(left, right)
         entry = self.module.computations.get(self.module.entry)
-        for output, number, index in self.module.aliases if entry else ():
-            self._join((entry.parameters.get(number, -1), index), (entry.root, output))
+        if entry is not None:
+            for output, number, index in self.module.aliases:
+                self._join((entry.parameters.get(number, -1), index), (entry.root, output))
         groups = self._groups(instructions)
         self._overwrite(instructions, groups)
         return self._records([groups[root] for root in dict.fromkeys(map(self._find, groups))])
 
-    def _leaves(self, instruction: Instruction) -> list[tuple[Index, Shape]]:
+    def _leaves(self, instruction: Instruction) -> list[tuple[Index, HloShape]]:
         return list(leaves(self.module.shape(instruction)))
 
     def _find(self, node: Node) -> Node:
@@ -230,9 +231,9 @@ class _Derivation:
         kept.start, kept.end = min(kept.start, gone.start), max(kept.end, gone.end)
         self._join(left, right)
 
-    def _records(self, groups: list[_Group]) -> Program:
-        program = Program(self.module)
-        traces: dict[int, Trace] = {}
+    def _records(self, groups: list[_Group]) -> HloProgram:
+        program = HloProgram(self.module)
+        traces: dict[int, HeapTrace] = {}
         begin: dict[int, list[int]] = {}
         finish: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
@@ -250,7 +251,7 @@ class _Derivation:
             for kind, numbers in ((ALLOC, begin.get(at, ())), (FREE, finish.get(at, ()))):
                 for number in numbers:
                     color = program.buffers[number].color
-                    traces.setdefault(color, Trace()).events.append((kind, number, where, 0))
+                    traces.setdefault(color, HeapTrace()).events.append((kind, number, where, 0))
         program.traces.extend(traces.values())
         return program
 

@@ -7,11 +7,12 @@ that size makes logits where no other product with a weight follows: an MLP of t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.shapes import Index, Shape
+from bytescope.memory.hlo.shapes import HloShape, Index
 from bytescope.memory.program.roles import WEIGHTS
 from bytescope.memory.program.state_flow import StateFlow
 
@@ -33,7 +34,7 @@ class Logits:
         self.vocabulary = self._vocabulary()
         self._products: frozenset[int] | None = None
 
-    def __contains__(self, value: tuple[Instruction, Index, Shape]) -> bool:
+    def __contains__(self, value: tuple[Instruction, Index, HloShape]) -> bool:
         """Whether a value (instruction, index, shape) is logits, or made of them place by place; they may be padded
         and cut along other dimensions than the vocabulary."""
         instruction, index, shape = value
@@ -45,7 +46,7 @@ class Logits:
             return False
         return any(id in self._products for id, _ in self.state.update(instruction, index, self.vocabulary).values)
 
-    def _wide(self, shape: Shape) -> bool:
+    def _wide(self, shape: HloShape) -> bool:
         """Whether an array of numbers with a fraction has a dimension as large as the vocabulary."""
         return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
 
@@ -53,26 +54,26 @@ class Logits:
         """Sizes of the vocabulary: over all devices and on one, of tables and of heads."""
         found: set[int] = set()
         arguments = self.look.arguments.by_number
-        entry = self.module.computations.get(self.module.entry)
+        parameters = self.module.parameters
         for instruction in self.module.instructions.values():
             if instruction.opcode == "gather" and instruction.operands:
                 number = self._parameter(self.module.operand(instruction, 0))
                 if number in arguments and len(arguments[number].shape) == 2:
-                    found.update(self._sizes(number, 0, entry))
+                    found.update(self._sizes(number, 0, parameters))
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
             if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
-                found.update(self._sizes(number, self._out_of(number, entry), entry))
+                found.update(self._sizes(number, self._out_of(number, parameters), parameters))
         return frozenset(size for size in found if size > 1)
 
-    def _sizes(self, number: int, dim: int, entry) -> tuple[int, ...]:
+    def _sizes(self, number: int, dim: int, parameters: Mapping[int, Instruction]) -> tuple[int, ...]:
         """A dimension of an argument over all devices and on one."""
-        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        local = self.module.shape(parameters[number]).dims
         return self.look.arguments.by_number[number].shape[dim], *(local[dim:][:1])
 
-    def _out_of(self, number: int, entry) -> int:
+    def _out_of(self, number: int, parameters: Mapping[int, Instruction]) -> int:
         """The dimension of a head that its products leave: the first in libraries that keep weights as (out, in)."""
-        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        local = self.module.shape(parameters[number]).dims
         left = [
             set(self._made(i).dims)
             for i in self.module.instructions.values()
@@ -80,7 +81,7 @@ class Logits:
         ]
         return 0 if left and all(local[0] in dims and local[-1] not in dims for dims in left) else -1
 
-    def _made(self, instruction: Instruction) -> Shape:
+    def _made(self, instruction: Instruction) -> HloShape:
         """The shape of a product; of a call of a library the first of its results."""
         shape = self.module.shape(instruction)
         return shape.leaf((0,)) if shape.parts is not None else shape
@@ -129,7 +130,8 @@ class Logits:
 
     def _goes_on(self, product: Instruction) -> bool:
         """Whether another product with a weight follows in the forward pass."""
-        pending, seen = list(self.state.readers(product, ())), set()
+        pending = list(self.state.readers(product, ()))
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MOST:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:

@@ -136,7 +136,8 @@ class Naming:
         made = self.flow.origin(instruction, index).instruction
         if made is None or made.opcode not in _FILLERS:
             return None
-        pending, seen = [(instruction, index)], set()
+        pending = [(instruction, index)]
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < 40:
             value, at = pending.pop(0)
             if (value.id, at) in seen:

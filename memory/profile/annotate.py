@@ -17,7 +17,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.wire import Span, WireError
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
-from bytescope.memory.profile.xplane import CALLS, Trace, is_host
+from bytescope.memory.profile.xplane import CALLS, ProfilerTrace, is_host
 
 PERFETTO = "perfetto_trace.json.gz"
 _OP = "tf_op"
@@ -25,7 +25,7 @@ _OP = "tf_op"
 _STAT = 1 << 40
 
 
-def name(path: Path, trace: Trace) -> None:
+def name(path: Path, trace: ProfilerTrace) -> None:
     """Rewrites a trace's *.xplane.pb, and Perfetto's file in the same folder where there is one, with names of scopes.
 
     Raises ReportError where they cannot be written.

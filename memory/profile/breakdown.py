@@ -32,13 +32,15 @@ from bytescope.memory.profile.op_scopes import (
     key_of,
     priority,
 )
-from bytescope.memory.profile.xplane import HOST, Operation, Span, Trace
+from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace, Span
 from bytescope.memory.records.report_record import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
 # Priority and component of what can be hidden behind others.
 _HIDEABLE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
+# The key of the edge that ends a trace.
+_NO_KEY: Key = (None, ""), "", ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,13 +149,13 @@ class Breakdown:
         }
 
 
-def find(trace: Trace) -> Breakdown:
+def find(trace: ProfilerTrace) -> Breakdown:
     """Where the time of a trace went. Raises ReportError for one in which no device ran anything."""
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
     stop = max([op.stop for op in trace.operations] + [span.stop for span in steps], default=0)
-    by_device = defaultdict(list)
+    by_device: defaultdict[str, list[Operation]] = defaultdict(list)
     for operation in trace.operations:
         if operation.stop > start:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
@@ -162,7 +164,10 @@ def find(trace: Trace) -> Breakdown:
             "the trace holds no work of a device: trace some updates, on a machine whose driver lets the "
             "profiler read the device's counters"
         )
-    taken, idle, hidden, counts = Counter(), {}, Counter(), Counter()
+    taken: Counter[Key] = Counter()
+    counts: Counter[Key] = Counter()
+    hidden: Counter[str] = Counter()
+    idle: dict[str, list[tuple[int, int]]] = {}
     for device, operations in by_device.items():
         shares, idle[device], overlapped = divide(operations, op_scopes.of, start, stop)
         taken.update(shares)
@@ -172,10 +177,10 @@ def find(trace: Trace) -> Breakdown:
         (Instructions(key[1], op_scopes.of(key), taken[key], counts[key]) for key in counts),
         key=lambda row: (-row.taken, row.name),
     )
-    cells = Counter()
+    cells: Counter[tuple[str, str]] = Counter()
     for row in rows:
         cells[row.scope.phase, row.scope.component] += row.taken
-    numbers = tuple(sorted({span.step for span in steps}))
+    numbers = tuple(sorted({span.step for span in trace.spans if span.step is not None}))
     calls = max((counts[key] for key in counts if op_scopes.runs_once(key)), default=1)
     return Breakdown(
         op_scopes.main,
@@ -199,7 +204,7 @@ def divide(
     Returns instruction -> its share, the intervals in which nothing ran, and component -> time in which it ran but the
     moment counted for others. The shares and the intervals add up to `stop - start` exactly.
     """
-    edges = []
+    edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):
         if operation.stop <= operation.start:
             continue
@@ -208,8 +213,11 @@ def divide(
         edges += [(operation.start, 1, number, rank, key), (operation.stop, 0, number, rank, key)]
     edges.sort(key=lambda edge: edge[:3])
     running: list[dict[int, Key]] = [{} for _ in range(ENCLOSING + 1)]
-    shares, idle, hidden, since = Counter(), [], Counter(), start
-    for at, begins, number, rank, key in [*edges, (stop, 0, -1, 0, None)]:
+    shares: Counter[Key] = Counter()
+    hidden: Counter[str] = Counter()
+    idle: list[tuple[int, int]] = []
+    since = start
+    for at, begins, number, rank, key in [*edges, (stop, 0, -1, 0, _NO_KEY)]:
         if at > since:
             first = next((group for group in running if group), None)
             if first is None:
@@ -241,11 +249,13 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
     `idle`: of each device the intervals in which it ran nothing.
     """
     idle = list(idle)
-    by_thread = defaultdict(list)
+    by_thread: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.name.startswith(HOST) and span.stop > start:
             by_thread[span.thread].append(span)
-    taken, device_idle, counts = Counter(), Counter(), Counter()
+    taken: Counter[str] = Counter()
+    device_idle: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for mine in by_thread.values():
         counts.update(span.name for span in mine)
         for name, begin, end in inmost(mine):

@@ -17,7 +17,7 @@ from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.peak import assemble
-from bytescope.memory.profile.xplane import HOST, Operation, Trace
+from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
@@ -55,7 +55,7 @@ class OpScopes:
     """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest, pauses
     aside."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: ProfilerTrace):
         self.trace = trace
         self._known: dict[Key, OpScope] = {}
         self._modules: dict[Any, _Module | None] = {}
@@ -77,23 +77,27 @@ class OpScopes:
     def op_name(self, key: Key) -> str:
         """The op_name of an instruction by its module, else the event's own; "" for none."""
         module = self._module(key[0])
-        found = module.instruction(key[1]) if module else None
-        return module.op_name(found) if found else key[2]
+        if module is None:
+            return key[2]
+        instruction = module.instruction(key[1])
+        return key[2] if instruction is None else module.op_name(instruction)
 
     def runs_once(self, key: Key) -> bool:
         """Whether an instruction of the main program runs once per call: it is in no loop and no branch."""
         module = self._module(key[0])
-        found = module.instruction(key[1]) if module and key[0][1] == self.main else None
-        return found is not None and found.computation == module.look.module.entry
+        if module is None or key[0][1] != self.main:
+            return False
+        instruction = module.instruction(key[1])
+        return instruction is not None and instruction.computation == module.look.module.entry
 
     def _find(self, key: Key) -> OpScope:
         program, name, op_name = key
         module = self._module(program)
-        found = module.instruction(name) if module else None
+        instruction = module.instruction(name) if module is not None else None
         if program[1] and program[1] != self.main:
-            return OpScope(OTHER, OTHER_PROGRAMS, program[1], found.opcode if found else "")
-        if found:
-            return module.scope(found)
+            return OpScope(OTHER, OTHER_PROGRAMS, program[1], instruction.opcode if instruction else "")
+        if module is not None and instruction is not None:
+            return module.scope(instruction)
         if _COLLECTIVE_KERNEL.search(name):
             return OpScope(OTHER, COLLECTIVES)
         if _TRANSFER_KERNEL.search(name):
@@ -108,7 +112,7 @@ class OpScopes:
             known = self.trace.programs
             protos = (
                 [known[number][1]]
-                if number in known
+                if number is not None and number in known
                 else [proto for title, proto in known.values() if title == (name or self.main)]
             )
             self._modules[program] = _Module(protos[0]) if len(protos) == 1 else None

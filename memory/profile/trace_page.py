@@ -12,8 +12,8 @@ from typing import Any
 
 from bytescope.memory.profile.breakdown import PHASES
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
-from bytescope.memory.records.report_record import Report
-from bytescope.memory.view.elements import Cell, Figure, Table, program_facts, subject, table, versions
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, program_facts, subject, table, versions
 from bytescope.memory.view.frame import page
 
 # Rows of the table of operations, and bars of components, at most; the rest is one row.
@@ -29,7 +29,7 @@ NOTES = (
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-def render(found: Mapping[str, Any], name: str = "", report: Report | None = None) -> str:
+def render(found: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
     """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory; `report`: of the
     program, for what the header says of it."""
     title = name or str(found["program"])
@@ -38,7 +38,7 @@ def render(found: Mapping[str, Any], name: str = "", report: Report | None = Non
         f"{title} · where the time went",
         page_data(found),
         heading=title,
-        where=" · ".join(filter(None, (report and subject(report), where_text(found)))),
+        where=" · ".join(filter(None, (subject(report) if report else "", where_text(found)))),
         facts=program_facts(report) if report else [],
         versions=versions(report.versions) if report else "",
         figures=figures(found),
@@ -91,7 +91,7 @@ def written(seconds: float) -> str:
     return f"{seconds / scale:.4g} {name}"
 
 
-def cells(found: Mapping[str, Any]) -> Table:
+def cells(found: Mapping[str, Any]) -> PageTable:
     """Components down, phases across, with busy, idle and the whole below, and the share of it."""
     whole, (_, scale) = found["total"], unit(found["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in found["cells"])]
@@ -142,24 +142,24 @@ def steps_text(steps: Sequence[int]) -> str:
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 
-def figures(found: Mapping[str, Any]) -> list[Figure]:
+def figures(found: Mapping[str, Any]) -> list[HeaderFigure]:
     """An update in a few large figures."""
     whole, alone = found["total"], found["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in found["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"
     shown = [
-        Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
-        Figure("device busy", _percent(found["busy"], whole)),
-        Figure("device idle", _percent(found["idle"], whole)),
+        HeaderFigure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
+        HeaderFigure("device busy", _percent(found["busy"], whole)),
+        HeaderFigure("device idle", _percent(found["idle"], whole)),
     ]
     if waits is not None:
-        shown.append(Figure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
+        shown.append(HeaderFigure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
     predicted = found.get("predicted_seconds")
     if predicted:
         times = alone / predicted
         low, high = found.get("predicted_seconds_low"), found.get("predicted_seconds_high")
         spread = f"{written(low)} to {written(high)}; " if low and high else ""
-        shown.append(Figure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
+        shown.append(HeaderFigure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
     return shown
 
 
@@ -170,7 +170,7 @@ def _percent(seconds: float, whole: float) -> str:
 # ---- operations -----------------------------------------------------------------------------------------------
 
 
-def _operations(found: Mapping[str, Any]) -> Table:
+def _operations(found: Mapping[str, Any]) -> PageTable:
     whole, (name, scale) = found["total"], unit(found["total"])
     per_update = found["devices"] * (len(found["steps"]) or 1)
     columns = (

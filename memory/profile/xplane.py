@@ -65,7 +65,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class ProfilerTrace:
     """What one process's trace holds. `programs`: id -> (name of the module, HloProto)."""
 
     operations: tuple[Operation, ...] = ()
@@ -91,7 +91,7 @@ def find(place: str | Path) -> Path:
     return newest[0]
 
 
-def read(path: str | Path) -> Trace:
+def read(path: str | Path) -> ProfilerTrace:
     """Reads a *.xplane.pb. Raises ReportError for one that cannot be read or is damaged."""
     try:
         data = Path(path).read_bytes()
@@ -108,7 +108,7 @@ def is_host(plane: str) -> bool:
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
 
-def parse(data: bytes) -> Trace:
+def parse(data: bytes) -> ProfilerTrace:
     """The records of a serialized XSpace. Raises WireError for other bytes."""
     operations: list[Operation] = []
     on_host: list[Operation] = []
@@ -127,7 +127,7 @@ def parse(data: bytes) -> Trace:
             on_host += found
             spans += more
     # Beside an accelerator, what the host's own threads ran is not the step.
-    return Trace(tuple(operations or on_host), tuple(spans), programs)
+    return ProfilerTrace(tuple(operations or on_host), tuple(spans), programs)
 
 
 class _Plane:
@@ -156,7 +156,8 @@ class _Plane:
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
         """(name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
         if key not in self._known:
-            name, shown, stats = "", "", {}
+            name, shown = "", ""
+            stats: dict[str, Any] = {}
             for field, value in wire.fields(self.data, self.kinds.get(key, (0, 0))):
                 if field == 2:
                     name = wire.text(self.data, value)
@@ -169,7 +170,8 @@ class _Plane:
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
         """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a place."""
-        name, found = "", None
+        name = ""
+        found: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
             if field == 1:
                 name = self.stat_names.get(wire.number(value), "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import (
@@ -24,6 +24,7 @@ from bytescope.memory.devices.compiler import (
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.hlo import dumps
+from bytescope.memory.hlo.jax_stages import CompiledStage, LoweredStage, TracedStage
 from bytescope.memory.program import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}
@@ -67,8 +68,9 @@ def compiled_for(
         program = _traced(program, args, kwargs or {}, options or {})
     stage, jaxpr = _stage(program), None
     if _is_traced(stage):
-        check_sizes(stage.jaxpr)
-        stage, jaxpr = _lowered(stage, target), stage.jaxpr
+        jaxpr = stage.jaxpr
+        check_sizes(jaxpr)
+        stage = _lowered(stage, target)
     elif _is_stage(stage) and target is not None:
         _refuse_another(stage, target)
     compilation = compilation_of(stage)
@@ -143,11 +145,11 @@ def _as_target(target: Any) -> Target | None:
     raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target of one')
 
 
-def _is_compiled(program: Any) -> bool:
+def _is_compiled(program: Any) -> TypeGuard[CompiledStage]:
     return hasattr(program, "runtime_executable") and hasattr(program, "memory_analysis")
 
 
-def _is_lowered(program: Any) -> bool:
+def _is_lowered(program: Any) -> TypeGuard[LoweredStage]:
     return hasattr(program, "compile") and hasattr(program, "compiler_ir")
 
 
@@ -155,7 +157,7 @@ def _is_stage(program: Any) -> bool:
     return _is_compiled(program) or _is_lowered(program)
 
 
-def _is_traced(program: Any) -> bool:
+def _is_traced(program: Any) -> TypeGuard[TracedStage]:
     return hasattr(program, "jaxpr") and hasattr(program, "lower") and hasattr(program, "in_tree")
 
 
@@ -165,10 +167,12 @@ def _traced(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     return tracing.traced(step, args, kwargs, options)
 
 
-def _lowered(program: Any, target: Target | None) -> Any:
+def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
     """A Traced lowered: for the target, or for the devices of its arguments."""
     here = target or _target_at(retarget.devices_of(program))
-    calls_back = here is not None and here.is_described and callbacks.count(program.jaxpr) > 0
+    if here is None:
+        return program.lower()
+    calls_back = here.is_described and callbacks.count(program.jaxpr) > 0
     if calls_back or (target is not None and retarget.moves(program, target)):
         return retarget.lowered_for(program, here)
     return program.lower()

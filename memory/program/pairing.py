@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from bytescope.memory.devices.signature import Leaf
+from bytescope.memory.devices.signature import SignatureLeaf
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 
 _KEY = re.compile(r"\.(\w+)|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]|\[([^\]]*)\]")
@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class ResultPair:
     """A result that belongs to an argument: its update, or its gradient (`gradient`), by their places in the lists."""
 
     argument: int
@@ -37,20 +37,18 @@ def keys_of(path: str) -> Keys:
 
 def root_of(path: str) -> str:
     """The argument that a path is a leaf of: "state", "args[1]"; "" for a result's path."""
-    found = re.match(r"\w*", path)[0]
-    if found in _PLACED:
-        place = re.match(r"\[\d+\]", path[len(found) :])
-        return found + (place[0] if place else "")
-    return found
+    name = re.split(r"\W", path, maxsplit=1)[0]
+    place = re.match(r"\[\d+\]", path[len(name) :])
+    return name + place[0] if name in _PLACED and place else name
 
 
 def pairs(
-    arguments: Sequence[Leaf],
-    results: Sequence[Leaf],
+    arguments: Sequence[SignatureLeaf],
+    results: Sequence[SignatureLeaf],
     updates: Sequence[Update],
     trained: bool,
     aliased: Mapping[int, int],
-) -> list[Pair]:
+) -> list[ResultPair]:
     """The results that are updates or gradients of arguments, each result used once.
 
     Args:
@@ -61,13 +59,19 @@ def pairs(
     look = _Pairing(arguments, results, updates, trained)
     for found in (look.whole_arguments(), look.by_keys(), look.by_flow(), aliased.items()):
         look.take(found)
-    return [Pair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
+    return [ResultPair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
 
 
 class _Pairing:
     """Results paired with arguments so far: `taken`, place of a result -> place of its argument."""
 
-    def __init__(self, arguments: Sequence[Leaf], results: Sequence[Leaf], updates: Sequence[Update], trained: bool):
+    def __init__(
+        self,
+        arguments: Sequence[SignatureLeaf],
+        results: Sequence[SignatureLeaf],
+        updates: Sequence[Update],
+        trained: bool,
+    ):
         self.arguments, self.results, self.updates, self.trained = arguments, results, updates, trained
         self.taken: dict[int, int] = {}
         self.back: set[int] = set()
@@ -77,9 +81,9 @@ class _Pairing:
         for place, leaf in enumerate(results):
             self.by_array.setdefault(_array(leaf), []).append(place)
 
-    def take(self, found: Iterator[tuple[int, int]]) -> None:
+    def take(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keeps (result, argument) pairs, the first of each."""
-        for result, argument in found:
+        for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)
@@ -134,7 +138,7 @@ class _Pairing:
         if self.trained:
             yield from self._gradients()
 
-    def _is_update(self, how: str, made: Update, result: Leaf) -> bool:
+    def _is_update(self, how: str, made: Update, result: SignatureLeaf) -> bool:
         """Whether what a result is made of proves an update. Sums of activations are made of arguments as well: they
         count where the step has a backward pass, and outside of the two passes."""
         if how == ELEMENTWISE:
@@ -152,7 +156,7 @@ class _Pairing:
                 )
 
 
-def _array(leaf: Leaf) -> tuple:
+def _array(leaf: SignatureLeaf) -> tuple:
     return leaf.shape, leaf.dtype
 
 

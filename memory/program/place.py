@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 
-class Place:
+class TargetPlacement:
     """Where a program goes: shardings over devices of this process become those over the target's."""
 
     def __init__(self, target: Target):
@@ -187,7 +187,7 @@ class Place:
         """A type that names the target's kind of device; the same object if nothing changes."""
         sharding = getattr(aval, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
-        if mesh is None or mesh is (moved := self.abstract(mesh)):
+        if sharding is None or mesh is None or mesh is (moved := self.abstract(mesh)):
             return aval
         return aval.update(sharding=sharding.update(mesh=moved))
 

@@ -7,12 +7,12 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from bytescope.memory.devices.signature import Leaf, Signature
-from bytescope.memory.hlo.buffers import Program
+from bytescope.memory.devices.signature import Signature, SignatureLeaf
+from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.program import roles
-from bytescope.memory.program.pairing import Keys, Pair, common_keys, keys_of, pairs, root_of
+from bytescope.memory.program.pairing import Keys, ResultPair, common_keys, keys_of, pairs, root_of
 from bytescope.memory.program.roles import Evidence
 from bytescope.memory.program.state_flow import SAME, Reads, StateFlow, Update, Value
 
@@ -63,7 +63,7 @@ class Arguments:
 
 
 def read(
-    program: Program,
+    program: HloProgram,
     flow: Flow | None = None,
     signature: Signature | None = None,
     extra: Iterable[tuple[str, str]] = (),
@@ -84,7 +84,7 @@ def read(
 class _Reading:
     """One program's leaves, and what is known of each."""
 
-    def __init__(self, program: Program, state: StateFlow, signature: Signature | None, extra: tuple):
+    def __init__(self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple):
         self.module, self.state, self.extra = program.module, state, extra
         self.leaves = self._arguments(signature)
         outside = state.results()
@@ -97,12 +97,12 @@ class _Reading:
             for output, number, index in self.module.aliases
             if number in numbers and not index
         }
-        self.pairs: dict[int, Pair] = {
+        self.pairs: dict[int, ResultPair] = {
             pair.argument: pair for pair in pairs(self.leaves, self.results, self.updates, state.trained, aliased)
         }
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
-    def _arguments(self, signature: Signature | None) -> list[Leaf]:
+    def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
         """The leaves that the program uses, by number; those of the module where jax does not tell."""
         told = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
@@ -111,18 +111,18 @@ class _Reading:
             for number, parameter in sorted(self.module.parameters.items())
         ]
 
-    def _leaf(self, number: int, parameter: Instruction, donated: bool) -> Leaf:
+    def _leaf(self, number: int, parameter: Instruction, donated: bool) -> SignatureLeaf:
         shape = self.module.shape(parameter)
         path = self.module.metadata(parameter).op_name or parameter.name
-        return Leaf(path, shape.dims, shape.dtype, donated, number)
+        return SignatureLeaf(path, shape.dims, shape.dtype, donated, number)
 
-    def _results(self, signature: Signature | None, outside: Sequence) -> list[Leaf]:
+    def _results(self, signature: Signature | None, outside: Sequence) -> list[SignatureLeaf]:
         """The leaves of the results; tokens, which come first in the module, have none."""
         told = signature.results if signature is not None else ()
         if told and len(told) <= len(outside):
-            return [Leaf("", (), "token")] * (len(outside) - len(told)) + list(told)
+            return [SignatureLeaf("", (), "token")] * (len(outside) - len(told)) + list(told)
         shapes = [self.state.flow.shape(*value) for value in outside]
-        return [Leaf("", shape.dims, shape.dtype) for shape in shapes]
+        return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
 
     def arguments(self) -> Arguments:
         """Decides on the parameters first: what mirrors them is seen then."""
@@ -143,8 +143,8 @@ class _Reading:
         owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
         by_number, results = {}, {}
         for place, (leaf, role) in enumerate(zip(self.leaves, found)):
-            pair = self.pairs.get(place)
-            update = pair.result if pair is not None and self._is_update(place) else -1
+            pair, changed = self.pairs.get(place), self._update_of(place)
+            update = changed.result if changed is not None else -1
             by_number[leaf.parameter] = Argument(leaf.path, role, owner.of(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
@@ -161,8 +161,9 @@ class _Reading:
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
-        state = self._is_update(place)
-        learns = state and self.state.trained and self.state.from_backward(*self.values[pair.result])
+        changed = self._update_of(place)
+        state = changed is not None
+        learns = changed is not None and self.state.trained and self.state.from_backward(*self.values[changed.result])
         return Evidence(
             leaf.path,
             leaf.shape,
@@ -179,19 +180,19 @@ class _Reading:
             batch_dim=not state and leaf.shape[:1] in self._batch_dims,
         )
 
-    def _is_update(self, place: int) -> bool:
-        """Whether an argument comes back changed."""
+    def _update_of(self, place: int) -> ResultPair | None:
+        """Returns the pair of an argument that is returned with other values; None for any other argument."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
-            return False
+            return None
         update = self.updates[pair.result]
-        return update.changed or update.arguments.get(self.leaves[place].parameter) != SAME
+        return pair if update.changed or update.arguments.get(self.leaves[place].parameter) != SAME else None
 
     def _is_read(self, reads: Reads) -> bool:
         """Whether the model reads an argument, not the update alone: a product whose name is lost is the model's."""
         return reads.by_model or (reads.unnamed if self.state.trained else reads.products)
 
-    def _returned(self, leaf: Leaf) -> bool:
+    def _returned(self, leaf: SignatureLeaf) -> bool:
         return any((leaf.shape, leaf.dtype) == (result.shape, result.dtype) for result in self.results)
 
     @functools.cached_property
@@ -206,14 +207,14 @@ class _Reading:
         ]
         return frozenset(leaf.shape[:1] for leaf in (*free, *data) if leaf.shape and leaf.dtype != "token")
 
-    def _mirrored(self, params: Sequence[Leaf]) -> frozenset[int]:
+    def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
         """Places of leaves, no parameters, with the shape and the last keys of one; of state without keys, with the
         shape of the only one."""
         owners = _Owners(params)
         return frozenset(
             place
             for place, leaf in enumerate(self.leaves)
-            if leaf not in params and owners.alike(leaf, alone=self._is_update(place)) is not None
+            if leaf not in params and owners.alike(leaf, alone=self._update_of(place) is not None) is not None
         )
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
@@ -275,22 +276,22 @@ def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str
 class _Owners:
     """Parameters by their last keys: which of them a leaf of another argument belongs to."""
 
-    def __init__(self, params: Sequence[Leaf]):
-        self.by_last: dict[str, list[tuple[Keys, Leaf]]] = {}
-        self.by_shape: dict[tuple[int, ...], list[Leaf]] = {}
+    def __init__(self, params: Sequence[SignatureLeaf]):
+        self.by_last: dict[str, list[tuple[Keys, SignatureLeaf]]] = {}
+        self.by_shape: dict[tuple[int, ...], list[SignatureLeaf]] = {}
         for leaf in params:
             keys = keys_of(leaf.path)
             self.by_last.setdefault(keys[-1] if keys else "", []).append((keys, leaf))
             self.by_shape.setdefault(leaf.shape, []).append(leaf)
 
-    def of(self, leaf: Leaf, role: str) -> str:
+    def of(self, leaf: SignatureLeaf, role: str) -> str:
         """The path of the parameter that a leaf in the optimizer's or the gradients' rows belongs to, "" for none."""
         if role not in ("optimizer", "accumulator", "gradients"):
             return ""
         found = self.alike(leaf, same_shape=False)
         return found.path if found is not None else ""
 
-    def alike(self, leaf: Leaf, *, same_shape: bool = True, alone: bool = True) -> Leaf | None:
+    def alike(self, leaf: SignatureLeaf, *, same_shape: bool = True, alone: bool = True) -> SignatureLeaf | None:
         """The parameter with most of the last keys of a leaf; with `alone`, the only one of its shape where a leaf has
         no names."""
         keys = keys_of(leaf.path)

@@ -12,14 +12,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.hlo.jax_stages import LoweredStage, TracedStage
 from bytescope.memory.program import callbacks
-from bytescope.memory.program.place import Place, is_abstract
+from bytescope.memory.program.place import TargetPlacement, is_abstract
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 
-def moves(program: Any, target: Target) -> bool:
+def moves(program: TracedStage, target: Target) -> bool:
     """Whether a `jax.stages.Traced` is for other devices than the target's: by its arguments, else by the meshes in
     it."""
     meshes = _meshes(program.jaxpr.jaxpr, {})
@@ -49,7 +50,7 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
             yield from _meshes(inside, seen)
 
 
-def devices_of(program: Any) -> list[Any]:
+def devices_of(program: TracedStage) -> list[Any]:
     """The devices that a `jax.stages.Traced` is for by the shardings of its arguments; [] where they name none."""
     return list(dict.fromkeys(device for sharding in _shardings(program) for device in _devices(sharding)))
 
@@ -61,14 +62,14 @@ def _devices(sharding: Any) -> Sequence[Any]:
     return sharding._device_assignment
 
 
-def lowered_for(program: Any, target: Target) -> Any:
+def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     """A `jax.stages.Traced` lowered for a target's devices, as a `jax.stages.Lowered`; arguments keep their names.
 
     Raises ReportError where the program's mesh has another number of devices than the target.
     """
     import jax
 
-    params, place = program._params, Place(target)
+    params, place = program._params, TargetPlacement(target)
     jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
     inside, moved = place.closed(jaxpr), [place.concrete(sharding) for sharding in _shardings(program)]
     context = place.context(params["ctx_mesh"])
@@ -92,7 +93,7 @@ def lowered_for(program: Any, target: Target) -> Any:
         ).lower(*args, **kwargs)
 
 
-def _shardings(program: Any) -> list[Any]:
+def _shardings(program: TracedStage) -> list[Any]:
     """The sharding of each leaf of the arguments, None where it is anybody's choice."""
 
     def sharding(told: Any, own: Any) -> Any:
@@ -110,7 +111,7 @@ def _is_given(sharding: Any) -> bool:
     return isinstance(sharding, jax.sharding.Sharding)
 
 
-def _donated(program: Any) -> tuple[int, ...]:
+def _donated(program: TracedStage) -> tuple[int, ...]:
     """Numbers of the positional arguments of which every leaf is donated."""
     import jax
 
@@ -119,7 +120,7 @@ def _donated(program: Any) -> tuple[int, ...]:
     return tuple(number for number, own in enumerate(flags) if own and all(own))
 
 
-def _as_function(program: Any, inside: Any) -> Callable[..., Any]:
+def _as_function(program: TracedStage, inside: Any) -> Callable[..., Any]:
     """A function of the program's own arguments that computes a ClosedJaxpr, and is called as the program's was."""
     import jax
     from jax.extend import core
@@ -129,11 +130,11 @@ def _as_function(program: Any, inside: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(program.out_tree, flat)
 
     step.__name__ = step.__qualname__ = program.fun_name
-    step.__signature__ = _signature(program)
+    vars(step)["__signature__"] = _signature(program)
     return step
 
 
-def _signature(program: Any) -> inspect.Signature:
+def _signature(program: TracedStage) -> inspect.Signature:
     """The parameters of the traced function, by the names that jax keeps of its leaves."""
     import jax
 

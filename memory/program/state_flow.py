@@ -305,8 +305,10 @@ class StateFlow:
         """What reads the entry parameter of a number."""
         entry = self.module.computations.get(self.module.entry)
         first = self.module.instructions.get(entry.parameters.get(number, -1)) if entry else None
-        phases, products, unnamed, random = set(), False, False, False
-        pending, seen = [(first, ())] if first is not None else [], set()
+        phases: set[str] = set()
+        products, unnamed, random = False, False, False
+        pending: list[tuple[Instruction, Index]] = [] if first is None else [(first, ())]
+        seen: set[tuple[int, Index]] = set()
         while pending and len(seen) < _MOST:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:

@@ -136,8 +136,8 @@ def _whole(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> 
     functools.update_wrapper(whole, like or step)
     whole.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
     if step is _call:
-        del whole.__wrapped__
-        whole.__signature__ = _with_first("fun", like)
+        del vars(whole)["__wrapped__"]
+        vars(whole)["__signature__"] = _with_first("fun", like)
     return whole
 
 

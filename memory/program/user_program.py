@@ -300,18 +300,16 @@ def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> U
         return _made(f"{name}().{FUNCTION}", _called(f"{name}().{FUNCTION}", inner), module, within=True)
     if takes_arguments(result):
         raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
-    if all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch")) and _is_config_file(module):
+    is_config = all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch"))
+    file = getattr(module, "__file__", None)
+    if is_config and file and callable(getattr(module, "get_config", None)):
         raise ReportError(
             f"{name} returns a config of bytescope train: give its file as the config, bytescope report "
-            f"{os.path.relpath(module.__file__)}"
+            f"{os.path.relpath(file)}"
         )
     raise ReportError(
         f"{name} returns {_kind(result)}: {_RETURN}, or a config that has such a function as `{FUNCTION}`"
     )
-
-
-def _is_config_file(module: ModuleType) -> bool:
-    return callable(getattr(module, "get_config", None)) and bool(getattr(module, "__file__", None))
 
 
 def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:

@@ -1,5 +1,5 @@
-"""The records that a report holds lists of: buffers and what is made of them, collectives, the compiled schedule.
+"""The records of a report: buffers, timeline and ledger, collectives, the compiled schedule.
 
-In: plain values; out: frozen records that `memory.records.Report` keeps and its JSON is made of. No interpretation.
-Start at `records.py`, which says what each is for.
+In: plain values. Out: frozen records and their JSON, without interpretation. Start at `report_record.py`, which
+explains every JSON key.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Change:
         return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
 
 
-def diff(before: Report, after: Report) -> tuple[Change, ...]:
+def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
     """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of
     each the largest change first.
 
@@ -70,7 +70,7 @@ class Measure:
     after: float
 
 
-def measures(before: Report, after: Report) -> tuple[Measure, ...]:
+def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
     """Seconds, FLOPs and traffic of two reports; figures that either report lacks or that are 0 in both are left out.
 
     Seconds are predicted, of an update, in all and by term; FLOPs are of one device and one call of the step, with
@@ -96,13 +96,13 @@ def _is_figure(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 
-def _flops(report: Report, phase: str = "") -> float:
+def _flops(report: ReportRecord, phase: str = "") -> float:
     """FLOPs of one phase, or of all phases."""
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     return sum(sum(work.get("flops", {}).values()) for work in phases)
 
 
-def _sent(report: Report) -> dict[str, int]:
+def _sent(report: ReportRecord) -> dict[str, int]:
     """Kind of collective with its mesh axes -> bytes that one device sends in a call."""
     out: dict[str, int] = {}
     for row in report.communication:
@@ -116,14 +116,14 @@ def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
-def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str], ...]:
+def version_changes(before: ReportRecord, after: ReportRecord) -> tuple[tuple[str, str, str], ...]:
     """(package, version before, version after) of each package whose version differs; "none" for a missing one."""
     names = dict.fromkeys((*before.versions, *after.versions))
     pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
-def warnings(before: Report, after: Report) -> tuple[str, ...]:
+def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
     """What makes two programs hard to compare, a sentence each: other targets, other versions of jax, other methods."""
     found = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
@@ -153,7 +153,7 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
-def sources(report: Report) -> dict[str, str]:
+def sources(report: ReportRecord) -> dict[str, str]:
     """Name of a buffer's change -> "file.py:line" that makes the largest buffer of that name at the peak."""
     found: dict[str, str] = {}
     for b in report.alive_at(report.peak_index):  # the largest first
@@ -167,7 +167,7 @@ def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], nam
     return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
 
 
-def _matched_buffers(before: Report, after: Report) -> tuple[dict[str, int], dict[str, int]]:
+def _matched_buffers(before: ReportRecord, after: ReportRecord) -> tuple[dict[str, int], dict[str, int]]:
     """Returns name -> bytes at the peak for each report; matching buffers have one name, that of the second report."""
     (old, old_roles), (new, new_roles) = _by_identity(before), _by_identity(after)
     only_new: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
@@ -180,7 +180,7 @@ def _matched_buffers(before: Report, after: Report) -> tuple[dict[str, int], dic
     return {renamed.get(name, name): size for name, size in old.items()}, new
 
 
-def _by_identity(report: Report) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
+def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[str, str, tuple[int, ...]]]]:
     """Returns identity -> bytes at the peak, and identity -> role: (category, dtype, shape)."""
     sizes: dict[str, int] = {}
     roles: dict[str, tuple[str, str, tuple[int, ...]]] = {}
@@ -194,7 +194,7 @@ def _by_identity(report: Report) -> tuple[dict[str, int], dict[str, tuple[str, s
 def _identity(b: Buffer) -> str:
     """What a buffer is, in words that stay from one compile to the next."""
     if b.phase == "argument":
-        words = (b.category, b.name)
+        words: tuple[str, ...] = (b.category, b.name)
     else:
         what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
         words = (b.category, b.phase, b.module, what)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 # No count of bytes, FLOPs or elements is larger; Python's own integers have no end.
 LARGEST = 2**80
@@ -17,7 +17,7 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a JSON value is a finite number."""
     return is_count(value) or (isinstance(value, float) and math.isfinite(value))
 

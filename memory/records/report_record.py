@@ -70,7 +70,6 @@ from bytescope.memory.records.report_json import is_count, is_number, one_line, 
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
-from bytescope.memory.records.transfer_records import Transfer
 
 # The report's records with those of report_records, which come from here.
 __all__ = [
@@ -89,7 +88,7 @@ __all__ = [
     "Buffer",
     "Finding",
     "LedgerRow",
-    "Report",
+    "ReportRecord",
     "RuntimeOverhead",
     "Subject",
     "TimelinePoint",
@@ -122,6 +121,20 @@ class Finding:
     message: str
     remedy: str
     flags: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
+
+    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 if that is unknown; whether compute overlaps the transfer
+    is not considered.
+    """
+
+    phase: str
+    direction: str
+    bytes: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +176,7 @@ class XlaStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ReportRecord:
     """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
 
     peak_bytes: int
@@ -250,7 +263,7 @@ class Report:
             partial.unlink(missing_ok=True)
 
     @classmethod
-    def from_json(cls, value: Any) -> Report:
+    def from_json(cls, value: Any) -> ReportRecord:
         """The report of a JSON object. Raises ReportError when it is not one, or of another schema."""
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
@@ -320,7 +333,7 @@ _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
 _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
 
 
-def load(path: str | Path) -> Report:
+def load(path: str | Path) -> ReportRecord:
     """Reads a report's JSON, or the one in a run directory.
 
     Raises ReportError for a missing, damaged or foreign file.
@@ -330,7 +343,7 @@ def load(path: str | Path) -> Report:
         path = path / IN_RUN
     try:
         check_readable(path)
-        return Report.from_json(parse(path.read_bytes()))
+        return ReportRecord.from_json(parse(path.read_bytes()))
     except OSError as error:
         raise ReportError(
             f"cannot read {path}: {error.strerror}; give a report that bytescope report --json=FILE wrote"

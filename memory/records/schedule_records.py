@@ -31,7 +31,7 @@ TO_HOST, TO_DEVICE = "to-host", "to-device"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class ScheduledKernel:
     """Kernels that are alike, one after the other.
 
     Fields:
@@ -89,12 +89,12 @@ class Loop:
     steps: Steps
 
 
-Step = Kernel | Start | Wait | Loop
+Step = ScheduledKernel | Start | Wait | Loop
 Steps = tuple[Step, ...]
 
 
 # Letter of a record in JSON -> its class; fields follow in their order, those of default values at the end left out.
-_LETTERS: Mapping[str, type] = {"k": Kernel, "s": Start, "w": Wait, "l": Loop}
+_LETTERS: Mapping[str, type] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
 _LETTER = {kind: letter for letter, kind in _LETTERS.items()}
 _DEEPEST = 32
 

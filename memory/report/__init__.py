@@ -1,8 +1,6 @@
-"""What users of the library hold besides the report: tables and differences that print and show themselves.
+"""The report that users of the library hold: an object that prints, shows, saves and compares itself.
 
-In: records and devices. Out: objects whose `rows` are plain data, whose `repr` is short, and which a notebook shows.
-Start at `table.py`: a `Table` is columns and rows; `largest` are the largest buffers of a report, `devices` the targets
-and what this machine's devices hold now, `difference` two reports against each other.
-
-To add a table: a tuple of `Column`s and a function that returns a `Table`; a kind of figure is a row of `KINDS`.
+In: the record of a report (`records.report_record`). Out: text, pages, notebook output, tables and differences. Start
+at `report_object.py`. `report_text` and `report_page` draw the whole report, `summary_text` one screen, `largest` the
+largest buffers as a table, `difference` two reports compared, `guard` is `assert_fits`, `remat_plan` is `plan_remat`.
 """

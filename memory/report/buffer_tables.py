@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, shorten
 from bytescope.memory.view.text_layout import Prose
@@ -28,7 +28,7 @@ _CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 
 
-def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
+def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
     """The largest buffers at the peak, those alike in one line; None for a report without any."""
     found = largest(report, shown)
     if not found:
@@ -61,7 +61,7 @@ class Alike(NamedTuple):
         return f"{self.times:,} x" if self.times > 1 else ""
 
 
-def largest(report: Report, n: int) -> tuple[Alike, ...]:
+def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
     """The `n` largest buffers of main memory that are alive at the peak.
 
     Layers that are not scanned have one each: those that differ in the number of their layer alone are one.
@@ -80,7 +80,7 @@ def _common(names: list[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def of_all(report: Report, found: Iterable[Alike]) -> str:
+def of_all(report: ReportRecord, found: Iterable[Alike]) -> str:
     """What share of the peak some buffers are, in words."""
     found = tuple(found)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.records.report_record import Collective, Communication, Report, Transfer
+from bytescope.memory.records.report_record import Collective, Communication, ReportRecord, Transfer
 from bytescope.memory.report.report_text import over, overlapped_by
-from bytescope.memory.view.elements import Cell, Table, size, table
+from bytescope.memory.view.elements import Cell, PageTable, size, table
 
 # Collectives that the page lists; the JSON has all.
 MAX_COLLECTIVES = 60
@@ -15,7 +15,7 @@ MAX_COLLECTIVES = 60
 TOTAL = "total"
 
 
-def kinds(report: Report) -> Table | None:
+def kinds(report: ReportRecord) -> PageTable | None:
     """A row for each kind of collective and mesh axes, and their total; None for a program of one device."""
     rows = report.communication
     if not rows:
@@ -43,7 +43,7 @@ def _exposed(row: Communication, is_total: bool) -> str:
     return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
 
 
-def each(found: Sequence[Collective]) -> Table:
+def each(found: Sequence[Collective]) -> PageTable:
     """A row for each collective, those that send most first."""
     columns = (
         ("operation", "name", lambda item: Cell(item.name, item.op_name)),
@@ -58,7 +58,7 @@ def each(found: Sequence[Collective]) -> Table:
     return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
 
 
-def transfers(report: Report) -> Table | None:
+def transfers(report: ReportRecord) -> PageTable | None:
     """Bytes and seconds per step over the host link by direction and phase, with sums; None where nothing moves."""
     rows = report.transfers
     if not rows:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.records.report_diff import Change, Measure, diff, measures, warnings
-from bytescope.memory.records.report_record import STEP_PHASES, Report, TimelinePoint
+from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord, TimelinePoint
 from bytescope.memory.report.diff_text import UNITS
 from bytescope.memory.report.report_page import flatten
 from bytescope.memory.units import column_unit, human
-from bytescope.memory.view.elements import Cell, Figure, Table, exact, row_name, size, subject, table
+from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, exact, row_name, size, subject, table
 from bytescope.memory.view.frame import page
 
 # Places along the schedule at which both timelines are drawn, and rows of the table, at most.
@@ -28,7 +28,7 @@ NOTES = (
 )
 
 
-def render(before: Report, after: Report, names: tuple[str, str] = ("before", "after")) -> str:
+def render(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
     """The page of two reports, as text. `names`: what the reports are called, such as their files."""
     changes = diff(before, after)
     parts = [change for change in changes if change.kind != "total"]
@@ -51,7 +51,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
     )
 
 
-def page_data(before: Report, after: Report, names: Sequence[str]) -> dict[str, Any]:
+def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> dict[str, Any]:
     """Everything the script draws, as JSON values; bytes on one device."""
     both = (before, after)
     places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
@@ -90,7 +90,7 @@ def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list]:
     }
 
 
-def waterfall(before: Report, after: Report) -> list[dict[str, Any]]:
+def waterfall(before: ReportRecord, after: ReportRecord) -> list[dict[str, Any]]:
     """The bars from the allocated bytes before to those after: `row` of the breakdown ("" for the two totals), `name`,
     `from` and `bytes`, which are negative for what shrank. Rows that stayed are left out."""
     reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
@@ -116,10 +116,10 @@ def _both(one: str, other: str) -> str:
     return one if one == other else f"{one} → {other}"
 
 
-def _figures(before: Report, after: Report) -> list[Figure]:
+def _figures(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
     figures = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
     found = [
-        Figure(
+        HeaderFigure(
             name,
             human(getattr(after, field)),
             f"was {human(getattr(before, field))}, {_growth(getattr(before, field), getattr(after, field))}",
@@ -137,12 +137,12 @@ _TIMES = (
 )
 
 
-def _seconds(before: Report, after: Report) -> list[Figure]:
+def _seconds(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
     for title, read in _TIMES:
         seconds = [read(report) for report in (before, after)]
         if all(isinstance(value, int | float) and 0 < value < 1e300 for value in seconds):
             change = 100 * (seconds[1] / seconds[0] - 1)
-            return [Figure(title, f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %")]
+            return [HeaderFigure(title, f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %")]
     return []
 
 
@@ -168,7 +168,7 @@ _FACTS = (
 )
 
 
-def _programs(before: Report, after: Report, names: Sequence[str]) -> Table:
+def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> PageTable:
     """What was compiled, before and after: what names the programs, then every version and config key that differs."""
     rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
@@ -186,22 +186,24 @@ def _differing(row: tuple[str, str, str], side: int) -> Cell:
     return Cell(row[side] or "-", kind="tight" if row[1] != row[2] and row[0] != "report" else "")
 
 
-def _config(before: Report, after: Report) -> list[tuple[str, str, str]]:
+def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, str]]:
     return _different(*(dict(flatten(report.config)) for report in (before, after)))
 
 
 def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(name, value before, value after) of the names whose values differ."""
-    pairs = (
-        (str(name), *(str(side.get(name, "")) for side in (before, after))) for name in dict.fromkeys((*before, *after))
-    )
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    rows = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = str(before.get(name, "")), str(after.get(name, ""))
+        if old != new:
+            rows.append((str(name), old, new))
+    return rows
 
 
 # ---- what changed ---------------------------------------------------------------------------------------------
 
 
-def _changes(changes: Iterable[Change]) -> Table:
+def _changes(changes: Iterable[Change]) -> PageTable:
     columns = (
         ("what", "name", lambda change: row_name(change.name) or "(no name)"),
         ("kind", "text", lambda change: change.kind),
@@ -213,7 +215,7 @@ def _changes(changes: Iterable[Change]) -> Table:
     return table(columns, sorted(changes, key=lambda change: -abs(change.growth)))
 
 
-def _measures(rows: Iterable[Measure]) -> Table:
+def _measures(rows: Iterable[Measure]) -> PageTable:
     columns = (
         ("what", "name", lambda row: row.name),
         ("before", "num", lambda row: UNITS[row.unit](row.before)),

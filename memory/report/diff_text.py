@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.report_diff import Change, Measure, measures, version_changes, warnings
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.text_layout import Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, path
@@ -18,7 +18,7 @@ _SHOWN = 20
 _SAME = 1e-9
 
 
-def render(before: Report, after: Report, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
+def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
     """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then the
     `shown` buffers that changed most, then versions."""
     sizes = [change for change in changes if change.kind != "buffer"]
@@ -27,18 +27,17 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int 
     told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
-    return blocks(
+    printed = blocks(
         Group(*told) if told else None,
-        _table("", sizes),
+        _table("", sizes) if sizes else None,
         _measures(measures(before, after)),
         Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None,
-    ) or Text("nothing to compare")
+    )
+    return printed if printed.renderables else Text("nothing to compare")
 
 
-def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:
-    if not changes:
-        return None
+def _table(title: str, changes: Sequence[Change]) -> FigureTable:
     table = FigureTable(path(title), figure("before"), figure("after"), figure("change"), figure("%"))
     for change in changes:
         name = change.name if title else f"{change.kind} {change.name}"

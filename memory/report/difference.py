@@ -10,7 +10,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.records import report_diff as plan_diff
 from bytescope.memory.records.report_diff import Change
-from bytescope.memory.records.report_record import Report, load
+from bytescope.memory.records.report_record import ReportRecord, load
 
 # Buffers that a prompt and a notebook list; `show` prints what the command prints.
 _BUFFERS = 5
@@ -26,8 +26,8 @@ class Difference:
             largest change first; bytes on one device.
     """
 
-    before: Report
-    after: Report
+    before: ReportRecord
+    after: ReportRecord
     changes: tuple[Change, ...]
 
     @property
@@ -76,7 +76,7 @@ class Difference:
         write(path, diff.render(self.before, self.after))
 
 
-def diff(before: Report | str | Path, after: Report | str | Path) -> Difference:
+def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:
     """What grew and shrank from one report to another; either may be the path of a saved one.
 
     Raises ReportError for what is neither, and for a file that cannot be read.
@@ -85,8 +85,8 @@ def diff(before: Report | str | Path, after: Report | str | Path) -> Difference:
     return Difference(before, after, plan_diff.diff(before, after))
 
 
-def _report(given: Any) -> Report:
-    if isinstance(given, Report):
+def _report(given: Any) -> ReportRecord:
+    if isinstance(given, ReportRecord):
         return given
     if isinstance(given, str | Path):
         return load(given)

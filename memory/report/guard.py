@@ -15,11 +15,11 @@ from bytescope.memory.analysis import analyze, judge
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError
 from bytescope.memory.program.compilation import takes_arguments
-from bytescope.memory.records.report_record import POOL, Report
+from bytescope.memory.records.report_record import POOL, ReportRecord
 from bytescope.memory.units import human, parse_bytes, reads_as_size
 
 
-def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
+def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> ReportRecord:
     """Asserts that a program's predicted bytes, those of the report's verdict, are at most `size`; returns its report.
 
     Args:
@@ -38,7 +38,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
         raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
     limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
-    report = program if isinstance(program, Report) else analyze(program, *args, **options)
+    report = program if isinstance(program, ReportRecord) else analyze(program, *args, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError('no size to compare with: give one as in assert_fits(program, "72GiB"), or a target')
@@ -55,7 +55,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     return report
 
 
-def _parts(report: Report) -> str:
+def _parts(report: ReportRecord) -> str:
     """The largest rows of the peak, and what the compiler does not count of the allocator's pool."""
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     unseen = [(row.name, row.bytes) for row in report.unseen if row.where == POOL]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.view.object_table import Column, Table
 
@@ -17,7 +17,7 @@ COLUMNS = (
 )
 
 
-def largest(report: Report, n: int = 10) -> Table:
+def largest(report: ReportRecord, n: int = 10) -> Table:
     """The `n` largest buffers at the peak; those that differ in the number of their layer alone are one row.
 
     Keys of a row: what (path of an argument, else scopes and operation), times (how many), bytes (of one), dtype,

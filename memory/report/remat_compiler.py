@@ -32,7 +32,7 @@ BUILT_IN = {
 }
 
 
-class Compiler:
+class PolicyCompiler:
     """Compiles the step of a loss under the policies that a search asks for."""
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
@@ -83,6 +83,8 @@ class Compiler:
     def budget(self, budget: str | float | None) -> int:
         """Bytes that the program may allocate: the budget, at most what the target leaves to it."""
         report = self.full.report
+        if report.limit_bytes is None:
+            raise ReportError('the memory of the device is not known: name a target, such as target="h100"')
         limit = report.limit_bytes - (report.predicted_bytes - report.allocated_bytes)
         return limits.budget_of(written(budget), limit, "budget")
 

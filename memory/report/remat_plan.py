@@ -25,7 +25,7 @@ from bytescope.memory.remat.problem import Outcome, Tried
 from bytescope.memory.remat.recognition import RematPolicy, Value
 from bytescope.memory.remat.search import FULL, Search
 from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_compiler import BUILT_IN, Compiler, name_of, written
+from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of, written
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MOST, human
 
@@ -139,7 +139,7 @@ def plan_remats(
     """`plan_remat` for several budgets at once, which share what is compiled; it raises what that raises."""
     for budget in budgets:
         limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
-    compiler = Compiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
+    compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
     sizes = [compiler.budget(budget) for budget in budgets]
 
     def show(tried: Tried) -> None:
@@ -151,7 +151,7 @@ def plan_remats(
     return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
 
 
-def plan_of(compiler: Compiler, search: Search, outcome: Outcome, budget: int) -> RematPlan:
+def plan_of(compiler: PolicyCompiler, search: Search, outcome: Outcome, budget: int) -> RematPlan:
     """What a search found for a budget. Raises ReportError where nothing fits it."""
     report = compiler.full.report
     if outcome.best is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from bytescope.memory.records.report_record import CATEGORIES, PHASES, ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, PHASES, ROWS, Buffer, ReportRecord, TimelinePoint
 from bytescope.memory.report.buffer_tables import array_type, what
 from bytescope.memory.units import column_unit
 from bytescope.memory.view.elements import row_name
@@ -33,7 +33,7 @@ class Strings:
         return self.all.setdefault(text, len(self.all))
 
 
-def page_data(report: Report) -> dict[str, Any]:
+def page_data(report: ReportRecord) -> dict[str, Any]:
     """Everything the page's script needs, as JSON values (see static/report.js for how each column is drawn)."""
     strings = Strings()
     shown = thin(report.timeline, report.peak_index)
@@ -141,7 +141,9 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
     return columns
 
 
-def tiles(report: Report, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES) -> list[Tile]:
+def tiles(
+    report: ReportRecord, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES
+) -> list[Tile]:
     """(id, parent, label, bytes, category, row) of the treemap: category > group > buffer, at the peak.
 
     Only leaves carry bytes, so no level can disagree with the one below. The smallest buffers of a group are

@@ -1,4 +1,4 @@
-"""`Report`: the record of a report as an object that prints, shows, saves and compares itself; and the public functions
+"""`Report`: the record of a report as an object that prints, shows, saves and compares itself, and the public functions
 that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
@@ -8,7 +8,7 @@ that return one.
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
 
-Commands and the trainer go on with plain `records.Report`. What draws is imported where something is drawn.
+Commands and the trainer use the plain `ReportRecord`. Modules that draw are imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from bytescope.memory.view.object_table import Table
 
 
-class Report(report_record.Report):
-    """What every byte of a program's peak is, on one device: all fields of `records.Report`, and ways to look at them.
+class Report(report_record.ReportRecord):
+    """What every byte of a program's peak is, on one device: the fields of `ReportRecord`, and methods that draw them.
 
-    Two are equal where their records are; pickles, `dataclasses.replace` and `from_json` keep it a `Report`.
+    Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a `Report`.
     """
 
     @classmethod
-    def of(cls, record: report_record.Report) -> Report:
-        """The object over a record; one that is a `Report` already comes back as it is."""
+    def of(cls, record: report_record.ReportRecord) -> Report:
+        """Returns the report of a record; a `Report` is returned as it is."""
         if isinstance(record, cls):
             return record
         return cls(**{field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, report_record.Report):
+        if not isinstance(other, report_record.ReportRecord):
             return NotImplemented
         return all(getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self))
 
@@ -63,20 +63,20 @@ class Report(report_record.Report):
         return summary.plain(self, remedies=True)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: figures, bar, timeline, the largest buffers; under 300 KB whatever the program."""
+        """The output of a notebook: figures, bar, timeline, the largest buffers; under 300 KB for any program."""
         from bytescope.memory.report.notebook import notebook_summary as summary
 
         return summary.render(self)
 
     def show(self) -> None:
-        """Prints all that `bytescope report` prints, as wide as the terminal; in a notebook it is displayed there."""
+        """Prints what `bytescope report` prints, as wide as the terminal; in a notebook, displays it."""
         from bytescope.memory.report import report_text as report
         from bytescope.memory.view.output_file import put_or_display
 
         put_or_display(self, report.render(self))
 
     def table(self, n: int = 10) -> Table:
-        """The `n` largest buffers at the peak: bytes, dtype, shape, what each one is and the line that makes it."""
+        """Returns the `n` largest buffers at the peak: bytes, dtype, shape, description and source line of each."""
         from bytescope.memory.report.largest import largest
 
         return largest(self, n)
@@ -84,7 +84,7 @@ class Report(report_record.Report):
     def to_html(self, path: str | Path) -> None:
         """Writes the page that `bytescope report --html` writes: one file that opens offline.
 
-        Raises ReportError where it cannot be written.
+        Raises ReportError if it cannot be written.
         """
         from bytescope.memory.report import report_page as report
         from bytescope.memory.view.output_file import write
@@ -94,15 +94,15 @@ class Report(report_record.Report):
     def save(self, path: str | Path) -> None:
         """Writes the JSON that `memory.load` and `bytescope diff` read.
 
-        Raises ReportError where it cannot be written.
+        Raises ReportError if it cannot be written.
         """
         try:
             super().save(path)
         except OSError as error:
             raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
-    def diff(self, other: report_record.Report | str | Path) -> Difference:
-        """What grew and shrank from this report to the `other`, which may be the path of a saved one."""
+    def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
+        """Returns what grew and shrank from this report to `other`, a report or the path of a saved one."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
@@ -134,7 +134,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         raise
 
 
-# The arguments are explained where they are used.
+# The documentation of the arguments stands with the functions that these call.
 analyze.__doc__, assert_fits.__doc__ = analyzed.__doc__, guard.assert_fits.__doc__
 
 

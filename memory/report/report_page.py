@@ -13,18 +13,18 @@ from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.peak import naming
-from bytescope.memory.records.report_record import METHODS, Report
+from bytescope.memory.records.report_record import METHODS, ReportRecord
 from bytescope.memory.report import communication_page
 from bytescope.memory.report.post_mortem_text import sum_of
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import overheads
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.elements import (
-    Figure,
+    HeaderFigure,
+    PageTable,
     Section,
-    Table,
     figure,
     parts,
     program_facts,
@@ -47,7 +47,7 @@ VERDICTS = {
 MAX_BARS = 30
 
 
-class Bar(NamedTuple):
+class RankedBar(NamedTuple):
     """A line of a bar list: the name, the text on hover, the bytes, and the width in percent of the widest."""
 
     name: str
@@ -56,7 +56,7 @@ class Bar(NamedTuple):
     width: float
 
 
-def render(report: Report, post_mortem: PostMortem | None = None) -> str:
+def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
     """The page of a report, as text: one file that asks the network for nothing.
 
     A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
@@ -116,14 +116,14 @@ def _failure(found: PostMortem) -> dict[str, Any]:
     }
 
 
-def verdict(report: Report) -> dict[str, str]:
+def verdict(report: ReportRecord) -> dict[str, str]:
     """The verdict's class, mark and words."""
     kind = report.verdict if report.verdict in VERDICTS else "unknown"
     mark, words = VERDICTS[kind]
     return {"kind": kind, "mark": mark, "words": words}
 
 
-def figures(report: Report) -> list[Figure]:
+def figures(report: ReportRecord) -> list[HeaderFigure]:
     """Predicted bytes, limit, allocated bytes and peak, and what an update takes."""
     note = ""
     if report.limit_bytes is not None:
@@ -139,19 +139,19 @@ def figures(report: Report) -> list[Figure]:
     ]
 
 
-def _speed(report: Report) -> list[Figure]:
+def _speed(report: ReportRecord) -> list[HeaderFigure]:
     """Seconds with their spread, tokens/s and MFU as predicted, and the bound of the data sheet; where nothing is
     predicted what the bound allows, and nothing where the target's rates are not known."""
-    best, found = at_best(report), Prediction.stated(report)
+    best, found = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if found:
         return [*_predicted(found, per), *([_bound(best, per)] if best else [])]
     return _allowed(best, per) if best else []
 
 
-def _predicted(found: Prediction, per: str) -> list[Figure]:
+def _predicted(found: StepPrediction, per: str) -> list[HeaderFigure]:
     shown = [
-        Figure(
+        HeaderFigure(
             f"one {per}, predicted",
             times.taken(found),
             f"{times.interval(found)}; rates: {found.rates}",
@@ -159,27 +159,27 @@ def _predicted(found: Prediction, per: str) -> list[Figure]:
         )
     ]
     if found.tokens_per_s:
-        shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
+        shown.append(HeaderFigure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
     if found.mfu:
-        shown.append(Figure("MFU, predicted", f"{found.mfu:.0%}", "of the peak rate", f"{found.mfu:.2%}"))
+        shown.append(HeaderFigure("MFU, predicted", f"{found.mfu:.0%}", "of the peak rate", f"{found.mfu:.2%}"))
     return shown
 
 
-def _bound(best: AtBest, per: str) -> Figure:
+def _bound(best: AtBest, per: str) -> HeaderFigure:
     seconds = best.update_seconds
-    return Figure(f"one {per}, at least", f"{times.rounded(seconds)} s", f"by {best.source}", f"{seconds:.6g} s")
+    return HeaderFigure(f"one {per}, at least", f"{times.rounded(seconds)} s", f"by {best.source}", f"{seconds:.6g} s")
 
 
-def _allowed(best: AtBest, per: str) -> list[Figure]:
+def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
     found = [_bound(best, per)]
     if best.tokens_per_s:
-        found.append(Figure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
+        found.append(HeaderFigure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
     if best.mfu:
-        found.append(Figure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
+        found.append(HeaderFigure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
     return found
 
 
-def _extra_lines(report: Report) -> list[str]:
+def _extra_lines(report: ReportRecord) -> list[str]:
     """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
     elsewhere = [
         f"{human(count)} {place}"
@@ -190,7 +190,7 @@ def _extra_lines(report: Report) -> list[str]:
     return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
 
 
-def _ledger(report: Report) -> Table | None:
+def _ledger(report: ReportRecord) -> PageTable | None:
     columns = (
         ("state", "name", lambda row: row.role),
         ("dtype", "text", lambda row: row.dtype),
@@ -201,7 +201,7 @@ def _ledger(report: Report) -> Table | None:
     return table(columns, report.ledger, _total) if report.ledger else None
 
 
-def _zero(report: Report) -> Table | None:
+def _zero(report: ReportRecord) -> PageTable | None:
     """ZeRO's bytes per parameter beside what is held, with the reasons."""
     columns = (
         ("state", "name", lambda row: row.role),
@@ -216,7 +216,7 @@ def _total(row: Any) -> str:
     return "total" if row.role == "total" else ""
 
 
-def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[Bar]:
+def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
     """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one. `folded`: names that stand
     for several modules, with their number."""
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
@@ -225,11 +225,12 @@ def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> 
         entries = [*entries[:MAX_BARS], (f"{len(rest)} more", sum(count for _, count in rest))]
     most = max((count for _, count in entries), default=1)
     return [
-        Bar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most) for name, count in entries
+        RankedBar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most)
+        for name, count in entries
     ]
 
 
-def _about(report: Report) -> list[Section]:
+def _about(report: ReportRecord) -> list[Section]:
     xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
     target = [(name, _figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")]
     return [

@@ -10,13 +10,21 @@ from rich.text import Text
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.peak import naming
-from bytescope.memory.records.report_record import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
+from bytescope.memory.records.report_record import (
+    CARD,
+    METHODS,
+    POOL,
+    STEP_PHASES,
+    Collective,
+    ReportRecord,
+    TimelinePoint,
+)
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, put, safe, shorten
-from bytescope.memory.view.text_layout import Command, Items, Pair, Prose, blocks, ignoring, mixture
-from bytescope.memory.view.text_table import Column, FigureTable, figure, fixed, label, words
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, ignoring, mixture
+from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
 WIDTH = DEFAULT_WIDTH
 _FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
@@ -41,12 +49,12 @@ _SMALL = 0.001
 _CURVE = 120
 
 
-def show(report: Report, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
+def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
     """Prints the report, to stdout when no console is given. The arguments are those of `render`."""
     put(render(report, choices, verbose), console)
 
 
-def render(report: Report, choices: str = "", verbose: bool = True) -> RenderableType | None:
+def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> RenderableType:
     """Returns the report for rich.
 
     Args:
@@ -67,14 +75,17 @@ def render(report: Report, choices: str = "", verbose: bool = True) -> Renderabl
     return blocks(*parts, _remarks(report), None if verbose else Prose(MORE, "dim"))
 
 
-def _head(report: Report, choices: str, verbose: bool) -> RenderableType:
+def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
     of, target = report.subject, report.target
     kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
     title = Text.assemble(
         (one_line(of.name or report.program or "program"), "bold"),
         f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}",
     )
-    named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
+    named: list[str | Text] = [title]
+    if of.policy:
+        named.append(f"remat {of.policy}")
+    named.append(Text(versions_text(report.versions), style="dim"))
     xla = report.xla
     stats = (
         ("arguments", xla.argument_bytes),
@@ -96,7 +107,7 @@ def _head(report: Report, choices: str, verbose: bool) -> RenderableType:
     return Group(*lines)
 
 
-def verdict_line(report: Report) -> RenderableType:
+def verdict_line(report: ReportRecord) -> RenderableType:
     """Returns the verdict, the predicted bytes with their share of the limit, allocated bytes and peak, in one line if
     there is room; the next line has the limit as a share of the GPU's memory."""
     limit = report.limit_bytes
@@ -125,7 +136,7 @@ def versions_text(stated: Mapping[str, str]) -> str:
     return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
 
 
-def overheads(report: Report) -> str:
+def overheads(report: ReportRecord) -> str:
     """What the runtime takes and the compiler does not count, item by item, in one line; "" for nothing."""
     parts = []
     if pool := _items(report, POOL):
@@ -135,22 +146,21 @@ def overheads(report: Report) -> str:
     return "; ".join(parts)
 
 
-def _items(report: Report, where: str) -> str:
+def _items(report: ReportRecord, where: str) -> str:
     return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
 
 
-def _composition(report: Report) -> RenderableType | None:
+def _composition(report: ReportRecord) -> RenderableType | None:
     """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
     left = breakdown(report)
     folded = naming.folded(report.buffers)
-    right = blocks(
-        _names("residuals by checkpoint name", report.residuals_by_name, folded),
-        _names("workspace by phase and component", report.workspace_by_scope, folded),
-    )
-    return Pair(left, right) if left or right else None
+    residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
+    workspace = _names("workspace by phase and component", report.workspace_by_scope, folded)
+    right = blocks(residuals, workspace) if residuals or workspace else None
+    return SideBySide(left, right) if left or right else None
 
 
-def breakdown(report: Report) -> RenderableType | None:
+def breakdown(report: ReportRecord) -> RenderableType | None:
     """The rows at the peak that hold bytes, with their shares and bars; None where all are empty."""
     if not any(report.breakdown.values()):
         return None
@@ -200,7 +210,7 @@ class _Curve:
         yield ignoring(phases)
 
 
-def _timeline(report: Report) -> RenderableType | None:
+def _timeline(report: ReportRecord) -> RenderableType | None:
     if len(report.timeline) < 2:
         return None
     legend = Text("timeline  ", style="bold")
@@ -217,7 +227,7 @@ def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[Timeli
         yield max(timeline[start : max(stop, start + 1)], key=lambda point: point.bytes)
 
 
-def _ledger(report: Report) -> RenderableType | None:
+def _ledger(report: ReportRecord) -> RenderableType | None:
     rows = [row for row in report.ledger if row.bytes_per_param >= 0.005]
     if not rows:
         return None
@@ -229,7 +239,7 @@ def _ledger(report: Report) -> RenderableType | None:
     )
 
 
-def _zero(report: Report) -> RenderableType | None:
+def _zero(report: ReportRecord) -> RenderableType | None:
     """ZeRO's bytes per parameter compared with what is held."""
     if not report.zero:
         return None
@@ -241,12 +251,12 @@ def _zero(report: Report) -> RenderableType | None:
     return table
 
 
-def _table(title: str, *columns: Column) -> FigureTable:
+def _table(title: str, *columns: FigureColumn) -> FigureTable:
     """A table whose first column is the title's, the other titles dim."""
     return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
-def _communication(report: Report) -> RenderableType | None:
+def _communication(report: ReportRecord) -> RenderableType | None:
     """Bytes per step by kind and axes with the formula."""
     if not report.communication:
         return None
@@ -286,7 +296,7 @@ def _communication(report: Report) -> RenderableType | None:
     return table
 
 
-def _transfers(report: Report) -> RenderableType | None:
+def _transfers(report: ReportRecord) -> RenderableType | None:
     """Bytes per step over the host link and the seconds that they cost."""
     if not report.transfers:
         return None
@@ -296,7 +306,7 @@ def _transfers(report: Report) -> RenderableType | None:
     return table
 
 
-def _largest(report: Report) -> RenderableType | None:
+def _largest(report: ReportRecord) -> RenderableType | None:
     """The largest collectives with what overlaps them."""
     table = _table(
         "",
@@ -343,7 +353,7 @@ def overlapped_by(item: Collective) -> str:
     return operations
 
 
-def findings(report: Report) -> RenderableType | None:
+def findings(report: ReportRecord) -> RenderableType | None:
     """Returns the first findings with their remedies; None if there are none."""
     if not report.findings:
         return None
@@ -352,13 +362,13 @@ def findings(report: Report) -> RenderableType | None:
         said = safe(finding.message), (f": {safe(finding.remedy)}", "dim")
         out.append(Prose(Text.assemble(("! ", "bold yellow"), *said)))
         if finding.flags:
-            out.append(Command(finding.flags))
+            out.append(CopyCommand(finding.flags))
     if len(report.findings) > _FINDINGS:
         out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
     return Group(*out)
 
 
-def _remarks(report: Report) -> RenderableType | None:
+def _remarks(report: ReportRecord) -> RenderableType | None:
     """How lifetimes were found where not exactly, and what else is not exact."""
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":

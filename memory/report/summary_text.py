@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report.report_text import breakdown, findings, verdict_line
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import one_line, plain_text, prompt_width, shorten
@@ -17,12 +17,12 @@ _DERIVED = "  lifetimes are derived from the schedule, see notes"
 _WAYS = ".show()  .table()  .to_html(path)  .save(path)  .diff(other)"
 
 
-def plain(report: Report, remedies: bool = False) -> str:
+def plain(report: ReportRecord, remedies: bool = False) -> str:
     """Returns the summary as plain text in at most 80 columns; without `remedies`, at most 2,000 characters."""
     return plain_text(render(report, remedies), min(prompt_width(), _WIDTH))
 
 
-def render(report: Report, remedies: bool = False) -> RenderableType | None:
+def render(report: ReportRecord, remedies: bool = False) -> RenderableType | None:
     """Returns the summary for rich: the title, the figures, the rows at the peak, the first findings.
 
     remedies: whether findings are uncut and have their remedies.
@@ -35,7 +35,7 @@ def render(report: Report, remedies: bool = False) -> RenderableType | None:
     return blocks(_head(report), breakdown(report), Group(*notes) if notes else None, Prose(_WAYS, "dim"))
 
 
-def _head(report: Report) -> RenderableType:
+def _head(report: ReportRecord) -> RenderableType:
     target = report.target
     name = _short(report.title)
     kind = f" ({_short(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
@@ -45,7 +45,7 @@ def _head(report: Report) -> RenderableType:
     return Group(Items(filter(None, (title, jax))), verdict_line(report), *([Prose(taken)] if taken else []))
 
 
-def _findings(report: Report) -> RenderableType | None:
+def _findings(report: ReportRecord) -> RenderableType | None:
     found = [f"! {_cut(one_line(finding.message))}" for finding in report.findings[:_FINDINGS]]
     if len(report.findings) > _FINDINGS:
         found.append(f"  and {len(report.findings) - _FINDINGS} more findings")

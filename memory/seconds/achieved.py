@@ -1,7 +1,7 @@
 """Rates that chips reached, measured by others, chip by chip; each figure with its source.
 
-Data sheets are in `devices.chips`. A figure that nobody published of a chip is that of the nearest chip measured
-(`NEAREST`: the same generation first), times the ratio of their data sheets; `chip_rates` says so in `Rates.source`.
+Data sheets are in `devices.chips`. A figure that is not published for a chip is that of the nearest chip with one
+(`NEAREST`: the same generation first), times the ratio of their data sheets; `DeviceRates.source` then says so.
 
 Bandwidths of collectives are NCCL's bus bandwidths with the latency within them. An all-reduce on NVSwitch of Hopper
 and later may be above the link's: the switch adds (NVLink SHARP), so fewer bytes cross the links than NCCL counts.
@@ -19,23 +19,23 @@ _KB, _MIB = 1000, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class PublishedRate:
     """Points (size, rate) of one part of a chip, and where they are published."""
 
     points: Curve
     source: str
 
 
-def _tflops(source: str, *points: tuple[float, float]) -> Figure:
-    return Figure(tuple((float(size), rate * _T) for size, rate in points), source)
+def _tflops(source: str, *points: tuple[float, float]) -> PublishedRate:
+    return PublishedRate(tuple((float(size), rate * _T) for size, rate in points), source)
 
 
-def _one(source: str, value: float) -> Figure:
+def _one(source: str, value: float) -> PublishedRate:
     """A figure of one value for all sizes."""
-    return Figure(((1.0, value),), source)
+    return PublishedRate(((1.0, value),), source)
 
 
-def _attention(source: str, *rates: float, first: int = 512) -> Figure:
+def _attention(source: str, *rates: float, first: int = 512) -> PublishedRate:
     """TFLOP/s at `first` keys, twice as many, and so on."""
     return _tflops(source, *((first << at, rate) for at, rate in enumerate(rates)))
 
@@ -59,9 +59,9 @@ def _torch(number: int, place: str = "github.com/zzc0721/torch-performance-test-
 # Chip -> part -> figure. Parts: ("products", unit): FLOP/s over the side of a cube; ("attention", way, head width):
 # FLOP/s over keys, causal ones of the FLOPs below the diagonal; ("memory",): bytes per second, read and written;
 # ("host_link",): bytes per second each way; ("floor",): seconds of a kernel beside its work in a CUDA graph.
-MEASURED: Mapping[str, Mapping[tuple, Figure]] = {
+MEASURED: Mapping[str, Mapping[tuple, PublishedRate]] = {
     "h100": {
-        ("products", "bf16"): Figure(
+        ("products", "bf16"): PublishedRate(
             _tflops("", (2048, 676.6), (8192, 753), (16384, 700.6)).points, f"{_MARIN}; 2048: {_torch(79)}"
         ),
         ("products", "fp8"): _tflops(
@@ -209,12 +209,12 @@ class Bus:
     kind: str
     group: int
     hosts: int
-    figure: Figure
+    figure: PublishedRate
 
 
-def _points(source: str, unit: int, *points: tuple[float, float]) -> Figure:
+def _points(source: str, unit: int, *points: tuple[float, float]) -> PublishedRate:
     """Points (payload in `unit` bytes, GB/s)."""
-    return Figure(tuple((float(size * unit), rate * _G) for size, rate in points), source)
+    return PublishedRate(tuple((float(size * unit), rate * _G) for size, rate in points), source)
 
 
 _BEKMAN = "S. Bekman, ml-engineering, network/benchmarks (github.com/stas00/ml-engineering)"
@@ -279,7 +279,7 @@ _GB200_REDUCE = (
 # Collectives of XLA's programs on a host of eight (compute capability 9.0), in groups of 8, of 4 and of 2 at once: kind
 # -> group -> (MiB, GB/s on the wire), from bytes a second of the unsharded array, the launch within it.
 _XLA = "XLA's own table (github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h, sm_90)"
-_XLA_RATES = {
+_XLA_RATES: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = {
     "all-reduce": {
         8: (
             (1 / 128, 0.605),

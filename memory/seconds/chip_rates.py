@@ -11,23 +11,23 @@ from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved
 from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHES, NEAREST, NETWORKS, TWINS, Bus
-from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at
+from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at
 
 
-def of(kind: str) -> Rates | None:
+def of(kind: str) -> DeviceRates | None:
     """The rates of a device kind, as jax calls it; None for a chip that `devices.chips` does not know."""
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     return _rates(chip.name) if chip else None
 
 
-def over(found: Rates, network: str) -> Rates:
+def over(found: DeviceRates, network: str) -> DeviceRates:
     """Rates with the collectives between hosts of another network, a name of `achieved.NETWORKS`.
 
     Raises ReportError for another name.
     """
     if network not in NETWORKS:
         raise ReportError(f"unknown network {network!r:.40}: one of {', '.join(NETWORKS)}")
-    rows = tuple(Collective(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
+    rows = tuple(CollectiveRate(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
     inside = tuple(row for row in found.collectives if row.hosts == 1)
     source = NETWORKS[network][0].figure.source
     return dataclasses.replace(
@@ -39,10 +39,10 @@ def over(found: Rates, network: str) -> Rates:
 
 
 @functools.lru_cache(maxsize=64)
-def _rates(name: str) -> Rates:
+def _rates(name: str) -> DeviceRates:
     chip = CHIPS[name]
     products, attention = _products(chip), _attention_table(chip)
-    memory, host_link, floor = (_nearest(chip, (part,)) for part in ("memory", "host_link", "floor"))
+    memory, host_link, floor = (_measured(chip, (part,)) for part in ("memory", "host_link", "floor"))
     collectives, links = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
         "attention": attention[1],
@@ -53,7 +53,7 @@ def _rates(name: str) -> Rates:
         "hops": achieved.HOP_SOURCE,
         "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE,
     }
-    return Rates(
+    return DeviceRates(
         source=_summary(name, sources),
         peak_flops=dict(chip.peak_flops),
         attention=attention[0],
@@ -72,6 +72,13 @@ def _rates(name: str) -> Rates:
     )
 
 
+def _measured(chip: Chip, part: tuple) -> tuple[Curve, str]:
+    nearest = _nearest(chip, part)
+    if nearest is None:
+        raise KeyError(f"no figure of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED")
+    return nearest
+
+
 def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
     """A part's curve and source: the chip's own, or the nearest one's times the ratio of their data sheets."""
     for name in (chip.name, *NEAREST[chip.name]):
@@ -84,14 +91,17 @@ def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
     """Unit -> curve and source; a unit that nobody measured takes the efficiency of one nearly like it."""
-    found = {unit: _nearest(chip, ("products", unit)) for unit in chip.peak_flops}
+    found: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
-        if found[unit] is None:
-            like = next(each for each in LIKE[unit] if found.get(each))
+        if measured := _nearest(chip, ("products", unit)):
+            found[unit] = measured
+    for unit in chip.peak_flops:
+        if unit not in found:
+            like = next(each for each in LIKE[unit] if each in found)
             curve, source = found[like]
             ratio = chip.peak_flops[unit] / chip.peak_flops[like]
             found[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
-    return found
+    return {unit: found[unit] for unit in chip.peak_flops}
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
@@ -167,10 +177,10 @@ def _said(source: str, measured: str, name: str) -> str:
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
-def _collectives(chip: Chip) -> tuple[tuple[Collective, ...], str]:
+def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
     """The collectives of a chip and their sources: kind by kind, in a host and between hosts, its own rows or those of
     the nearest chip that has some, times the ratio of their links."""
-    found: list[Collective] = []
+    found: list[CollectiveRate] = []
     sources: dict[str, None] = {}
     for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
         for between in (False, True):
@@ -201,10 +211,10 @@ def _on_pcie(chip: Chip) -> bool:
     return chip.platform == "cuda" and chip.in_host == chip.host_link
 
 
-def _on_links(chip: Chip, other: Chip, row: Bus) -> list[Collective]:
+def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
     if row.hosts > 1:
         return [
-            Collective(
+            CollectiveRate(
                 row.kind, row.group, row.hosts, _times(row.figure.points, chip.between_hosts / other.between_hosts)
             )
         ]
@@ -212,7 +222,9 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[Collective]:
     groups = MESHES.get(chip.name, {row.group: 1.0})
     if row.group < max(groups):
         return []  # a part of a switch's devices: in a mesh it is the links among them that count
-    return [Collective(row.kind, group, 1, _times(row.figure.points, ratio * share)) for group, share in groups.items()]
+    return [
+        CollectiveRate(row.kind, group, 1, _times(row.figure.points, ratio * share)) for group, share in groups.items()
+    ]
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.seconds import constants
-from bytescope.memory.seconds.rate_records import Collective, Rates, at
+from bytescope.memory.seconds.rate_records import CollectiveRate, DeviceRates, at
 from bytescope.memory.seconds.step_schedule import TO_DEVICE, TO_HOST, Start
 
 # Kind -> kinds whose rows stand for it where it has none, nearest first.
@@ -33,7 +33,7 @@ _FULL = 8
 _SMALL = 2**17
 
 
-def seconds(start: Start, rates: Rates) -> float:
+def seconds(start: Start, rates: DeviceRates) -> float:
     """Seconds from its begin to its end with its stream to itself. Raises KeyError for a kind that neither
     `costs.collectives.WIRE` nor the host link has."""
     if start.kind in (TO_HOST, TO_DEVICE):
@@ -47,7 +47,7 @@ def seconds(start: Start, rates: Rates) -> float:
     return constants.COLLECTIVES * (max(sent / bandwidth, least) + longer)
 
 
-def _bus(start: Start, rates: Rates) -> tuple[float, float, float]:
+def _bus(start: Start, rates: DeviceRates) -> tuple[float, float, float]:
     """(bytes per second on the wire, seconds of the hops that the measured row has not, the least seconds)."""
     per_host = start.group / start.hosts
     inside = _nearest(start.kind, per_host if per_host > 1 else _FULL, 1, rates)
@@ -62,13 +62,13 @@ def _bus(start: Start, rates: Rates) -> tuple[float, float, float]:
     return bandwidth, _longer(start, shown, rates), _least(inside)
 
 
-def _least(row: Collective) -> float:
+def _least(row: CollectiveRate) -> float:
     """Seconds of the smallest payload that was measured: smaller ones take no less. 0 where that is a large one."""
     size, bandwidth = row.bus[0]
     return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL else 0.0
 
 
-def _nearest(kind: str, group: float, hosts: int, rates: Rates) -> Collective | None:
+def _nearest(kind: str, group: float, hosts: int, rates: DeviceRates) -> CollectiveRate | None:
     """The measured row of a kind, or one like it, of the nearest number of hosts, then of the nearest group; a group
     over hosts has one over hosts, where there is one, and a group of one host none but those of one."""
     for each in (kind, *_ALIKE[kind]):
@@ -78,12 +78,12 @@ def _nearest(kind: str, group: float, hosts: int, rates: Rates) -> Collective | 
     return None
 
 
-def _longer(start: Start, row: Collective, rates: Rates) -> float:
+def _longer(start: Start, row: CollectiveRate, rates: DeviceRates) -> float:
     """Seconds of the hops that a group has beyond those of a measured row's."""
     return max(_hops(start.kind, start.group, start.hosts, rates) - _hops(row.kind, row.group, row.hosts, rates), 0.0)
 
 
-def _hops(kind: str, group: int, hosts: int, rates: Rates) -> float:
+def _hops(kind: str, group: int, hosts: int, rates: DeviceRates) -> float:
     """Seconds that the first byte takes through a ring, of an all-reduce through a tree where that is shorter (NCCL's
     own model, github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
     inside, between = rates.hop_seconds, rates.network_hop_seconds

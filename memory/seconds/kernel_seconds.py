@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from bytescope.memory.seconds import constants
-from bytescope.memory.seconds.rate_records import Rates, at
+from bytescope.memory.seconds.rate_records import DeviceRates, at
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -26,7 +26,7 @@ from bytescope.memory.seconds.step_schedule import (
     MOVING,
     PRODUCT,
     TILED,
-    Kernel,
+    ScheduledKernel,
     unit_of,
 )
 
@@ -43,33 +43,33 @@ _SPLIT, _SPLIT_SHARE = 512, 0.9
 TILED_SHARE = 0.285
 
 
-def seconds(kernel: Kernel, rates: Rates) -> float:
+def seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     """Seconds of one run. Raises KeyError for a kind that `schedule.KERNELS` does not have."""
     return rates.floor_seconds + _KINDS[kernel.kind](kernel, rates)
 
 
-def _memory(kernel: Kernel, rates: Rates) -> float:
+def _memory(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     return constants.MEMORY * kernel.bytes / at(rates.memory, kernel.bytes) if kernel.bytes else 0.0
 
 
-def _product(kernel: Kernel, rates: Rates) -> float:
+def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     computed = constants.PRODUCTS * kernel.flops / product_flops_per_s(kernel, rates) if kernel.flops else 0.0
     return max(computed, _memory(kernel, rates))
 
 
-def _tiled(kernel: Kernel, rates: Rates) -> float:
+def _tiled(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     """A product with scales by tile, at its share of the best that a library reaches, and never faster than that."""
     best = max(rate for _, rate in rates.products[rates.unit(unit_of(kernel.dtype))])
     reached = min(TILED_SHARE * best, product_flops_per_s(kernel, rates))
     return max(constants.PRODUCTS * kernel.flops / reached, _memory(kernel, rates))
 
 
-def _attention(kernel: Kernel, rates: Rates) -> float:
+def _attention(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     computed = constants.ATTENTION * kernel.flops / attention_flops_per_s(kernel, rates) if kernel.flops else 0.0
     return max(computed, _memory(kernel, rates))
 
 
-_KINDS: Mapping[str, Callable[[Kernel, Rates], float]] = {
+_KINDS: Mapping[str, Callable[[ScheduledKernel, DeviceRates], float]] = {
     **dict.fromkeys((PRODUCT, GROUPED, CONVOLUTION, FOREIGN), _product),
     TILED: _tiled,
     MOVING: _memory,
@@ -77,7 +77,7 @@ _KINDS: Mapping[str, Callable[[Kernel, Rates], float]] = {
 }
 
 
-def product_flops_per_s(kernel: Kernel, rates: Rates) -> float:
+def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     """FLOP/s of a product by its dtype and size, never above the peak. A size that is not known is that of a cube."""
     unit = rates.unit(unit_of(kernel.dtype))
     shape = kernel.size if len(kernel.size) == 4 and min(kernel.size) > 0 else _cube(_side(kernel.flops / 2))
@@ -87,7 +87,7 @@ def product_flops_per_s(kernel: Kernel, rates: Rates) -> float:
     return min(reached, rates.peak_flops.get(unit, math.inf))
 
 
-def attention_flops_per_s(kernel: Kernel, rates: Rates) -> float:
+def attention_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     """FLOP/s of an attention kernel by keys, head width and mask, never above the peak of its dtype."""
     way = "backward" if kernel.kind == ATTENTION_BACKWARD else "forward"
     table = rates.attention[f"{way}_causal" if kernel.causal else way]

@@ -14,7 +14,7 @@ from bytescope.memory.cost.kernel_costs import is_product
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.loops import backend_config
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -22,12 +22,12 @@ from bytescope.memory.seconds.step_schedule import (
     FOREIGN,
     GROUPED,
     PRODUCT,
-    Kernel,
+    ScheduledKernel,
 )
 
 
-class Work(NamedTuple):
-    """What a kernel multiplies, in the words of `schedule.Kernel`."""
+class KernelWork(NamedTuple):
+    """What a kernel multiplies, in the words of `schedule_records.ScheduledKernel`."""
 
     kind: str
     flops: int = 0
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     causal: bool = False
 
 
-def find(module: Module, instruction: Instruction) -> Work | None:
+def find(module: Module, instruction: Instruction) -> KernelWork | None:
     """What a kernel multiplies, of a fusion all that is in it, with the kind, size and dtype of its largest; None for
     one without. A library's call whose settings do not tell its work is FOREIGN: with the product that its arrays look
     like, which is for the caller to confirm, or with no FLOPs; of experts it is GROUPED, with the FLOPs of all rows
@@ -63,7 +63,7 @@ def _inside(module: Module, fusion: Instruction) -> Iterable[Instruction]:
 # ---- products ------------------------------------------------------------------------------------------------
 
 
-def _dot(module: Module, instruction: Instruction) -> Work | None:
+def _dot(module: Module, instruction: Instruction) -> KernelWork | None:
     """dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4}, precision_config 51
     {operand_precision 1, algorithm 2}."""
     axes: dict[int, list[int]] = {1: [], 3: []}
@@ -85,7 +85,7 @@ def _dot(module: Module, instruction: Instruction) -> Work | None:
 
 def _product(
     module: Module, instruction: Instruction, contracted: Iterable[int], batch: Iterable[int], exact: bool
-) -> Work | None:
+) -> KernelWork | None:
     left, right = _operands(module, instruction)
     if left is None or right is None:
         return None
@@ -94,7 +94,7 @@ def _product(
     return _work(PRODUCT, 2 * b * m * n * k, left, right, (b, m, n, k), exact)
 
 
-def _ragged(module: Module, instruction: Instruction) -> Work | None:
+def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
     """Every row meets one group's matrix: rows of the left x columns of the result x contracted."""
     left, right = _operands(module, instruction)
     if left is None or right is None or not left.dims:
@@ -104,8 +104,10 @@ def _ragged(module: Module, instruction: Instruction) -> Work | None:
     return _work(PRODUCT, 2 * rows * n * k, left, right, (1, rows, n, k), False)
 
 
-def _work(kind: str, flops: int, left: Shape, right: Shape, size: tuple[int, ...], exact: bool = False) -> Work:
-    return Work(kind, flops, _dtype(left, right, exact), size)
+def _work(
+    kind: str, flops: int, left: HloShape, right: HloShape, size: tuple[int, ...], exact: bool = False
+) -> KernelWork:
+    return KernelWork(kind, flops, _dtype(left, right, exact), size)
 
 
 # Precisions and algorithms (xla_data.proto) that forbid to round float32 operands; see `costs.flops`.
@@ -114,26 +116,26 @@ _EXACT = frozenset((11,))  # ALG_DOT_F32_F32_F32
 _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
 
 
-def _dtype(left: Shape, right: Shape, exact: bool) -> str:
+def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
     """The dtype of the wider operand; float32 that may be rounded is TF32."""
     widest = max(left, right, key=lambda shape: shape.bits)
     return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
 
 
-def _operands(module: Module, instruction: Instruction) -> tuple[Shape | None, Shape | None]:
+def _operands(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
     found = [module.operand(instruction, i) for i in (0, 1)]
     left, right = (module.shape(operand) if operand else None for operand in found)
     return left, right
 
 
-def _size(shape: Shape, axes: Iterable[int]) -> int:
+def _size(shape: HloShape, axes: Iterable[int]) -> int:
     return math.prod(shape.dims[axis] for axis in axes if axis < len(shape.dims))
 
 
 # ---- convolutions --------------------------------------------------------------------------------------------
 
 
-def _convolution(module: Module, instruction: Instruction) -> Work | None:
+def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
     """2 x values of the output x the window's values of one output feature; padding and dilation as if dense."""
     left, right = _operands(module, instruction)
     result = module.shape(instruction)
@@ -174,7 +176,7 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 # ---- calls of libraries --------------------------------------------------------------------------------------
 
 
-def _call(module: Module, instruction: Instruction) -> Work | None:
+def _call(module: Module, instruction: Instruction) -> KernelWork | None:
     """A GEMM's settings tell its axes, an attention call's the shape of its scores, a convolution is as in HLO."""
     if not is_product(module, instruction):
         return None
@@ -201,19 +203,19 @@ def _call(module: Module, instruction: Instruction) -> Work | None:
     return found or _foreign(module, instruction)
 
 
-def _foreign(module: Module, instruction: Instruction) -> Work:
+def _foreign(module: Module, instruction: Instruction) -> KernelWork:
     """A kernel of which only the arrays are known: m x k and k x n, in either order each, of which m x n is made; of
     experts, which integers tell apart, k x n for each, or rows of all of them that make it."""
     left, right = _numeric(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
     if left is None or right is None:
-        return Work(FOREIGN, dtype=left.dtype if left else "")
+        return KernelWork(FOREIGN, dtype=left.dtype if left else "")
     if shapes := _grouped(left.dims, right.dims, result.dims):
         m, n, k = shapes
         return _work(GROUPED, 2 * m * n * k, left, right, (1, m, n, k))
     if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
-        return Work(FOREIGN, dtype=_dtype(left, right, False))
+        return KernelWork(FOREIGN, dtype=_dtype(left, right, False))
     sides = [shape.dims[-2:] for shape in (left, right, result)]
     batch = math.prod(result.dims[:-2])
     if all(len(side) == 2 for side in sides):
@@ -221,10 +223,10 @@ def _foreign(module: Module, instruction: Instruction) -> Work:
         for k in sorted(set(given[0])):
             if sorted(given[0]) == sorted((m, k)) and sorted(given[1]) == sorted((k, n)):
                 return _work(FOREIGN, 2 * batch * m * n * k, left, right, (batch, m, n, k))
-    return Work(FOREIGN, dtype=_dtype(left, right, False))
+    return KernelWork(FOREIGN, dtype=_dtype(left, right, False))
 
 
-def _numeric(module: Module, instruction: Instruction) -> tuple[Shape | None, Shape | None]:
+def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
     """The first two operands of a call that are no integers."""
     found = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
     left, right, *_ = *(shape for shape in found if not shape.dtype.startswith(_INTEGERS)), None, None
@@ -238,13 +240,13 @@ def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, .
     """(m, n, k) of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or of the products
     of two arrays of rows, to [e, m, n]; None for arrays of other shapes."""
     if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
-        return (*result, left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
+        return (result[0], result[1], left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
     if (len(left), len(right), len(result)) == (2, 2, 3) and left[0] == right[0]:
-        return (*result[1:], left[0]) if result[1:] == (left[1], right[1]) else None
+        return (left[1], right[1], left[0]) if result[1:] == (left[1], right[1]) else None
     return None
 
 
-def _attention(module: Module, instruction: Instruction, scores: Mapping[str, Any]) -> Work | None:
+def _attention(module: Module, instruction: Instruction, scores: Mapping[str, Any]) -> KernelWork | None:
     dims = _numbers(_inner(scores, "intermediate_tensor_shape").get("dimensions"))
     query, _ = _operands(module, instruction)
     if query is None or not query.dims or len(dims) < 2:
@@ -255,7 +257,7 @@ def _attention(module: Module, instruction: Instruction, scores: Mapping[str, An
     whole = _PASSES[kind] * math.prod(size)
     window = _numbers([scores.get("sliding_window_length")])
     flops = whole * _seen(queries, keys, window[0] if window else 0) // max(queries * keys, 1) if causal else whole
-    return Work(kind, flops, query.dtype, size, causal)
+    return KernelWork(kind, flops, query.dtype, size, causal)
 
 
 # FLOPs per query, key and value of a head: Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al.
@@ -263,7 +265,7 @@ def _attention(module: Module, instruction: Instruction, scores: Mapping[str, An
 _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 
 
-def unmasked(kernel: Kernel) -> int:
+def unmasked(kernel: ScheduledKernel) -> int:
     """FLOPs of an attention kernel with those that its mask hides, as a jaxpr counts them."""
     return _PASSES[kernel.kind] * math.prod(kernel.size)
 
@@ -289,7 +291,7 @@ def _numbers(values: Any) -> list[int]:
 _DIGITS = 19  # of a 64-bit number
 
 
-_RULES: Mapping[str, Callable[[Module, Instruction], Work | None]] = {
+_RULES: Mapping[str, Callable[[Module, Instruction], KernelWork | None]] = {
     "dot": _dot,
     "ragged-dot": _ragged,
     "convolution": _convolution,

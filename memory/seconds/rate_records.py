@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.cost import roofline
@@ -27,7 +27,7 @@ _MOST = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CollectiveRate:
     """A collective measured: its kind (of `costs.collectives.WIRE`), devices in its group, hosts over which they are
     spread, and its bus bandwidth: payload bytes (of the unsharded array) -> bytes per second on one device's wire."""
 
@@ -38,7 +38,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What one device reaches.
 
     Fields:
@@ -67,7 +67,7 @@ class Rates:
     floor_seconds: float
     host_link_bytes_per_s: float
     host_link_seconds: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
     hop_seconds: float = 0.0
     network_hop_seconds: float = 0.0
     cores: int = 0
@@ -121,7 +121,7 @@ class Rates:
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
-    def completed(self, listed: Rates, hosts: int = 1) -> Rates:
+    def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
         """These, for a target of so many hosts, with collectives and hops of others where these have none: a machine
         with one device measures none, and one machine none between hosts."""
         inside, over = (any((row.hosts > 1) == many for row in self.collectives) for many in (False, True))
@@ -137,7 +137,7 @@ class Rates:
             network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds,
         )
 
-    def shared(self, devices: int) -> Rates:
+    def shared(self, devices: int) -> DeviceRates:
         """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""
 
         def part(curve: Curve) -> Curve:
@@ -199,9 +199,9 @@ def at(curve: Curve, size: float) -> float:
     return low * (high / low) ** share
 
 
-def from_json(value: Any) -> Rates:
-    """The rates of `Rates.to_json`. Raises ReportError, one line, for what it does not write."""
-    known = {field.name: field for field in dataclasses.fields(Rates)}
+def from_json(value: Any) -> DeviceRates:
+    """The rates of `DeviceRates.to_json`. Raises ReportError, one line, for what it does not write."""
+    known = {field.name: field for field in dataclasses.fields(DeviceRates)}
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, Mapping) else value
         raise ReportError(f"rates of format {found!r:.40}: this version reads format {FORMAT}; run bytescope calibrate")
@@ -212,7 +212,9 @@ def from_json(value: Any) -> Rates:
     if missing:
         raise ReportError(f"rates: {missing[0]} is missing: run bytescope calibrate again")
     try:
-        return Rates(**{name: _READ.get(name, lambda found: found)(value[name]) for name in known if name in value})
+        return DeviceRates(
+            **{name: _READ.get(name, lambda found: found)(value[name]) for name in known if name in value}
+        )
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, ReportError):
             raise
@@ -239,16 +241,17 @@ def _text(value: Any) -> str:
     return in_one_line(value)
 
 
-def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[Collective, ...]:
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...]:
     if len(rows) > _MOST:
         raise ValueError(f"{len(rows)} collectives")
     return tuple(
-        Collective(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"])) for row in rows
+        CollectiveRate(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
+        for row in rows
     )
 
 
 # Field -> how its JSON value is read; others are as they are, and checked by the record.
-_READ = {
+_READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,
     "cores": _whole,

@@ -19,18 +19,31 @@ from bytescope.memory.errors import ReportError, check_readable, in_one_line
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count
 from bytescope.memory.seconds import chip_rates
-from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at, from_json
+from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at, from_json
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "chosen", "digest", "from_json", "load", "of", "refuse", "use"]
+__all__ = [
+    "WAYS",
+    "CollectiveRate",
+    "Curve",
+    "DeviceRates",
+    "at",
+    "chosen",
+    "digest",
+    "from_json",
+    "load",
+    "of",
+    "refuse",
+    "use",
+]
 
 # What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6
 
 
-def load(path: str | Path) -> Rates:
+def load(path: str | Path) -> DeviceRates:
     """The rates of a file that `bytescope calibrate` wrote. Raises ReportError where there is no such file."""
     try:
         check_readable(path)
@@ -47,7 +60,7 @@ def load(path: str | Path) -> Rates:
 _CHOSEN: list[Path] = []
 
 
-def use(path: str | Path | None) -> Rates | None:
+def use(path: str | Path | None) -> DeviceRates | None:
     """From now on, in this process, `of` answers with the rates of a file; None: with those of the table again.
 
     Returns them. Raises ReportError for a file that is not one of rates.
@@ -71,11 +84,11 @@ def digest() -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(path: Path) -> Rates:
+def _loaded(path: Path) -> DeviceRates:
     return load(path)
 
 
-def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Rates | None:
+def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
     """The rates of a target or its JSON: those of a file (else of the one that `use` chose), of the table for its chip,
     of this machine for a CPU; None for an accelerator of which nothing is known.
 
@@ -96,7 +109,7 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     return found.completed(listed, math.ceil(hosts)) if listed is not None else found
 
 
-def refuse(found: Rates, known: Mapping[str, Any]) -> None:
+def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
     """Raises ReportError for rates that were measured on another kind of device than a target (its JSON) is."""
     device = found.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
@@ -106,11 +119,11 @@ def refuse(found: Rates, known: Mapping[str, Any]) -> None:
         )
 
 
-def _of_machine(known: Mapping[str, Any]) -> Rates:
+def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
     """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
-    return Rates(
+    return DeviceRates(
         source=roofline.MEASURED,
         peak_flops={"fp32": flops},
         products={"fp32": product},

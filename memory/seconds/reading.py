@@ -24,8 +24,8 @@ from bytescope.memory.seconds.step_schedule import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    Kernel,
     Loop,
+    ScheduledKernel,
     Start,
     Step,
     Steps,
@@ -60,12 +60,12 @@ def read(
         mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
             one host. flops: of the global program; None where it was not traced. devices: over how many it runs.
     """
-    walk = _Walk(look, per_host)
+    walk = _ScheduleReader(look, per_host)
     steps = walk.computation(look.module.entry, "")
     return () if walk.endless else _settled(steps, _beyond(steps, flops, devices))
 
 
-class _Walk:
+class _ScheduleReader:
     """One walk through the schedule; `endless`: it has more records than any step."""
 
     def __init__(self, look: Attribution, per_host: int):
@@ -238,25 +238,25 @@ class _Walk:
             return
         phase, work = self.phase(one, around), products.find(self.module, one) if product else None
         if work is None:
-            yield Kernel(MOVING, phase, size)
+            yield ScheduledKernel(MOVING, phase, size)
             return
-        yield Kernel(work.kind, phase, size, work.flops, work.dtype, work.size, work.causal)
+        yield ScheduledKernel(work.kind, phase, size, work.flops, work.dtype, work.size, work.causal)
 
 
 _NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"))
 # Operations that may copy over the host link, and that compute waits for.
 _CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
-_Rule = Callable[[_Walk, Instruction, str], Iterator[Step]]
+_Rule = Callable[[_ScheduleReader, Instruction, str], Iterator[Step]]
 # Opcode -> what it is in a schedule; collectives apart, all others are kernels or nothing.
 _RULES: dict[str, _Rule] = {
-    "while": _Walk.loop,
-    "conditional": _Walk.conditional,
-    "call": _Walk.call,
-    "async-start": _Walk.wrapped,
-    "async-update": _Walk.wait,
-    "async-done": _Walk.wait,
-    "copy-start": _Walk.copy_start,
-    "copy-done": _Walk.wait,
+    "while": _ScheduleReader.loop,
+    "conditional": _ScheduleReader.conditional,
+    "call": _ScheduleReader.call,
+    "async-start": _ScheduleReader.wrapped,
+    "async-update": _ScheduleReader.wait,
+    "async-done": _ScheduleReader.wait,
+    "copy-start": _ScheduleReader.copy_start,
+    "copy-done": _ScheduleReader.wait,
 }
 
 
@@ -307,7 +307,7 @@ def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
         phase for phase, of in sums.items() if of[FOREIGN] and abs(left[phase] - of[FOREIGN]) * _ALIKE <= of[FOREIGN]
     }
 
-    def settled(kernel: Kernel) -> Kernel:
+    def settled(kernel: ScheduledKernel) -> ScheduledKernel:
         phase = kernel.phase
         if kernel.kind == GROUPED:
             return dataclasses.replace(kernel, flops=round(filled.get(phase, 1.0) * kernel.flops))
@@ -323,11 +323,11 @@ def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
     return _with_kernels(steps, settled)
 
 
-def _with_kernels(steps: Steps, change: Callable[[Kernel], Kernel]) -> Steps:
+def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
     """The steps with their kernels changed, those in loops too."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):
             step = Loop(step.trips, _with_kernels(step.steps, change))
-        out.append(change(step) if isinstance(step, Kernel) else step)
+        out.append(change(step) if isinstance(step, ScheduledKernel) else step)
     return merged(out)

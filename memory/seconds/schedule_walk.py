@@ -30,8 +30,8 @@ from bytescope.memory.seconds.step_schedule import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    Kernel,
     Loop,
+    ScheduledKernel,
     Start,
     Step,
     Steps,
@@ -39,7 +39,7 @@ from bytescope.memory.seconds.step_schedule import (
 )
 
 if TYPE_CHECKING:
-    from bytescope.memory.seconds.rates import Rates
+    from bytescope.memory.seconds.rates import DeviceRates
 
 # What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
 # libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
@@ -77,9 +77,9 @@ class Walked:
     busy: Mapping[str, float]
 
 
-def walk(steps: Steps, rates: Rates) -> Walked:
+def walk(steps: Steps, rates: DeviceRates) -> Walked:
     """The seconds of a schedule at these rates (see the module)."""
-    clock = _Clock()
+    clock = _DeviceClock()
     clock.walk(_Prices(rates).of(steps))
     clock.finish()
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
@@ -123,15 +123,15 @@ _Priced = _Compute | _Sent | Wait | _Turns
 class _Prices:
     """Steps with their seconds; kernels that are alike are asked for once."""
 
-    def __init__(self, rates: Rates):
+    def __init__(self, rates: DeviceRates):
         self.rates = rates
-        self._kernels: dict[Kernel, float] = {}
+        self._kernels: dict[ScheduledKernel, float] = {}
 
     def of(self, steps: Steps) -> tuple[_Priced, ...]:
         return tuple(self._one(step) for step in steps)
 
     def _one(self, step: Step) -> _Priced:
-        if isinstance(step, Kernel):
+        if isinstance(step, ScheduledKernel):
             return self._kernel(step)
         if isinstance(step, Start):
             stream = _STREAM.get(step.kind, _COLLECTIVES)
@@ -141,7 +141,7 @@ class _Prices:
             return _Turns(step.trips, self.of(step.steps))
         return step
 
-    def _kernel(self, kernel: Kernel) -> _Compute:
+    def _kernel(self, kernel: ScheduledKernel) -> _Compute:
         once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
         if once not in self._kernels:
             self._kernels[once] = kernel_seconds.seconds(once, self.rates)
@@ -155,7 +155,7 @@ class _Prices:
         )
 
 
-class _Clock:
+class _DeviceClock:
     """Where every stream of the device is, and what the seconds so far were spent on."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class _Clock:
     def _loop(self, loop: _Turns) -> None:
         """Walks a loop on a clock that begins at 0 with what is in flight here: a turn's seconds would be rounded off
         beside those of a long step."""
-        inside, began = _Clock(), self.now
+        inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
         inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
         inside.last, inside.steps = self.last, self.steps

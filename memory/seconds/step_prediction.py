@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.seconds import chip_rates, spread, step_schedule
 from bytescope.memory.seconds import rates as rates_of
-from bytescope.memory.seconds.rate_records import Rates
+from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import TERMS, Walked, walk
 from bytescope.memory.seconds.step_schedule import Steps, unit_of
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
-    from bytescope.memory.seconds.rates import Rates
+    from bytescope.memory.seconds.rates import DeviceRates
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """The seconds of an update: of all its calls of the step.
 
     Fields:
@@ -54,13 +54,14 @@ class Prediction:
         return {_KEY.get(name, name): value for name, value in fields.items()}
 
     @classmethod
-    def stated(cls, report: Report) -> Prediction | None:
+    def stated(cls, report: ReportRecord) -> StepPrediction | None:
         """What a report says that it takes; None where it says nothing."""
         if not report.prediction:
             return None
-        return cls(
-            **{field.name: report.prediction.get(_KEY.get(field.name, field.name)) for field in dataclasses.fields(cls)}
-        )
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            values[field.name] = report.prediction.get(_KEY.get(field.name, field.name))
+        return cls(**values)
 
 
 # Field -> its key in JSON, where they differ.
@@ -74,7 +75,7 @@ def of(
     tokens: int | None = None,
     model_flops: int | None = None,
     network: str = "",
-) -> Prediction | None:
+) -> StepPrediction | None:
     """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
 
     Args:
@@ -96,7 +97,7 @@ def of(
     if not 0 < update < math.inf:
         raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
     low, high = spread.of(known).around(update)
-    return Prediction(
+    return StepPrediction(
         update,
         low,
         high,
@@ -109,14 +110,14 @@ def of(
     )
 
 
-def _walked(steps: Steps, rates: Rates) -> Walked:
+def _walked(steps: Steps, rates: DeviceRates) -> Walked:
     try:
         return walk(steps, rates)
     except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
         raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
 
 
-def _mfu(steps: Steps, target: Mapping[str, Any], rates: Rates, model_flops: int, taken: float) -> float | None:
+def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flops: int, taken: float) -> float | None:
     """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known. A CPU
     has no data sheet: its peak is the highest rate that was measured."""
     figures = _peaks(rates) if target.get("platform") == "cpu" else roofline.figures(target)
@@ -129,7 +130,7 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: Rates, model_flops: int
     return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, figures, taken)
 
 
-def _peaks(rates: Rates) -> roofline.Figures:
+def _peaks(rates: DeviceRates) -> roofline.Figures:
     """The rates of which MFU is a share, in the place of a data sheet's; what is no peak of products is not asked."""
     link = rates.host_link_bytes_per_s
     return roofline.Figures(rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source)
@@ -160,7 +161,7 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
     return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
 
 
-def of_report(report: Report) -> Prediction | None:
+def of_report(report: ReportRecord) -> StepPrediction | None:
     """The prediction of a report's program on its target; None where too little is known of either."""
     of_update = report.subject
     if not report.target:
@@ -168,7 +169,7 @@ def of_report(report: Report) -> Prediction | None:
     return of(report.schedule, report.target, of_update.calls, of_update.tokens or None, of_update.model_flops or None)
 
 
-def of_answer(answer: Mapping[str, Any], network: str = "") -> Prediction | None:
+def of_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
     """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
     `calls_per_update`, `tokens_per_update` and `model_flops`.
 

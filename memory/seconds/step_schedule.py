@@ -18,8 +18,8 @@ from bytescope.memory.records.schedule_records import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    Kernel,
     Loop,
+    ScheduledKernel,
     Start,
     Step,
     Steps,
@@ -40,8 +40,8 @@ __all__ = [
     "TILED",
     "TO_DEVICE",
     "TO_HOST",
-    "Kernel",
     "Loop",
+    "ScheduledKernel",
     "Start",
     "Step",
     "Steps",
@@ -62,14 +62,14 @@ def merged(steps: Iterable[Step]) -> Steps:
     """The steps with kernels that are alike, between two of other kinds, as one record; the first of them stands for
     their order."""
     out: list[Step] = []
-    alike: dict[Kernel, int] = {}
+    alike: dict[ScheduledKernel, int] = {}
 
     def flush() -> None:
         out.extend(dataclasses.replace(kernel, times=times) for kernel, times in alike.items())
         alike.clear()
 
     for step in steps:
-        if isinstance(step, Kernel):
+        if isinstance(step, ScheduledKernel):
             once = dataclasses.replace(step, times=1)
             alike[once] = alike.get(once, 0) + step.times
         else:
@@ -79,10 +79,10 @@ def merged(steps: Iterable[Step]) -> Steps:
     return tuple(out)
 
 
-def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[Kernel, int]]:
+def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int]]:
     """Every kernel with how often it runs in a step, turns of loops multiplied."""
     for step in steps:
-        if isinstance(step, Kernel):
+        if isinstance(step, ScheduledKernel):
             yield step, times * step.times
         elif isinstance(step, Loop):
             yield from kernels(step.steps, times * step.trips)

@@ -1,11 +1,11 @@
-"""Pages: a finding as one HTML file that opens offline, with styles, scripts and data inside.
+"""Building blocks of everything that is drawn: tables and text on the terminal, HTML pages, pieces for notebooks.
 
-In: a `records.Report`, the JSON of a comparison, a fit, a front or a staircase, or a `formulas.estimate.Question`.
-Out: the text of a page. Start at `report.py`: `render` prepares plain data, `frame.page` puts it into
-`templates/report.html`, `page_data` is what `static/report.js` draws. `notebook/` has what an output area shows.
+In: plain values. Out: what rich prints, or the text of one HTML file that opens offline, with styles, scripts and data
+inside. `text_table` and `text_layout` make terminal output, `frame` and `elements` pages, `notebook_piece` notebook
+output; `object_table.Table` draws itself in all three. `report/report_page.py` is the largest page, an example to read.
 
 To add a page NAME, in three steps:
-1. `NAME.py` with `render(...)`, which ends in `frame.page("NAME", title, page_data(...), heading=..., ...)`;
+1. a module with `render(...)`, which ends in `frame.page("NAME", title, page_data(...), heading=..., ...)`;
 2. `templates/NAME.html`, which extends `frame.html` and takes its tables, bars and cards from `elements.html`;
 3. `static/NAME.css` and `static/NAME.js`, which ends in `base.start(draw)`; bytes and colours are in `base.js`,
    charts in `charts.js`, which tells at its head how a chart is described.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.records.report_record import ROWS, Report
+from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.prediction_text import rounded, within
@@ -21,7 +21,7 @@ PREDICTED = (
 )
 
 
-class Figure(NamedTuple):
+class HeaderFigure(NamedTuple):
     """A large figure of a header: what it is, how it reads, a note below it, and the exact value on hover."""
 
     name: str
@@ -50,7 +50,7 @@ class Head(NamedTuple):
     kind: str
 
 
-class Line(NamedTuple):
+class PageRow(NamedTuple):
     """A row of a table; `kind`: "total" or "winner" for one that stands out; `title`: the text on hover."""
 
     cells: list[Cell]
@@ -58,14 +58,14 @@ class Line(NamedTuple):
     title: str = ""
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """Columns and rows of one table."""
 
     heads: list[Head]
-    lines: list[Line]
+    lines: list[PageRow]
 
 
-class Part(NamedTuple):
+class BreakdownPart(NamedTuple):
     """A row of a breakdown: its key, its name, its bytes, its share of the total and its width, both in percent."""
 
     row: str
@@ -118,12 +118,12 @@ def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
     return [*out, f"with {given}"] if given else out
 
 
-def subject(report: Report) -> str:
+def subject(report: ReportRecord) -> str:
     """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
     return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
 
 
-def program_facts(report: Report) -> list[str]:
+def program_facts(report: ReportRecord) -> list[str]:
     """What the trainer says of the program, a line each; what is not known is left out."""
     of = report.subject
     layers = " · ".join(
@@ -166,9 +166,9 @@ def exact(count: int | None) -> str:
     return "" if count is None else f"{count:,} bytes"
 
 
-def figure(name: str, count: int | None, note: str = "") -> Figure:
+def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
     """A number of bytes as a figure of the header."""
-    return Figure(name, human(count), note, exact(count))
+    return HeaderFigure(name, human(count), note, exact(count))
 
 
 def seconds(value: float | None) -> str:
@@ -190,18 +190,18 @@ def count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def predictions(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
+def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
     """What is predicted of a row of a comparison, as figures: seconds with their spread, throughput, MFU."""
     within = spread(row)
     found = (
-        Figure(
+        HeaderFigure(
             "step, predicted",
             seconds(row["predicted_seconds"]),
             ", ".join(filter(None, (within, whose))),
             at_least(row),
         ),
-        Figure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
-        Figure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"),
+        HeaderFigure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
+        HeaderFigure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"),
     )
     return [one for one in found if one.value]
 
@@ -252,12 +252,12 @@ def fits(judgement: bool | None) -> Cell:
     return Cell("fits", kind="fits") if judgement else Cell("exceeds", kind="exceeds")
 
 
-def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[Part]:
+def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
     """The rows that hold bytes, in the order of `ROWS`. `scale`: bytes of the whole bar, the total by default."""
     sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
     total = max(total, 1)
     return [
-        Part(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
+        BreakdownPart(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
         for row, count in sizes
         if count > 0
     ]
@@ -268,16 +268,16 @@ def table(
     items: Sequence[Any],
     kind: Callable[[Any], str] = lambda item: "",
     title: Callable[[Any], str] = lambda item: "",
-) -> Table:
+) -> PageTable:
     """A table with a row for each item, without the columns that are empty in all rows.
 
     `kind` and `title`: class and hover text of an item's row.
     """
     cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
     used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]
-    return Table(
+    return PageTable(
         [Head(*columns[number][:2]) for number in used],
-        [Line([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)],
+        [PageRow([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)],
     )
 
 

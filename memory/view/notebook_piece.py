@@ -58,7 +58,8 @@ def styles() -> Markup:
 def palettes() -> tuple[str, str]:
     """The colours of the pages as declarations, light and dark."""
     light, dark = static("base.css").split('[data-theme="dark"]', 1)
-    return tuple(" ".join(_USED.findall(block.split("}")[0])) for block in (light.split(":root", 1)[1], dark))
+    light_rule, dark_rule = light.split(":root", 1)[1].split("}")[0], dark.split("}")[0]
+    return " ".join(_USED.findall(light_rule)), " ".join(_USED.findall(dark_rule))
 
 
 def cut(text: str, most: int = 160) -> str:

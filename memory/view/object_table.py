@@ -25,6 +25,9 @@ KINDS: Mapping[str, tuple[Callable[[Any], str], bool]] = {
     "share": (lambda value: f"{value:.1%}", True),
 }
 
+# Rows that a notebook shows; the number of further rows is written below them.
+MAX_NOTEBOOK_ROWS = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -74,13 +77,45 @@ class Table:
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
     def __repr__(self) -> str:
-        from bytescope.memory.view import printed_table
+        """The table as text as wide as the terminal."""
+        from rich.console import Group
+        from rich.text import Text
 
-        return printed_table.plain(self)
+        from bytescope.memory.view import text_table
+        from bytescope.memory.view.console import plain_text, prompt_width
+        from bytescope.memory.view.text_layout import Prose
+
+        if not self.rows:
+            return f"{self.title or 'a table'}: no rows"
+        makers = {
+            "path": text_table.path,
+            "name": text_table.label,
+            "text": text_table.fixed,
+            "words": text_table.words,
+            "place": text_table.place,
+        }
+        columns = [
+            text_table.figure(column.title) if column.is_figure else makers[column.kind](column.title)
+            for column in self.columns
+        ]
+        printed = text_table.FigureTable(*columns)
+        for cells in self.cells():
+            printed.add(*cells)
+        title = [Text(self.title)] if self.title else []
+        note = [Prose(self.note)] if self.note else []
+        return plain_text(Group(*title, printed, *note), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.view import notebook_rows as rows
+        """The table as HTML for the output area of a notebook; columns without a value are left out."""
+        from bytescope.memory.view import notebook_piece
+        from bytescope.memory.view.notebook_piece import cut
 
         used = [at for at, column in enumerate(self.columns) if any(map(column.cell, self.rows))]
-        heads = [(self.columns[at].title, self.columns[at].is_figure) for at in used]
-        return rows.render(self.title, heads, [[cells[at] for at in used] for cells in self.cells()], self.note)
+        return notebook_piece.render(
+            "rows",
+            title=self.title,
+            heads=[(self.columns[at].title, self.columns[at].is_figure) for at in used],
+            cells=[[cut(cells[at]) for at in used] for cells in self.cells()[:MAX_NOTEBOOK_ROWS]],
+            note=cut(self.note, 600),
+            left=max(len(self.rows) - MAX_NOTEBOOK_ROWS, 0),
+        )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from bytescope.memory.cost.roofline import at_best
-from bytescope.memory.records.report_record import Report
-from bytescope.memory.seconds.step_prediction import Prediction, missing
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.seconds.step_prediction import StepPrediction, missing
 from bytescope.memory.view.console import one_line
 
 # Terms of a prediction (`seconds.walk.TERMS`) whose names do not say it all.
@@ -17,10 +17,10 @@ _SMALL = 0.001
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
-def predicted(report: Report) -> str:
+def predicted(report: ReportRecord) -> str:
     """The seconds of an update with their spread, tokens/s, MFU and the source of the rates, in one line; "" where
     nothing is predicted."""
-    found = Prediction.stated(report)
+    found = StepPrediction.stated(report)
     if found is None:
         return ""
     parts = [f"predicted {taken(found)} per {once(report)} ({interval(found).rpartition(' ')[0]})"]
@@ -31,7 +31,7 @@ def predicted(report: Report) -> str:
     return f"{', '.join(parts)}, rates: {one_line(found.rates)}"
 
 
-def unpredicted(report: Report) -> str:
+def unpredicted(report: ReportRecord) -> str:
     """Returns why no seconds are predicted, in one line; "" if they are or can be predicted, or without a target."""
     if report.prediction or not report.target:
         return ""
@@ -39,9 +39,9 @@ def unpredicted(report: Report) -> str:
     return f"no seconds are predicted: {one_line(why)}" if why else ""
 
 
-def spent(report: Report) -> str:
+def spent(report: ReportRecord) -> str:
     """What the predicted seconds are spent on, in one line; "" where nothing is predicted."""
-    found = Prediction.stated(report)
+    found = StepPrediction.stated(report)
     if found is None:
         return ""
     return f"spent on {_terms({WORDS.get(term, term): taken for term, taken in found.by_term.items()}, found.seconds)}"
@@ -52,13 +52,13 @@ def unit(seconds: float) -> tuple[str, float]:
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale / 10), _UNITS[-1])
 
 
-def taken(found: Prediction) -> str:
+def taken(found: StepPrediction) -> str:
     """The predicted seconds with their unit: "0.721 s"."""
     name, scale = unit(found.seconds)
     return f"{rounded(found.seconds / scale)} {name}"
 
 
-def interval(found: Prediction) -> str:
+def interval(found: StepPrediction) -> str:
     """The spread of a prediction, in two digits, with the unit: "0.65 to 0.81 s"."""
     name, scale = unit(found.seconds)
     return f"{rounded(found.low / scale, 2)} to {rounded(found.high / scale, 2)} {name}"
@@ -80,12 +80,12 @@ def rounded(value: float, digits: int = 3) -> str:
     return f"{kept:,.{max(digits - 1 - math.floor(math.log10(kept)), 0)}f}"
 
 
-def once(report: Report) -> str:
+def once(report: ReportRecord) -> str:
     """What seconds are of: an update, where the trainer told one."""
     return "update" if report.subject.tokens else "call of the step"
 
 
-def at_least(report: Report) -> str:
+def at_least(report: ReportRecord) -> str:
     """The least that an update can take, in one line; "" where unknown. "At least", since no program reaches a data
     sheet's rates; the most of tokens/s and MFU is told where nothing is predicted of them."""
     best = at_best(report)

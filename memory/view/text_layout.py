@@ -90,7 +90,7 @@ class Items:
             yield ignoring(line)
 
 
-class Command:
+class CopyCommand:
     """Arguments to copy: where a line ends, a backslash follows, so that a shell reads all of them as one command."""
 
     def __init__(self, text: str, style: str = "bold green", indent: int = 2) -> None:
@@ -138,17 +138,17 @@ def _parts(argument: str, width: int) -> list[str]:
     return [shlex.quote(part) for part in out if part]
 
 
-def blocks(*parts: RenderableType | None) -> Group | None:
-    """The parts under each other with one blank line between; None and empty text are left out. None for no part."""
+def blocks(*parts: RenderableType | None) -> Group:
+    """Returns the parts under each other with one blank line between; None and empty text are left out."""
     out: list[RenderableType] = []
     for part in parts:
         if part is None or (isinstance(part, str | Text) and not str(part)):
             continue
         out += [Text(), part] if out else [part]
-    return Group(*out) if out else None
+    return Group(*out)
 
 
-class Pair:
+class SideBySide:
     """Two blocks beside each other from 100 columns, the second under the first below that; either may be None."""
 
     def __init__(self, left: RenderableType | None, right: RenderableType | None, gap: int = 3) -> None:
@@ -156,7 +156,7 @@ class Pair:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._left is None or self._right is None or options.max_width < TWO_COLUMNS:
-            yield blocks(self._left, self._right) or Group()
+            yield blocks(self._left, self._right)
             return
         room = options.max_width - self._gap
         wanted = [Measurement.get(console, options, part).maximum for part in (self._left, self._right)]

@@ -23,7 +23,7 @@ LEAST_LABEL, LEAST_PLACE, LEAST_WORDS = 10, 20, 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class FigureColumn:
     """A column of a table; `label`, `figure`, `words` and `value` make them.
 
     Fields:
@@ -41,16 +41,16 @@ class Column:
     under: bool = False
 
 
-def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
+def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> FigureColumn:
     """A name: shortened in its middle where the table is too wide."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(text.plain, width), style=text.style)]
 
-    return Column(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, least=least, shrink=shrink)
 
 
-def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> Column:
+def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> FigureColumn:
     """A file and its line: shortened at its beginning where the table is too wide, then it goes under its row."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
@@ -59,25 +59,25 @@ def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> 
             kept = kept[1:]
         return [Text(f"…{kept}", style=text.style)]
 
-    return Column(title, style, least=least, shrink=shrink, under=True)
+    return FigureColumn(title, style, least=least, shrink=shrink, under=True)
 
 
-def figure(title: str | Text = "", style: str = "") -> Column:
+def figure(title: str | Text = "", style: str = "") -> FigureColumn:
     """A number with its unit, to the right: never shortened."""
-    return Column(title, style, right=True)
+    return FigureColumn(title, style, right=True)
 
 
-def fixed(title: str | Text = "", style: str = "") -> Column:
+def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
     """A word such as a verdict, to the left: never shortened."""
-    return Column(title, style)
+    return FigureColumn(title, style)
 
 
-def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS, under: bool = True) -> Column:
+def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS, under: bool = True) -> FigureColumn:
     """A sentence: wraps beside its row, or goes `under` it where there is no room."""
-    return Column(title, style, least=least, shrink=wrap, under=under)
+    return FigureColumn(title, style, least=least, shrink=wrap, under=under)
 
 
-def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
+def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> FigureColumn:
     """A value that decides what the row is, such as a policy: wraps after commas and before a plus; what is longer
     than 24 columns without either is shortened in its middle."""
 
@@ -87,10 +87,10 @@ def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
     def part(text: str) -> int:
         return min(max(map(cell_len, wrapped(text, 1)), default=0), LEAST_WORDS)
 
-    return Column(title, style, least=least, shrink=shrink, part=part)
+    return FigureColumn(title, style, least=least, shrink=shrink, part=part)
 
 
-def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> Column:
+def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> FigureColumn:
     """The name of a buffer, of which each part tells it from others: wraps after a slash, a bracket or a space, and
     is shortened in its middle only where that takes more than two lines."""
 
@@ -100,7 +100,7 @@ def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> C
             lines = wrapped(shorten(text.plain, 2 * width - width // 2), width, _PATH)
         return [Text(shorten(line, width), style=text.style) for line in lines]
 
-    return Column(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, least=least, shrink=shrink)
 
 
 _VALUE, _PATH = re.compile(r"[^,+]+,?|[,+][^,+]*,?"), re.compile(r"[^/\]\s]*[/\]\s]*")
@@ -127,8 +127,9 @@ class FigureTable:
       columns: of `label`, `figure`, `fixed`, `words` and `value`; the first names the row. heading: style of titles.
     """
 
-    def __init__(self, *columns: Column, gap: int = 2, heading: str = "bold") -> None:
-        self.columns, self.rows, self._gap, self._heading = columns, [], gap, heading
+    def __init__(self, *columns: FigureColumn, gap: int = 2, heading: str = "bold") -> None:
+        self.columns, self._gap, self._heading = columns, gap, heading
+        self.rows: list[tuple[list[Text], str]] = []
 
     def add(self, *cells: str | Text, style: str = "") -> None:
         """Adds a row; `style` is that of all its cells."""

@@ -1,7 +1,7 @@
-"""Compiled steps that run: the executable beside its report, a watch over a loop, what is known where memory ran out.
+"""Compiled steps that run: an executable with its report, a watch over a training loop, out-of-memory post-mortems.
 
-In: a step of anyone's, plain or jitted, with its arguments. Out: `executable.compile`, the executable with the report
-of that very executable, and `watched.watch`, a step that is called as before. Start at `watched.py`, which decides what
-a call runs; `telling` has all that it says, `measured` what it compares; `failure` gathers what a device holds where a
-step runs out of memory, and writes `findings.post_mortem` as text, page and JSON.
+In: any step, plain or jitted, with its arguments. Out: `executable.compile` returns the executable and the report of
+that executable; `watched.watch` returns a step that is called as before. Start at `watched.py`, which decides what a
+call runs. `reporting` writes its messages and compares predicted with measured bytes; `failure` lists what a device
+holds when a step runs out of memory, and writes `findings.post_mortem` as text, page and JSON.
 """

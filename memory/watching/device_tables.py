@@ -35,7 +35,7 @@ LIVE = (
 
 
 def targets() -> Table:
-    """What `target=` takes: the devices of this machine, and the chips that are compiled for without one.
+    """Returns the values of `target=`: the devices of this machine, and the chips that need not be present.
 
     Keys of a row, of one device: target, device (jax' device_kind), device_memory_bytes, hbm_bytes_per_s, bf16_flops
     (per second), peak_flops (dtype -> FLOP/s), platform, note; None where nothing is known.
@@ -63,7 +63,7 @@ def targets() -> Table:
 
 
 def target(name: str) -> Target:
-    """The target of a name, with its devices: `memory.target("h100:8").mesh(data=2, model=4)` is a mesh to shard the
+    """Returns a target with its devices: `memory.target("h100:8").mesh(data=2, model=4)` is a mesh to shard the
     arguments of a step over, with no such device in the machine.
 
     Raises ReportError for an unknown name, with the nearest one, and for a shape that does not exist.
@@ -74,7 +74,7 @@ def target(name: str) -> Target:
 
 
 def live() -> Table:
-    """What each device of this process holds now, in bytes: the allocator's account, and the card's where NVML tells.
+    """Returns the bytes that each device of this process holds now: from the allocator, and from NVML for the GPU.
 
     Keys of a row: the fields of `memory.LiveMemory`, with the device's number as `id`. Simulated CPU devices share one
     process, so they are one row. Waits for no computation.

@@ -12,6 +12,7 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.hlo.jax_stages import CompiledStage
 from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
@@ -21,7 +22,7 @@ from bytescope.memory.report.report_object import Report
 
 @dataclasses.dataclass(frozen=True)
 class Statics:
-    """Arguments that a step is compiled for by their values: `numbers` of positional ones, `names` of the others."""
+    """Static arguments of a step: `numbers` of positional ones, `names` of keyword arguments."""
 
     numbers: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -30,7 +31,8 @@ class Statics:
         return bool(self.numbers or self.names)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple]:
-        """(positional, keyword arguments that are not static, the values of those that are)."""
+        """Returns (positional arguments, keyword arguments, values of the static arguments), the first two without
+        static arguments."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
         values = (
             tuple((number, args[number]) for number in sorted(fixed)),
@@ -44,27 +46,32 @@ class Statics:
 
 
 class Executable:
-    """A compiled step, called with the arguments that the step takes; all else is its `jax.stages.Compiled`'s.
+    """A compiled step, called with the arguments of the step. Other attributes are those of its `jax.stages.Compiled`.
 
-    Static arguments are given as to the step, and have to be those that it was compiled with. Donated arguments are
-    donated. What was compiled for devices that are not here cannot be called.
+    Static arguments are passed as to the step, with the values that it was compiled for. Donated arguments are donated.
+    An executable for devices that this process does not have cannot be called.
     """
 
     def __init__(
-        self, compiled: Any, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
+        self, compiled: CompiledStage, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
     ) -> None:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step. Raises TypeError for arguments of other shapes or static values than it was compiled for, and
-        ReportError where its devices are not here."""
+        """Runs the step.
+
+        Raises:
+          TypeError: shapes, dtypes or static values differ from those that it was compiled for.
+          ReportError: this process does not have its devices.
+        """
         if self._statics:
-            args, kwargs, values = self._statics.split(args, kwargs)
+            inputs, named_inputs, values = self._statics.split(args, kwargs)
             if values != self._values:
                 raise TypeError(
                     f"compiled for the static arguments {_named(self._values)}, called with "
                     f"{_named(values)}: compile again for those"
                 )
+            return self._run(*inputs, **named_inputs)
         return self._run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,13 +93,14 @@ def compile(
     names: Iterable[str] = (),
     **options: Any,
 ) -> tuple[Executable, Report]:
-    """Compiles a step once: (the executable, the report of that executable).
+    """Compiles a step once. Returns the executable and its report.
 
-    The executable is called as the step is, with the same pytrees; what the step donates is donated. All arguments are
-    those of `memory.analyze`. For a described target the report is all there is: calling the executable says so.
+    The executable takes the arguments of the step, as the same pytrees, and donates what the step donates. The
+    arguments of this function are those of `memory.analyze`. An executable for a described target cannot be called:
+    it raises ReportError.
 
     Raises:
-      ReportError: what is not a step, or cannot be compiled for the target.
+      ReportError: `step` is not a step, or it cannot be compiled for the target.
       TypeError: an option that `jax.jit` does not know.
     """
     check_options(options, "compile")
@@ -108,9 +116,9 @@ def compile(
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """A step that `jax.jit` or another wrapper has made, or makes now of a plain function.
+    """Returns a plain function jitted with `options`; a step that is already jitted is returned as it is.
 
-    Raises ReportError for options of a step that is jitted already.
+    Raises ReportError for options of a step that is already jitted.
     """
     import jax
 
@@ -130,16 +138,17 @@ def compiled(
     kwargs: Mapping[str, Any],
     target: Target | str | None = None,
 ) -> tuple[Compilation, Target | None, Executable]:
-    """A jitted step compiled for its arguments: (compilation, the target that it is judged by, the executable)."""
+    """Compiles a jitted step for its arguments. Returns (compilation, target of the verdict, executable)."""
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
         compilation, found = compiled_for(jitted, args, kwargs, target=target)
         if not compilation.local:
-            return compilation, found, Executable(compilation.compiled, _refusing(found.name))
+            elsewhere = found.name if found else "other devices"
+            return compilation, found, Executable(compilation.executable, _refusing(elsewhere))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
     compilation, found = compiled_for(stage, target=target)
     if compilation.jaxpr is None:
         compilation = dataclasses.replace(compilation, jaxpr=jaxpr)
-    executable = compilation.compiled
+    executable = compilation.executable
     if not compilation.local:
         return compilation, found, Executable(executable, _refusing(found.name if found else "other devices"))
     if wrapper is not None:
@@ -149,7 +158,7 @@ def compiled(
 
 
 def statics_of(jitted: Any) -> Statics:
-    """The static arguments of a step that `jax.jit` has made: jax keeps what it was told, names and numbers both."""
+    """Returns the static arguments of a step that `jax.jit` made; jax keeps both their numbers and their names."""
     told = getattr(jitted, "_jit_info", None)
     return Statics(
         tuple(getattr(told, "static_argnums", None) or ()), tuple(getattr(told, "static_argnames", None) or ())
@@ -157,12 +166,12 @@ def statics_of(jitted: Any) -> Statics:
 
 
 def is_wrapper(jitted: Any) -> bool:
-    """Whether a step is not `jax.jit`'s own but somebody's around it, as those of equinox and `flax.nnx.jit` are."""
+    """Returns whether a step is jitted by another library's wrapper, such as `equinox.filter_jit` or `flax.nnx.jit`."""
     return not hasattr(jitted, "_jit_info")
 
 
 def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """(what to compile, the jaxpr where that does not tell it, the wrapper's own stage or None for `jax.jit`'s)."""
+    """Returns (stage to compile, jaxpr, lowered stage of the wrapper); the last two are None for `jax.jit`."""
     if not is_wrapper(jitted):
         return jitted.trace(*args, **kwargs), None, None
     traced = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
@@ -171,15 +180,15 @@ def _staged(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return lowered, getattr(inside, "jaxpr", None), lowered if hasattr(lowered, "lowered") else None
 
 
-def _wrapped(lowered: Any, executable: Any) -> Callable[..., Any]:
-    """What a wrapper makes of an executable: its own stage, whose compiling gives that one."""
+def _wrapped(lowered: Any, executable: CompiledStage) -> Callable[..., Any]:
+    """Returns the compiled stage of a wrapper around `executable`: a copy of its lowered stage "compiles" to it."""
     own = copy.copy(lowered)
     object.__setattr__(own, "lowered", SimpleNamespace(compile=lambda *args, **kwargs: executable))
     return own.compile()
 
 
 def _refusing(target: str) -> Callable[..., Any]:
-    """What is called in the place of an executable whose devices are not here."""
+    """Returns the function that is called in place of an executable for devices that this process does not have."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise ReportError(

@@ -1,4 +1,4 @@
-"""What is known at the moment when a device ran out of memory: asked, printed, and written as a page and as JSON."""
+"""The post-mortem of a device that ran out of memory: collected, printed, and written as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from bytescope.memory.devices.live import sample
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
 
-# What XLA calls an allocation that failed, in the text of whatever it raises.
+# The status code of a failed allocation, in the text of XLA's exceptions.
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 # The name of the two files.
 NAME = "memory-post-mortem"
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error is that of a device or a compiler without memory, or was raised because of one."""
+    """Returns whether an error, or one of its causes, says that a device or the compiler ran out of memory."""
     return any(EXHAUSTED in str(each) and not isinstance(each, OSError) for each in _chain(error))
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error and those that led to it."""
+    """Returns an error, its cause, the cause of that, and so on."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -36,18 +36,18 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def told_by(error: BaseException) -> str:
-    """What an error says of memory, in a line: the line that names it, from there on."""
+    """Returns the line of an error's text about memory, from the status code on; else the whole text in one line."""
     text = "\n".join(str(each) for each in _chain(error))
     found = next((line for line in text.splitlines() if EXHAUSTED in line), text)
     return in_one_line(found[max(found.find(EXHAUSTED), 0) :])
 
 
 def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
-    """The live arrays of one device by shape and dtype, those of most bytes first.
+    """Returns the live arrays of one device, grouped by shape and dtype, the largest group first.
 
     Args:
-        arguments: the leaves of the step's arguments: the arrays themselves, or what has their shape and dtype, of
-            which then as many arrays count as arguments.
+        arguments: the leaves of the step's arguments: arrays, or their shapes and dtypes. For a shape and dtype, that
+            many arrays count as arguments.
     """
     import jax
 
@@ -77,7 +77,7 @@ def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _bytes_on(array: Any, device: Any) -> int | None:
-    """Bytes of an array in the memory of a device; None for one that is not there."""
+    """Returns the bytes of an array in the memory of a device; None if the array is not on the device."""
     sharding = array.sharding
     if device not in sharding.device_set or sharding.memory_kind == "pinned_host":
         return None
@@ -85,7 +85,7 @@ def _bytes_on(array: Any, device: Any) -> int | None:
 
 
 def _is_new(array: Any, device: Any, places: set[int]) -> bool:
-    """Whether no array before lies where this one does on a device; it is added to the `places`."""
+    """Returns whether an array has memory on a device that is not in `places`; adds its addresses to `places`."""
     try:
         found = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
     except Exception:  # a runtime without addresses, or an array that was never computed
@@ -96,7 +96,7 @@ def _is_new(array: Any, device: Any, places: set[int]) -> bool:
 
 
 def allocator_of(device: Any) -> dict[str, int]:
-    """What the allocator of a device says, by jax' names; of a CPU, which has none, what the process holds."""
+    """Returns the statistics of a device's allocator by jax's names; for a CPU, the memory of the process."""
     try:
         stats = device.memory_stats()
     except Exception:  # plugins raise errors of kinds of their own
@@ -109,17 +109,18 @@ def allocator_of(device: Any) -> dict[str, int]:
 
 
 def write(found: PostMortem, folder: Path, number: int = 0) -> tuple[str, ...]:
-    """Writes the page and the JSON; returns their names, none of those that cannot be written.
+    """Writes the page and the JSON. Returns the names of the files that could be written.
 
     Args:
-        number: of the process, in the names of the files where it is not the first.
+        number: of the process; the names of the files contain it unless it is 0.
     """
     from bytescope.memory.report import report_page
 
     stem = folder / (f"{NAME}-{number}" if number else NAME)
     texts = {".json": lambda: json.dumps(found.to_json(), indent=1) + "\n"}
-    if found.report is not None:
-        texts = {".html": lambda: report_page.render(found.report, found), **texts}
+    report = found.report
+    if report is not None:
+        texts = {".html": lambda: report_page.render(report, found), **texts}
     written = []
     for suffix, text in texts.items():
         with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ def write(found: PostMortem, folder: Path, number: int = 0) -> tuple[str, ...]:
 
 
 def as_text(found: PostMortem, files: Iterable[str] = (), width: int | None = None) -> str:
-    """The post-mortem as it is printed, at most 40 lines, without colours."""
+    """Returns the post-mortem as printed text, at most 40 lines, without colours."""
     from bytescope.memory.report import post_mortem_text
     from bytescope.memory.view.console import columns, make_console, put
 

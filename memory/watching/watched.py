@@ -1,11 +1,11 @@
-"""`watch`: a step of anyone's loop, called as before, its memory predicted, measured, and explained where it fails.
+"""`watch`: wraps the step of a training loop: predicts and measures its memory, and explains out-of-memory errors.
 
     step = memory.watch(jax.jit(step, donate_argnums=0))
     for batch in batches:
         state, loss = step(state, batch)
 
-The first call compiles the step by `memory.compile`; every call runs that executable. A step that cannot be read is
-called as it is: a watch never stops a loop that would go on without it.
+The first call compiles the step with `memory.compile`; every call runs that executable. A step that cannot be analyzed
+is called without a watch: a watch never stops a loop that runs without it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.watching import failure
 from bytescope.memory.watching.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
-from bytescope.memory.watching.reporting import Telling
+from bytescope.memory.watching.reporting import StepReporter
 
-# What an executable raises for arguments that it was not compiled for, before anything of it runs.
+# Exceptions that an executable raises before it runs, if it was not compiled for the arguments.
 _MISMATCH = (TypeError, ValueError)
 
 
 @dataclasses.dataclass
 class _Known:
-    """A step compiled for arguments of some shapes: `run` is called; `leaves`: what it was compiled for."""
+    """An executable of the step: `run` is called; `leaves`: shapes and dtypes of its arguments."""
 
     run: Callable[..., Any]
     report: Report | None = None
@@ -45,11 +45,12 @@ class _Known:
 
 
 class Watched:
-    """A step that is called as the one it wraps; see `watch`.
+    """A watched step, called as the step itself; see `watch`.
 
-    Attributes: `report` of the executable that runs, None before the first call; `compiled`, that executable; `calls`
-    so far; `post_mortem`, where a call ran out of memory. All else is the step's own. As a context, around a loop, it
-    also explains errors that come when results are read: `with memory.watch(step) as step: ...`
+    Attributes: `report` of the executable that runs, None before the first call; `compiled`, that executable; `calls`,
+    the number of calls so far; `post_mortem` of a call that ran out of memory. Other attributes are those of the step.
+    As a context manager around a loop it also explains errors that are raised when results are read:
+    `with memory.watch(step) as step: ...`
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class Watched:
     ) -> None:
         self.__wrapped__, self._step = step, as_jitted(step, options)
         name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
-        self._telling = Telling(name, tell, folder)
+        self._reporter = StepReporter(name, tell, folder)
         self._every, self._limit, self._about, self.calls = every, limit, about, 0
         self._known: dict[Any, _Known] = {}
         self._now, self._key = _Known(self._first), None
-        # What a call runs, and whether that is an executable, which refuses arguments that it was not compiled for.
+        # The function that a call runs, and whether it is an executable, which refuses arguments of other shapes.
         self._run, self._exact = self._now.run, False
-        # Their executables do not look at what is static; then each call is looked at here.
+        # The executables of other libraries' wrappers do not check static arguments: then every call is checked here.
         self._checked = is_wrapper(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,7 @@ class Watched:
                 raise
             out = self._other(error, args, kwargs)
         if self._every and not self.calls % self._every and self._now.report is not None:
-            self._telling.compared(self._now.report, self._now.device, self.calls)
+            self._reporter.compared(self._now.report, self._now.device, self.calls)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -97,7 +98,7 @@ class Watched:
         return getattr(self.__wrapped__, name)
 
     def __repr__(self) -> str:
-        return f"Watched({self._telling.name}, {self.calls:,} calls)"
+        return f"Watched({self._reporter.name}, {self.calls:,} calls)"
 
     def __enter__(self) -> Watched:
         return self
@@ -113,22 +114,22 @@ class Watched:
 
     @property
     def compiled(self) -> Any:
-        """The executable that runs; None before the first call and for a step that is called as it is."""
+        """The executable that runs; None before the first call and for a step without a watch."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
     @property
     def post_mortem(self) -> PostMortem | None:
-        """What was known where a call ran out of memory; None as long as none did."""
-        return self._telling.post_mortem
+        """The post-mortem of the last call that ran out of memory; None if none did."""
+        return self._reporter.post_mortem
 
     # ---- what is called -----------------------------------------------------------------------------------------
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """The first call, or one of a step whose static arguments nobody else looks at."""
+        """The first call, or any call of a step whose static arguments are checked here."""
         return self._with(self._key_of(args, kwargs), args, kwargs)
 
     def _other(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call with arguments that the executable was not compiled for; raises its error if it was."""
+        """A call that the executable refused: compiles for its arguments; re-raises the error if that was done."""
         key = self._key_of(args, kwargs)
         if key == self._key:
             raise error
@@ -139,8 +140,8 @@ class Watched:
             raise other from None
 
     def _with(self, key: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the executable for arguments of a key, compiled if there is none yet."""
-        if key is None:  # inside of another transformation: it is traced as it is
+        """Runs the executable of a key; compiles it if there is none."""
+        if key is None:  # inside another transformation: the step itself is traced
             return self._step(*args, **kwargs)
         if key in self._known:
             self._take(key)
@@ -152,79 +153,82 @@ class Watched:
         if known.report is not None:
             import jax
 
-            jax.block_until_ready(out)  # once: an allocation that fails while it runs is told here
+            jax.block_until_ready(out)  # once: an allocation that fails while the step runs raises here
         return out
 
     def _take(self, key: Any) -> None:
-        """Makes the executable of a key the one that runs, and that the next call is tried with."""
+        """Makes the executable of a key the current one; the next call tries it first."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
 
     def _key_of(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an executable is compiled for: structure, shapes, dtypes, shardings, static values; None if traced."""
+        """Returns the tree structure, shapes, dtypes, shardings and static values that an executable is compiled for;
+        None for arguments that are being traced."""
         import jax
 
-        args, kwargs, values = statics_of(self._step).split(args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        inputs, named_inputs, values = statics_of(self._step).split(args, kwargs)
+        leaves, tree = jax.tree.flatten((inputs, named_inputs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return None
         return tree, tuple(self._kind_of(leaf) for leaf in leaves), values
 
     def _kind_of(self, leaf: Any) -> Any:
-        """What of a leaf an executable is compiled for: of an array all but its values, else the type."""
+        """Returns the part of a leaf that an executable is compiled for: of an array all but its values, else the
+        type."""
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
     def _compile(self, args: tuple, kwargs: dict[str, Any]) -> _Known:
-        """Compiles for arguments and reads what was compiled. A step that cannot be read is called as it is."""
+        """Compiles the step for arguments and analyzes it. A step that cannot be analyzed is called without a watch."""
         import jax
 
         try:
             compilation, target, executable = compiled(self._step, args, kwargs)
-            device = compilation.compiled.runtime_executable().local_devices()[0]
-        except Exception as error:  # what is wrong with the step itself, it raises again when it is called
+            device = compilation.executable.runtime_executable().local_devices()[0]
+        except Exception as error:  # an error of the step itself is raised again when it is called
             if failure.is_exhausted(error):
                 raise
-            self._telling.unwatched(error)
+            self._reporter.unwatched(error)
             return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
         arguments = jax.tree.leaves((args, kwargs))
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
         known = _Known(executable, None, device, shapes)
         try:
-            known.report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
-        except Exception as error:  # a program that nobody has read before is no reason to stop a loop
-            self._telling.unwatched(error)
+            report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
+        except Exception as error:  # a program that cannot be analyzed is no reason to stop a loop
+            self._reporter.unwatched(error)
             return known
-        self._telling.begin(device, known.report)
+        known.report = report
+        self._reporter.begin(device, report)
         _latest[:] = [weakref.ref(self)]
         _listen()
-        if self._limit is not None and known.report.predicted_bytes > self._limit:
-            self._refuse(known, arguments)
-        self._telling.predicted(known.report, len(self._known) + 1)
+        if self._limit is not None and report.predicted_bytes > self._limit:
+            self._refuse(report, self._limit, device, arguments)
+        self._reporter.predicted(report, len(self._known) + 1)
         return known
 
-    def _refuse(self, known: _Known, arguments: list[Any]) -> None:
-        """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
+    def _refuse(self, report: Report, limit: int, device: Any, arguments: list[Any]) -> None:
+        """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes."""
         import jax
 
         error = jax.errors.JaxRuntimeError(
-            f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(known.report.predicted_bytes)} per "
-            f"device, more than limit={human(self._limit)}"
+            f"{failure.EXHAUSTED}: {self._reporter.name} is predicted to take {human(report.predicted_bytes)} per "
+            f"device, more than limit={human(limit)}"
         )
-        limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
-        self._telling.exhausted(error, self.calls, known.device, arguments, limited)
+        limited = dataclasses.replace(report, limit_bytes=limit, fits=False, verdict="exceeds")
+        self._reporter.exhausted(error, self.calls, device, arguments, limited)
         raise error
 
     def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
-        """Tells what is known of an error of a device without memory, once."""
+        """Reports the post-mortem of an out-of-memory error, once per error; ignores other errors."""
         if not failure.is_exhausted(error) or getattr(error, "_bytescope_told", False):
             return
         import jax
 
         leaves = jax.tree.leaves((args, kwargs)) or self._now.leaves
-        self._telling.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
+        self._reporter.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
 
 
 def watch(
@@ -239,50 +243,52 @@ def watch(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Any:
-    """A step of anyone's loop with its memory watched; it is called as before, and can decorate a function.
+    """Watches the memory of a step; the result is called as the step. Can be used as a decorator.
 
-    The first call compiles the step once, and prints what it is predicted to take; arguments of other shapes compile
-    again, as under `jax.jit`. Every `every` calls a line compares predicted with measured. Where memory runs out, what
-    is known is printed in at most 40 lines (the step's report, the live arrays, the allocator, the three cheapest ways
-    out) and written as `memory-post-mortem.html` and `.json`; then the error goes on its way. An error that comes when
-    results are read is explained where nobody catches it, and inside `with memory.watch(step) as step:`.
+    The first call compiles the step and prints its predicted bytes; arguments of other shapes compile again, as under
+    `jax.jit`. A line compares predicted with measured bytes after every `every` calls. If the device runs out of
+    memory, a post-mortem of at most 40 lines is printed (the report of the step, the live arrays, the allocator, the
+    three cheapest remedies) and written as `memory-post-mortem.html` and `.json`; then the error is re-raised. An error
+    that is raised when results are read is explained if nobody catches it, and inside
+    `with memory.watch(step) as step:`.
 
     Args:
-        step: a function, plain or jitted. None: the result decorates one.
-        every: calls between two lines; 0 for none.
+        step: a function, plain or jitted. None: the result is a decorator.
+        every: calls between two lines; 0 for no lines.
         limit: bytes of one device, or text such as "72GiB": a step that is predicted to take more fails as on a device
-            that has no more. None: only the device decides.
-        folder: where the post-mortem is written. tell: takes each text that is printed.
+            with that memory. None: the device decides.
+        folder: where the post-mortem is written. tell: called with each text that is printed.
         config, roles, names, options: those of `memory.analyze`.
 
     Raises:
-      ReportError: a limit that is not a size, a step that cannot be called, options of a step that is jitted already.
+      ReportError: the limit is not a size, the step cannot be called, or options are given for a jitted step.
     """
     check_options(options, "watch")
     if every < 0:
         raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
-    given = {
-        "every": every,
-        "limit": parse_bytes(limit) if limit is not None else None,
-        "folder": Path(folder),
-        "tell": tell,
-        "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
-        "options": options,
-    }
+    decorate = functools.partial(
+        Watched,
+        every=every,
+        limit=parse_bytes(limit) if limit is not None else None,
+        folder=Path(folder),
+        tell=tell,
+        about={"config": config, "roles": checked_roles(roles), "names": tuple(names)},
+        options=options,
+    )
     if step is None:
-        return functools.partial(Watched, **given)
+        return decorate
     if not callable(step):
         raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
-    return Watched(step, **given)
+    return decorate(step)
 
 
-# The step that compiled last, for errors that come when its results are read.
+# The step that compiled last, for errors that are raised when its results are read.
 _latest: list[weakref.ref[Watched]] = []
 
 
 @functools.cache
 def _listen() -> None:
-    """Explains errors that nobody catches before Python prints them, as it did before."""
+    """Installs an excepthook that explains uncaught out-of-memory errors, then calls the previous hook."""
     before = sys.excepthook
 
     def explain(kind: Any, error: BaseException, traceback: Any) -> None:

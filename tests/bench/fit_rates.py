@@ -25,7 +25,7 @@ from typing import Any
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import constants, rates
-from bytescope.memory.seconds.rate_records import Rates
+from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import walk
 from bytescope.train.plan.validation import cohorts, published_sets, validation_runs, validation_score
 from bytescope.train.plan.validation.measured_rows import Row
@@ -55,7 +55,7 @@ class Measured:
 
     row: Row
     steps: schedule_records.Steps
-    rates: Rates
+    rates: DeviceRates
     calls: int
     program: str
 

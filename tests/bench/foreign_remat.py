@@ -35,7 +35,7 @@ from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.search import Search
 from bytescope.memory.remat.values import values_of
-from bytescope.memory.report.remat_compiler import BUILT_IN, Compiler, name_of
+from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan, plan_of
 from bytescope.memory.units import human
 
@@ -231,7 +231,7 @@ def plans_of(model: Model, target: str) -> list[RematPlan]:
             file=sys.stderr,
         )
 
-    compiler = Compiler(Loss(model.loss(None), model.args, {}), target, None, ())
+    compiler = PolicyCompiler(Loss(model.loss(None), model.args, {}), target, None, ())
     search = Search(compiler.problem(), compiler, tell)
     sizes = {BUILT_IN[name_of(tried.plan)]: tried.compiled.allocated_bytes for tried in search.compile(search.fixed)}
     least, most = sizes["nothing_saveable"], sizes["dots_saveable"]

@@ -13,6 +13,7 @@ from bytescope.memory.devices import targets
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
 from support.described import SMALL_GPU
+from support.exhaustive import exhaustive
 from support.toy import small_config
 
 pytestmark = [pytest.mark.oracle("cuda"), pytest.mark.usefixtures("assembler")]
@@ -41,7 +42,9 @@ def test_fsdp_reduce_scatters_gradients_and_gathers_no_whole_stack():
     assert gathers and not any(whole in line.split("all-gather")[0] for line in gathers)
 
 
-@pytest.mark.parametrize(("name", "target", "gib"), [("llama_8b", "h100:8", 24), ("llama_405b", "h100:64x8", 66)])
+@pytest.mark.parametrize(
+    ("name", "target", "gib"), [("llama_8b", "h100:8", 24), *exhaustive(("llama_405b", "h100:64x8", 66))]
+)
 def test_shipped_meshes_fit_where_they_should(name, target, gib):
     config = load(name)
     program = build(config, targets.parse(target).devices())
@@ -70,7 +73,9 @@ def test_xla_remat_pass_is_off_unless_a_key_turns_it_on():
     assert seen == [False, True]
 
 
-@pytest.mark.parametrize("before", ["", "jnp.ones(3).block_until_ready()"], ids=["first", "after an array"])
+@pytest.mark.parametrize(
+    "before", ["", *exhaustive("jnp.ones(3).block_until_ready()")], ids=["first", "after an array"]
+)
 def test_a_script_that_says_nothing_of_platforms_compiles_for_gpus(before):
     script = f"""
 import jax, jax.numpy as jnp

@@ -8,6 +8,7 @@ from end_to_end.hour_of_faults import BETWEEN, ORDER, plan, table
 from end_to_end.lives import Fault, Ground, Life, same
 
 
+@pytest.mark.exhaustive
 def test_a_life_with_faults_ends_with_the_curve_of_one_without(tmp_path):
     """The terminal closed, the cache and a checkpoint damaged, killed in a save: nothing is lost. Of all parameters,
     test_survival.py has kills; here are adapters, whose base no checkpoint holds, and packed chats."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from bytescope.memory.records.report_record import Buffer, Finding, Report
+from bytescope.memory.records.report_record import Buffer, Finding, ReportRecord
 
 pytestmark = pytest.mark.quick
 
@@ -61,7 +61,7 @@ def report(**changes):
         Buffer("b", 10, (2,), "float32", "workspace", "forward", at_peak=True),
         Buffer("c", 99, (9,), "float32", "workspace", "forward"),
     )
-    return Report(
+    return ReportRecord(
         **{
             "peak_bytes": 100,
             "allocated_bytes": 104,

@@ -160,6 +160,7 @@ def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_
         rows.Store(tmp_path / "r.jsonl", {})
 
 
+@pytest.mark.exhaustive
 def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
     """The command itself: one row of a grid, its answer on disk, nothing judged; a second time it is only read."""
     out = tmp_path / "a.jsonl"

@@ -8,6 +8,7 @@ from support.korthikanti import MODELS, ROWS, kept, units
 CASES = [*(("22B", *row) for row in ROWS), ("1T", "megatron", True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.oracle("cuda")
 @pytest.mark.parametrize(("model", "policy", "sequence_parallel"), CASES)
 def test_activation_bytes_a_layer(model, policy, sequence_parallel):

@@ -1,6 +1,7 @@
 """The READMEs say what is so: their commands parse, their links lead somewhere."""
 
 import argparse
+import ast
 import itertools
 import re
 import shlex
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "README.md"
-TOP = ("configs", "memory", "model", "tests", "train")
+TOP = (".github", "configs", "memory", "model", "tests", "train")
 READMES = sorted([*ROOT.glob("*.md"), *itertools.chain.from_iterable((ROOT / top).rglob("*.md") for top in TOP)])
 READERS = {"my.py", "conftest.py"}
 # What may stand before a command, and what ends it.
@@ -164,6 +165,26 @@ def test_the_front_page_leads_to_every_other_page():
     text = FRONT.read_text(encoding="utf-8")
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
     assert {path for path in READMES if path != FRONT} <= linked
+
+
+def test_the_lists_of_the_architecture_page_are_current(monkeypatch):
+    """If this fails: python tests/bench/structure.py --tree"""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import structure
+
+    assert structure.PAGE.read_text(encoding="utf-8") == structure.architecture_page()
+
+
+def test_files_named_in_docstrings_of_packages_exist():
+    missing = []
+    for path in itertools.chain.from_iterable((ROOT / top).rglob("__init__.py") for top in TOP):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"(?<![\w/.])[a-z_][a-z0-9_/]*\.py\b", docstring):
+            # A name is relative to the package, to a package around it, to a package in it, or to the root.
+            around = [folder / name for folder in path.parents if folder.is_relative_to(ROOT)]
+            if not any(file.is_file() for file in [*around, *path.parent.glob(f"*/{name}")]):
+                missing.append(f"{relative(path)}: {name}")
+    assert not missing
 
 
 def test_the_front_page_is_short():

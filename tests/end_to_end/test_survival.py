@@ -13,10 +13,11 @@ import time
 import jax
 import pytest
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.checkpoint import Checkpoints
 from bytescope.train.launch.failures import explain, too_big
 from bytescope.train.user_errors import DoesNotFit, UserError
+from support.exhaustive import exhaustive
 from support.formats import shown
 
 CONFIG = """
@@ -149,10 +150,11 @@ def test_metrics_rows_have_the_promised_keys(uninterrupted):
     assert all(set(row) == {"step", "loss", "grad_norm", "lr", "batch_tokens", *TIMED} for row in steps)
     assert [row["step"] for row in lines if "eval_loss" in row] == [10, 20, 30]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    report = Report.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
+    report = ReportRecord.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
     assert sum(report.breakdown.values()) == report.allocated_bytes and report.breakdown["accumulator"] > 0
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
     workdir = place / "killed"
     for rows_seen in (9, 24):
@@ -179,6 +181,7 @@ def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
     assert [step for step, _ in curves[0]["memory/predicted_bytes"]] == list(range(1, 31))
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_exits_zero_and_the_run_goes_on(place, uninterrupted):
     """In a step; and in the last evaluation, which does not wait for its end: the next start makes the row."""
     workdir = place / "terminated"
@@ -201,6 +204,7 @@ def test_a_finished_run_says_so(place, uninterrupted):
     assert rows(uninterrupted[1]) == before
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_with_a_flipped_bit_says_so(place, uninterrupted):
     workdir = place / "flipped"
     shutil.copytree(uninterrupted[1], workdir)
@@ -215,6 +219,7 @@ def test_a_finished_run_with_a_flipped_bit_says_so(place, uninterrupted):
     assert data.exists() and rows(workdir) == rows(uninterrupted[1])  # nothing was moved
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_may_change_its_layout(place, uninterrupted):
     """Micro-batch x accumulation, remat, kernels and mesh are free: the loss goes on as it would have."""
     changed = place / "layout-changed"
@@ -249,7 +254,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", ["mesh", *exhaustive(*(name for name in ERRORS if name != "mesh"))])
 def test_a_mistake_is_one_line_and_an_exit_code(place, name):
     flags, code, message = ERRORS[name]
     done = run(place, f"--workdir={place / name.replace(' ', '-')}", *flags)
@@ -264,6 +269,7 @@ def test_help_is_short_and_names_the_exit_codes(place):
     assert max(len(line) for line in done.stdout.splitlines()) <= 110
 
 
+@pytest.mark.exhaustive
 def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
     workdir = place / "diverged"
     flags = (
@@ -282,7 +288,7 @@ def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
 
 
 def test_out_of_memory_and_a_full_disk_are_explained():
-    report = Report(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
+    report = ReportRecord(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
     told = explain(
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"),
         report,

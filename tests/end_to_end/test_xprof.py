@@ -8,6 +8,7 @@ from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
 from support import programs
+from support.exhaustive import exhaustive
 from support.oracles import memory_viewer, require
 
 pytestmark = pytest.mark.oracle("xprof")
@@ -23,7 +24,11 @@ def check_viewer(compilation, folder):
 
 
 # Policies on one GPU are those of the shipped configs below.
-STEPS = [*((target, policy) for target in ("cpu", "h200:8") for policy in programs.POLICIES), ("h200", "named")]
+STEPS = [
+    ("cpu", "named"),
+    ("h200", "named"),
+    *exhaustive(("cpu", "none"), ("cpu", "full"), *(("h200:8", policy) for policy in programs.POLICIES)),
+]
 
 
 @pytest.mark.parametrize(("target", "policy"), STEPS)
@@ -43,17 +48,19 @@ def test_other_programs(name, tmp_path):
     ("name", "target", "changes"),
     [
         ("tiny", "cpu:1", {}),
-        ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
-        ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
-        ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
-        ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
-        ("llama_1b", "b200", {"model.attention": "chunked"}),
-        ("llama_8b", "h200:8", {"remat.policy": "none"}),
-        ("llama_8b", "h200:8", {"loss.kind": "full"}),
-        ("llama_70b", "h100:8x8", {}),
-        ("llama_405b", "h100:64x8", {}),
-        ("gpt3_175b", "a100-80g:16x8", {}),
-        ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
+        *exhaustive(
+            ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
+            ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
+            ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
+            ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
+            ("llama_1b", "b200", {"model.attention": "chunked"}),
+            ("llama_8b", "h200:8", {"remat.policy": "none"}),
+            ("llama_8b", "h200:8", {"loss.kind": "full"}),
+            ("llama_70b", "h100:8x8", {}),
+            ("llama_405b", "h100:64x8", {}),
+            ("gpt3_175b", "a100-80g:16x8", {}),
+            ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
+        ),
     ],
     ids=str,
 )

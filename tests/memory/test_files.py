@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bytescope.memory.files import write_whole
-from bytescope.memory.records.report_record import Report, load
+from bytescope.memory.records.report_record import ReportRecord, load
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ import resource, sys
 from pathlib import Path
 from bytescope.memory.commands import arguments
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 path = Path(sys.argv[1])
 try:
@@ -24,7 +24,7 @@ try:
 except ReportError as error:
     print(error)
 try:
-    Report(peak_bytes=1, allocated_bytes=1, breakdown={}).save(path)
+    ReportRecord(peak_bytes=1, allocated_bytes=1, breakdown={}).save(path)
 except OSError as error:
     print(error.strerror)
 """
@@ -51,6 +51,6 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
 
 
 def test_a_saved_report_is_whole(tmp_path):
-    report = Report(peak_bytes=1, allocated_bytes=1, breakdown={})
+    report = ReportRecord(peak_bytes=1, allocated_bytes=1, breakdown={})
     report.save(tmp_path / "a.json")
     assert load(tmp_path / "a.json").to_json() == report.to_json() and os.listdir(tmp_path) == ["a.json"]

@@ -87,4 +87,4 @@ def test_what_pickled_a_report_finds_it_again():
 
 
 def test_records_are_the_ones_of_the_record():
-    assert issubclass(memory.Report, report_record.Report) and memory.Buffer is report_record.Buffer
+    assert issubclass(memory.Report, report_record.ReportRecord) and memory.Buffer is report_record.Buffer

@@ -12,6 +12,7 @@ from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.attention.attention_kernels import KERNELS, choose_kernel, platform_of
 from bytescope.model.placement import HERE
+from support.exhaustive import exhaustive
 from support.toy import small_program
 
 
@@ -41,8 +42,10 @@ def reference(q, k, v):
     return jnp.stack(rows, 1)
 
 
-@pytest.mark.parametrize(("kernel", "chunk"), [("naive", 512), ("chunked", 8), ("chunked", 7), ("chunked", 512)])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("kernel", "chunk"), [("naive", 512), ("chunked", 7), *exhaustive(("chunked", 8), ("chunked", 512))]
+)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), *exhaustive((4, 4), (4, 1))])
 def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
     q, k, v, weight = inputs(21, heads, groups)
 

@@ -18,6 +18,7 @@ from bytescope.model.placement import HERE
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from support.crossing import INPUT, crossing, gradient
+from support.exhaustive import exhaustive
 from support.toy import FP8_INPUTS, fp8_expected, run_losses, small_program
 
 FP8 = jnp.float8_e4m3fn
@@ -72,7 +73,7 @@ def test_what_is_not_a_number_stays_in_its_tile():
 # ---- products -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("M", "N", "C"), [(128, 128, 256), (70, 200, 300)])
+@pytest.mark.parametrize(("M", "N", "C"), [(70, 200, 300), *exhaustive((128, 128, 256))])
 def test_the_kernel_is_the_emulation(M, N, C):
     """Interpreted, the GPU kernel gives what other devices compute, whole tiles or not."""
     a, b = rows(normal(0, M, C)), rows(normal(1, N, C))
@@ -99,7 +100,7 @@ def operands(spec, count=1, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(("spec", "axes"), [PROJECTION, OUTPUT])
-@pytest.mark.parametrize("name", ["act", ""])
+@pytest.mark.parametrize("name", ["act", *exhaustive("")])
 def test_products_and_gradients_against_float32(spec, axes, name):
     """Errors of two roundings to 4 bits, independent of each other, lie near 2^-5 of the result's size."""
     x, weights = operands(spec, len(axes))
@@ -143,7 +144,7 @@ def test_every_product_multiplies_quantized_rows():
     close(dw, by_token.T @ dequantize(quantize(dy_TN, (128, 1)), (128, 1)))
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, *exhaustive({"data": 2, "context": 2})])
 def test_shards_of_whole_tiles_give_the_same(sizes):
     """Products and gradients divided over devices, tiles within each: equal up to the order of float32 sums."""
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **sizes}, jax.devices()[: math.prod(sizes.values())]))
@@ -203,16 +204,18 @@ def alone():
     ("mesh", "devices"),
     [
         ({"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 4}, 8),
-        (
-            {
-                "mesh.strategy": "zero1",
-                "mesh.fsdp": 2,
-                "mesh.tensor": 2,
-                "batch.micro": 2,
-                "batch.accumulation": 2,
-                "batch.mode": "scan",
-            },
-            4,
+        *exhaustive(
+            (
+                {
+                    "mesh.strategy": "zero1",
+                    "mesh.fsdp": 2,
+                    "mesh.tensor": 2,
+                    "batch.micro": 2,
+                    "batch.accumulation": 2,
+                    "batch.mode": "scan",
+                },
+                4,
+            ),
         ),
     ],
 )
@@ -229,7 +232,7 @@ def test_model_flops_are_those_of_bf16():
 # ---- what is kept -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "megatron"])
+@pytest.mark.parametrize("policy", ["selective", *exhaustive("none", "megatron")])
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
 def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
     keys = {**WIDE, "remat.policy": policy, "model.attention": attention}
@@ -255,7 +258,7 @@ def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
     assert without_fp8_inputs(kept["fp8"]) == without_fp8_inputs(kept["bf16"])
 
 
-@pytest.mark.parametrize("policy", ["full", "minimal", "dots", "dots_no_batch"])
+@pytest.mark.parametrize("policy", ["minimal", *exhaustive("full", "dots", "dots_no_batch")])
 def test_policies_of_results_keep_what_they_keep_in_bf16(policy):
     kept = [
         sum(crossing(gradient(small_program({"remat.policy": policy, "precision.preset": preset}))).values())

@@ -13,6 +13,7 @@ from bytescope.model.attention.latent import LatentAttention
 from bytescope.model.frozen import ROUTER_BIAS, names_of
 from bytescope.model.placement import HERE
 from support.crossing import INPUT, crossing, custom, gradient
+from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program
 
 D, L, H, K, ROPE, VALUE, RANK = 32, 24, 4, 8, 6, 10, 16
@@ -142,15 +143,17 @@ def plain():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model.attention": "chunked", "model.attention_chunk": 8},
-        {"remat.policy": "full"},
-        {"remat.policy": "minimal"},
         {
             "model.attention": "chunked",
             "model.attention_chunk": 8,
             "remat.policy": "custom",
             "remat.save": "kv_latent,k_rope,q,lse",
         },
+        *exhaustive(
+            {"model.attention": "chunked", "model.attention_chunk": 8},
+            {"remat.policy": "full"},
+            {"remat.policy": "minimal"},
+        ),
     ],
     ids=str,
 )
@@ -169,6 +172,7 @@ def test_a_policy_may_keep_the_latents_alone():
     assert crossing(gradient(program)) == {name: tokens * width * 4 for name, width in {INPUT: 32, **kept}.items()}
 
 
+@pytest.mark.exhaustive
 def test_shards_give_the_losses_of_one_device():
     mesh = {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}
     one, shared = small_program(KEYS), small_program({**KEYS, **mesh}, 8)

@@ -23,6 +23,7 @@ from bytescope.model.remat.policies import (
     RematPlan,
 )
 from bytescope.train.program.program import build
+from support.exhaustive import exhaustive
 from support.toy import block_residuals, first_state, fixed_batches, run_losses, small_config, small_program
 
 NAMED = sorted(set(POLICIES) - {"custom"})
@@ -57,25 +58,56 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * largest)
 
 
+ARITHMETIC = {
+    "scan": {},
+    "unrolled": {"model.scan": False},
+    "chunked": {"model.attention": "chunked", "model.attention_chunk": 8},
+    "dropout": {"model.dropout": 0.1},
+}
+# Each policy once, each arithmetic at least once.
+FIRST = {
+    "full": "scan",
+    "minimal": "chunked",
+    "selective": "dropout",
+    "megatron": "scan",
+    "dots": "unrolled",
+    "dots_no_batch": "chunked",
+    "sqrt": "scan",
+    "offload": "scan",
+    "offload_dots": "dropout",
+}
+
+
 @pytest.mark.parametrize(
-    "arithmetic",
-    [{}, {"model.scan": False}, {"model.attention": "chunked", "model.attention_chunk": 8}, {"model.dropout": 0.1}],
-    ids=["scan", "unrolled", "chunked", "dropout"],
+    ("policy", "arithmetic"),
+    [
+        *FIRST.items(),
+        *exhaustive(
+            *(
+                (policy, name)
+                for policy in sorted(set(NAMED) - {"none"})
+                for name in ARITHMETIC
+                if FIRST[policy] != name
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("policy", sorted(set(NAMED) - {"none"}))
 def test_gradients_equal_none(policy, arithmetic, kept):
-    assert_same(gradients({**arithmetic, "remat.policy": policy}), kept(**arithmetic))
+    keys = ARITHMETIC[arithmetic]
+    assert_same(gradients({**keys, "remat.policy": policy}), kept(**keys))
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         {"remat.policy": "full", "remat.granularity": "parts"},
-        {"remat.policy": "custom", "remat.save": "up,context"},
         {"remat.policy": "full", "remat.layers": "0-1:none,2-4:dots"},
-        {"remat.policy": "sqrt", "remat.layers": "3-4:none"},
-        {"remat.layers": "0-2:sqrt", "model.scan": False},
         {"remat.policy": "custom", "remat.offload": "block_in,mid"},
+        *exhaustive(
+            {"remat.policy": "custom", "remat.save": "up,context"},
+            {"remat.policy": "sqrt", "remat.layers": "3-4:none"},
+            {"remat.layers": "0-2:sqrt", "model.scan": False},
+        ),
     ],
     ids=str,
 )
@@ -95,6 +127,7 @@ NAME_SETS = st.sets(
 )
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(names=NAME_SETS, scan=st.booleans())
 def test_any_set_of_names_gives_the_same_gradients(kept, names, scan):
@@ -152,7 +185,11 @@ def plain():
     return updates("none", True, "multisteps", ONE, "naive")
 
 
-@pytest.mark.parametrize(("policy", "scan", "mode", "mesh", "kernel"), EVERYWHERE, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("policy", "scan", "mode", "mesh", "kernel"),
+    [EVERYWHERE[1], EVERYWHERE[6], *exhaustive(*EVERYWHERE[:1], *EVERYWHERE[2:6], *EVERYWHERE[7:])],
+    ids=lambda value: str(value)[:24],
+)
 def test_every_policy_everywhere(policy, scan, mode, mesh, kernel, plain):
     np.testing.assert_allclose(updates(policy, scan, mode, mesh, kernel), plain, rtol=1e-5)
 

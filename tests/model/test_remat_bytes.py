@@ -24,6 +24,7 @@ from bytescope.model.remat.policies import (
 from bytescope.train.plan.block_description import trace_gradient
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described
+from support.exhaustive import exhaustive
 from support.toy import small_program
 
 B, L, MIB = 8, 32, 2**20
@@ -90,7 +91,7 @@ def blocks(draw, scan):
     return keys, draw(st.sets(st.sampled_from(made(keys)), min_size=1, max_size=7))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(drawn=blocks(st.booleans()))
 def test_what_crosses_is_what_the_policy_names(drawn):
     keys, names = drawn
@@ -99,7 +100,7 @@ def test_what_crosses_is_what_the_policy_names(drawn):
     assert crossing(gradient(program)) == {name: count * program.model.n_layers for name, count in layer.items()}
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(drawn=blocks(st.just(True)))
 def test_more_than_none_only_by_what_autodiff_does_not_keep(drawn):
     keys, names = drawn
@@ -126,7 +127,7 @@ def test_more_than_none_only_by_what_autodiff_does_not_keep(drawn):
         ("dots", ("q", "k", "v", "attn_out", "gate", "up", "context"), 1),
     ],
 )
-@pytest.mark.parametrize("preset", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["fp32", *exhaustive("bf16")])
 def test_the_rows_keep_what_they_say(policy, names, scores, preset):
     """Policies of matrix products keep them before they get their names, `dots` the float32 scores too."""
     program = small_program({"remat.policy": policy, "precision.preset": preset, "model.attention": "naive"})
@@ -138,9 +139,11 @@ def test_the_rows_keep_what_they_say(policy, names, scores, preset):
 
 COMPILED = [  # overrides, names that are kept, devices of the tensor axis
     ({"remat.policy": "minimal", "batch.mode": "scan", "batch.accumulation": 2}, MATMULS, 1),
-    ({"remat.policy": "custom", "remat.save": "up,context", "batch.accumulation": 2}, ("up", "context"), 1),
-    ({"remat.policy": "dots_no_batch"}, ("q", "k", "v", "attn_out", "gate", "up"), 1),
     ({"remat.policy": "selective", "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, OUTSIDE_CORE, 2),
+    *exhaustive(
+        ({"remat.policy": "custom", "remat.save": "up,context", "batch.accumulation": 2}, ("up", "context"), 1),
+        ({"remat.policy": "dots_no_batch"}, ("q", "k", "v", "attn_out", "gate", "up"), 1),
+    ),
 ]
 
 
@@ -197,7 +200,7 @@ def test_no_name_of_the_model_is_too_wide(preset, scan):
     assert {"mid", "block_in"} <= kept if preset == "fp32" else kept.isdisjoint({"mid", "block_in"})
 
 
-@pytest.mark.parametrize(("policy", "widths"), [("offload", 512), ("offload_dots", 4 * 512 + 2 * 1536)])
+@pytest.mark.parametrize(("policy", "widths"), [("offload", 512), *exhaustive(("offload_dots", 4 * 512 + 2 * 1536))])
 def test_unrolled_layers_offload_as_scanned_ones(policy, widths):
     """All that is offloaded is on the host at once, and the device holds no more than under the loop."""
     stats = {
@@ -208,6 +211,7 @@ def test_unrolled_layers_offload_as_scanned_ones(policy, widths):
     assert stats[False].temp_bytes <= stats[True].temp_bytes
 
 
+@pytest.mark.exhaustive
 def test_square_root_on_a_gpu():
     """64 layers of a GPT: groups and blocks keep 8 + 8 inputs, a quarter of the 64 of `full`."""
     shape = {

@@ -13,6 +13,7 @@ from bytescope.memory.cost import flops
 from bytescope.model.attention.chunked import chunked_attention
 from bytescope.model.attention.ring import Ring, ring_attention, unzigzag, zigzag, zigzag_positions
 from support.described import described
+from support.exhaustive import exhaustive
 
 H, G, K = 4, 2, 8
 
@@ -73,15 +74,17 @@ def hops_of(function, *arguments) -> int:
 @pytest.mark.parametrize(
     ("mesh", "length", "chunk"),
     [
-        ({"context": 1}, 32, 4),
         ({"context": 2}, 32, 4),
-        ({"context": 4}, 32, 4),
-        ({"context": 8}, 32, 1),
         ({"context": 4}, 40, 3),  # 5 positions a chunk, in blocks of 3 and 2
-        ({"context": 2}, 40, 64),  # blocks never longer than a chunk
-        ({"data": 2, "context": 4}, 32, 2),
         ({"tensor": 2, "context": 4}, 32, 2),
-        ({"data": 2, "tensor": 2, "context": 2}, 32, 4),
+        *exhaustive(
+            ({"context": 1}, 32, 4),
+            ({"context": 4}, 32, 4),
+            ({"context": 8}, 32, 1),
+            ({"context": 2}, 40, 64),  # blocks never longer than a chunk
+            ({"data": 2, "context": 4}, 32, 2),
+            ({"data": 2, "tensor": 2, "context": 2}, 32, 4),
+        ),
     ],
 )
 def test_values_and_gradients_equal_a_softmax_on_one_device(devices, mesh, length, chunk):
@@ -147,7 +150,7 @@ def test_no_position_sees_a_later_one(devices):
         assert not reached[0, 1:].any()
 
 
-@pytest.mark.parametrize("context", [1, 2, 8])
+@pytest.mark.parametrize("context", [2, *exhaustive(1, 8)])
 def test_flops_are_those_of_the_lower_triangle(devices, context):
     """Each rank forms m (2m+1) + (C-1) 2m^2 pairs of blocks; together N (N+1) / 2 for N = 2mC, as on one device."""
     batch, length, chunk = 2, 64, 2
@@ -172,7 +175,7 @@ def test_flops_are_those_of_the_lower_triangle(devices, context):
     assert both.kernel_recomputed == product * pairs and both.recomputed == 0
 
 
-@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("context", [4, *exhaustive(2, 8)])
 def test_nothing_travels_without_need(devices, context):
     """Keys and values make C-1 hops a pass, their gradients C: back to where they belong."""
     ring, arguments = ring_of(devices, context=context), inputs(64)[:3]
@@ -207,7 +210,7 @@ def test_kept_context_and_lse_spare_the_second_forward_ring(devices, policy, rin
     assert again.recomputed == pytest.approx(products * once.total)
 
 
-@pytest.mark.parametrize("policy", [KEEP("context", "lse"), jax.checkpoint_policies.nothing_saveable])
+@pytest.mark.parametrize("policy", [KEEP("context", "lse"), *exhaustive(jax.checkpoint_policies.nothing_saveable)])
 def test_under_a_checkpointed_scan_over_layers(devices, policy):
     ring, (q, k, v, _) = ring_of(devices, data=2, context=4), inputs(32)
     layers = jax.random.normal(jax.random.key(1), (3, K, K))

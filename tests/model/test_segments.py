@@ -15,6 +15,7 @@ from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.attention.ring import ring_attention, unzigzag, zigzag
 from bytescope.model.placement import HERE, Ring
 from bytescope.model.segments import positions_in_segments
+from support.exhaustive import exhaustive
 
 H, G, K, L = 4, 2, 8, 40
 # Examples of two rows, padding behind them: one ends in the middle of every block, one is a single token.
@@ -136,7 +137,10 @@ def tokens(seed=1):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"position": "rope", "rope_local_theta": 10.0, "global_every": 2}, {"position": "learned", "scan": False}],
+    [
+        {"position": "rope", "rope_local_theta": 10.0, "global_every": 2},
+        *exhaustive({"position": "learned", "scan": False}),
+    ],
     ids=str,
 )
 def test_logits_are_those_of_each_example_alone(changes):

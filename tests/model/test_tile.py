@@ -7,6 +7,7 @@ import pytest
 from bytescope import memory
 from bytescope.memory.cost import flops
 from bytescope.model.remat.tile import count_tiles
+from support.exhaustive import exhaustive
 from support.toy import run_losses, small_program
 
 GPT2 = {"model.mlp": "gelu", "model.norm": "layernorm", "model.bias": "true"}
@@ -28,8 +29,6 @@ def whole():
 @pytest.mark.parametrize(
     "keys",
     [
-        {"remat.policy": "full"},
-        {"remat.policy": "none", "model.scan": "false"},
         {
             "remat.policy": "custom",
             "remat.save": "(mid,context)",
@@ -38,6 +37,10 @@ def whole():
             "batch.accumulation": 2,
             "batch.mode": "scan",
         },
+        *exhaustive(
+            {"remat.policy": "full"},
+            {"remat.policy": "none", "model.scan": "false"},
+        ),
     ],
     ids=str,
 )
@@ -53,7 +56,10 @@ def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(wh
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"batch.micro": 1}, {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}],
+    [
+        {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"},
+        *exhaustive({"batch.micro": 1}),
+    ],
     ids=str,
 )
 def test_every_device_tiles_its_own_positions(whole, mesh):

@@ -16,6 +16,7 @@ from bytescope.model.names import NAMES, tag
 from bytescope.model.remat.policies import ADAPTERS, EXPERTS, QUANTIZED
 from bytescope.model.rotary import rope_frequencies, rotate
 from bytescope.model.transformer import logical_axes
+from support.exhaustive import exhaustive
 
 SMALL = {
     "d_model": 32,
@@ -65,7 +66,7 @@ def test_no_position_sees_the_future(family, attention):
 
 
 @FAMILIES
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("remat", ["full", *exhaustive("none", "dots")])
 def test_scan_equals_unrolled_from_the_same_seed(family, remat):
     def value_and_grad(scan):
         graph, state = nnx.split(small(family, remat, scan=scan))

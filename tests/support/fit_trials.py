@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, Kernel, Start, Wait
+from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait
 from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.train.plan import trials
 from bytescope.train.plan.fit import fit_result, fit_space
@@ -175,12 +175,12 @@ def schedule_of(work, overhead, steps):
         names = [f"{kind} {phase}" for kind, size in sent if size]
         out += [Start(f"{kind} {phase}", kind, phase, size) for kind, size in sent if size]
         out += [
-            Kernel("product", phase, 0, round(flops), "bfloat16", LARGE)
+            ScheduledKernel("product", phase, 0, round(flops), "bfloat16", LARGE)
             for flops in part.get("flops", {}).values()
             if flops
         ]
         if part.get("other_bytes"):
-            out.append(Kernel("memory", phase, round(overhead), times=steps))
+            out.append(ScheduledKernel("memory", phase, round(overhead), times=steps))
         out += map(Wait, names)
     return tuple(out)
 

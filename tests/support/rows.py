@@ -3,7 +3,15 @@
 import dataclasses
 import random
 
-from bytescope.memory.records.report_record import ROWS, Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats
+from bytescope.memory.records.report_record import (
+    ROWS,
+    Buffer,
+    Finding,
+    LedgerRow,
+    ReportRecord,
+    TimelinePoint,
+    XlaStats,
+)
 from bytescope.train.plan.config_grid import ConfigRow as Row
 
 MIB, GIB = 2**20, 2**30
@@ -88,7 +96,7 @@ def make_report(points=120, buffers=300, seed=0):
     breakdown = dict.fromkeys(ROWS, 0) | {"fragmentation": 7 * MIB}
     for buffer in found:
         breakdown[buffer.category] += buffer.bytes * buffer.at_peak
-    return Report(
+    return ReportRecord(
         peak_bytes=live[peak],
         allocated_bytes=live[peak] + 7 * MIB,
         breakdown=breakdown,

@@ -15,7 +15,7 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import add_subject
 from bytescope.train.generate import budget_arguments
 from bytescope.train.program import config_files as configs
@@ -128,21 +128,21 @@ def _report_generation(args: argparse.Namespace) -> int:
     return 0
 
 
-def _advise(report: Report, args: argparse.Namespace) -> None:
+def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
     """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
     from rich.text import Text
 
     from bytescope.memory.findings.remedies import advice
-    from bytescope.memory.view.text_layout import Command, Prose
+    from bytescope.memory.view.text_layout import CopyCommand, Prose
 
     parts: list[Any] = [Prose(line) for line in advice.lines(report, advice.open_levers(report), [])]
     if command := advice.fit_command(args.config, args.target, args.overrides, report):
-        parts += [Text("the fastest that fits, found by compiling:", style="bold"), Command(command)]
+        parts += [Text("the fastest that fits, found by compiling:", style="bold"), CopyCommand(command)]
     report_command.show_missing(report, parts)
 
 
 def _show_formulas(
-    report: Report, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
+    report: ReportRecord, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
 ) -> dict[str, Any] | None:
     """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
     from rich.console import Group
@@ -172,7 +172,7 @@ def _show_formulas(
     return dataclasses.asdict(formula)
 
 
-def _show_run(report: Report, others: Mapping[str, int]) -> dict[str, int]:
+def _show_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
     """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
     from bytescope.memory.units import human
     from bytescope.memory.view.console import put

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 # A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
@@ -100,7 +100,7 @@ class Planned:
     title: str
     facts: Sequence[str]
     budget: Budget
-    reports: Mapping[str, Report]
+    reports: Mapping[str, ReportRecord]
 
 
 def lengths_of(longest: int, shortest: int = 256) -> list[int]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import FORMATS
@@ -61,7 +61,7 @@ def budget(
     drawing: Sequence[bool],
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
-) -> tuple[Budget, dict[str, Report]]:
+) -> tuple[Budget, dict[str, ReportRecord]]:
     """The pool that fits the limit with these steps, which are compiled; and the report of each.
 
     drawing: whether tokens are drawn; both where nobody knows yet.
@@ -69,7 +69,7 @@ def budget(
     Raises:
       DoesNotFit: none does.
     """
-    reports: dict[str, Report] = {}
+    reports: dict[str, ReportRecord] = {}
     # A prompt ends in a token, too; drawing it takes what of one row is nothing beside the rest.
     shapes = {"one token each, drawn" if drawn else "one token each": (sizes.sequences, 1, drawn) for drawn in drawing}
     shapes["prompts"] = sizes.rows(1, sizes.chunk), sizes.chunk, drawing[-1]

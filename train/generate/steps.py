@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import PAGE, View
 from bytescope.train.generate.model_source import Model
@@ -184,11 +184,11 @@ class Steps:
         needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
-    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> Report:
+    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
         """Its memory report."""
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
-    def extra_bytes(self, sizes: Sizes, report: Report) -> int:
+    def extra_bytes(self, sizes: Sizes, report: ReportRecord) -> int:
         """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
@@ -204,7 +204,7 @@ class Steps:
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
         """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
-        found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
+        found, pools = self.compilation(sizes, *tokens.shape, drawing).executable(
             params, pools, tokens, view, last, draws
         )
         return np.asarray(found), pools

@@ -128,7 +128,7 @@ class Sampler:
         """Bytes on a device of pool, temporaries and results of the largest step."""
         found = []
         for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (self.rows, 1)):
-            found.append(stats_of(self.steps.compilation(self.sizes, rows, width, drawing).compiled).own_bytes)
+            found.append(stats_of(self.steps.compilation(self.sizes, rows, width, drawing).executable).own_bytes)
         return max(found) + self.sizes.pages * self.steps.page_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.launch.runtime import RAISE_FILES, forgive_abandoned
 from bytescope.train.user_errors import DoesNotFit, UserError
@@ -26,7 +26,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 Advice = Callable[[], Sequence[str]]
 
 
-def too_big(report: Report) -> str:
+def too_big(report: ReportRecord) -> str:
     """What to say of a step that a device has not the memory for."""
     excess = human(report.predicted_bytes - report.limit_bytes)
     basis = limit_share(report.target, report.limit_bytes)
@@ -36,7 +36,7 @@ def too_big(report: Report) -> str:
     )
 
 
-def _out_of_memory(report: Report | None, device: Any, advice: Advice) -> DoesNotFit:
+def _out_of_memory(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
     """The error of a device that ran out of memory, with what was predicted and what was measured."""
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
@@ -72,7 +72,7 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
     return (int(number[1]), paths[-1] if paths else "") if number else (None, "")
 
 
-def explain(error: BaseException, report: Report | None, device: Any, advice: Advice = tuple) -> UserError | None:
+def explain(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice = tuple) -> UserError | None:
     """The one-line form of `error`, None for one that only a developer can mend.
 
     report: of the step that runs. device: the one whose memory is measured. advice: what to do without memory, asked
@@ -92,7 +92,7 @@ def explain(error: BaseException, report: Report | None, device: Any, advice: Ad
 
 
 @contextlib.contextmanager
-def explained(report: Report | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
+def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
     """A context that turns errors which `explain` knows into UserError, and lets all others through."""
     try:
         yield

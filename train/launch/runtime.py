@@ -137,7 +137,7 @@ def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(config.train.cache_dir or default))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        compile_cache.mend(lambda line: print(f"note: {line}", file=sys.stderr))
+        compile_cache.remove_damaged_entries(lambda line: print(f"note: {line}", file=sys.stderr))
 
 
 def return_freed_memory() -> None:

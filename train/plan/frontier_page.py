@@ -12,7 +12,7 @@ from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.elements import (
     Cell,
     Column,
-    Figure,
+    HeaderFigure,
     command,
     count,
     exact,
@@ -127,16 +127,16 @@ def _notes(point: Mapping[str, Any]) -> list[str]:
 
 def _figures(
     found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None
-) -> list[Figure]:
+) -> list[HeaderFigure]:
     search = f"for {len(found['points'])} budgets; {found['programs']} programs compiled"
-    out = [Figure("plans", str(len(plans)), search)]
+    out = [HeaderFigure("plans", str(len(plans)), search)]
     if best:
         out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *predictions(best)]
     less = (("less predicted time", found["less"]["seconds"]), ("fewer FLOPs recomputed", found["less"]["flops"]))
     return [
         *out,
         *(
-            Figure(name, percent(share), "than the best fixed policy, on average")
+            HeaderFigure(name, percent(share), "than the best fixed policy, on average")
             for name, share in less
             if share is not None
         ),

@@ -16,7 +16,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, put
 from bytescope.memory.view.prediction_text import within
-from bytescope.memory.view.text_layout import Command, Items, Prose, blocks
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, value
 from bytescope.train.plan.frontier import Fixed, Point, cheapest, plans_of
 
@@ -130,7 +130,7 @@ def _plans(points: Sequence[Point]) -> RenderableType | None:
     for number, point in enumerate(plans_of(points), 1):
         out += [
             Items([re.sub(r",\s*", ", ", point.plan)], title=f"{number:2}", gap=1),
-            Command(point.flags or "as configured", "green", indent=3),
+            CopyCommand(point.flags or "as configured", "green", indent=3),
         ]
     return Group(*out) if out else None
 
@@ -148,7 +148,7 @@ def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
     ]
     winner = cheapest(points, about["cost"])
     if winner is not None:
-        out += [Text("cheapest that fits the target:", style="bold"), Command(winner.flags or "as configured")]
+        out += [Text("cheapest that fits the target:", style="bold"), CopyCommand(winner.flags or "as configured")]
     elif points:
         out.append(Text("none of these fits the target", style="bold red"))
     if about["missing"]:

@@ -15,7 +15,7 @@ from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.elements import (
     Cell,
     Column,
-    Figure,
+    HeaderFigure,
     command,
     count,
     facts,
@@ -122,7 +122,7 @@ def _why(level: Mapping[str, Any]) -> str:
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
-def _figures(*levels: Mapping[str, Any] | None) -> list[Figure]:
+def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
     """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
     time of the first that fits is predicted to be."""
     first = levels[1]

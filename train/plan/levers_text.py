@@ -17,7 +17,7 @@ from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, put, safe, shorten
 from bytescope.memory.view.prediction_text import with_spread
-from bytescope.memory.view.text_layout import Command, Items, Prose, blocks, ignoring
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, ignoring
 from bytescope.memory.view.text_table import FigureTable, figure, value
 from bytescope.train.plan.levers import Level, changes, first_that_fits, flags_of, scale_of
 
@@ -196,5 +196,5 @@ def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bo
         out.append(Text("none of these fits", style="bold red"))
     for words, level in (("first that fits", winner), ("all of them", levels[-1] if levels else None)):
         if level is not None:
-            out += [Prose(f"{words} ({safe(level.title)}):", "bold"), Command(level.flags or "as configured")]
+            out += [Prose(f"{words} ({safe(level.title)}):", "bold"), CopyCommand(level.flags or "as configured")]
     return Group(*out)

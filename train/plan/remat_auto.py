@@ -15,7 +15,7 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.findings.remedies import advice
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
@@ -81,7 +81,7 @@ class Compiler:
         """The program of the config with `keys`, dotted key -> text."""
         return build(with_keys(self.config, keys), self.devices)
 
-    def _report(self, program: Program) -> Report:
+    def _report(self, program: Program) -> ReportRecord:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
@@ -98,7 +98,7 @@ class Compiler:
         recomputed = sum(report.work["recompute"]["flops"].values())
         return Compiled(report.allocated_bytes, report.host_bytes, sum(self._by_phase(report).values()), recomputed)
 
-    def _by_phase(self, report: Report) -> Mapping[str, float]:
+    def _by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         """Phase -> seconds of one call: predicted from the schedule, by a roofline where nothing predicts them."""
         found = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
         return found.by_phase if found else roofline.seconds(report.work, self.rates).by_phase

@@ -11,7 +11,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.findings.remedies import advice
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.launch.failures import too_big
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.plan.run_peak import loop_overhead
@@ -25,7 +25,7 @@ COMPILE_BYTES = 2**30
 
 
 def refuse(
-    report: Report,
+    report: ReportRecord,
     program: Program,
     command: Command,
     tell: Callable[[str], None] = lambda line: None,
@@ -57,17 +57,19 @@ def refuse(
     raise DoesNotFit(too_big(report), advice.lines(report, levers, found, fit(report, command)))
 
 
-def advice_without_compiling(report: Report, command: Command) -> list[str]:
+def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
     """The advice for a device that ran out of memory: what is left to try, in the order of its cost."""
     return advice.lines(report, advice.open_levers(report), [], fit(report, command))
 
 
-def before_the_report(program: Program) -> Report:
+def before_the_report(program: Program) -> ReportRecord:
     """A report that knows the config and the devices alone, for a compiler that ran out of memory."""
     target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)  # alike in several processes
-    return Report(0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes)
+    return ReportRecord(
+        0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes
+    )
 
 
-def fit(report: Report, command: Command) -> str:
+def fit(report: ReportRecord, command: Command) -> str:
     """The `bytescope fit` for the task of a run, on this machine."""
     return advice.fit_command(command.config or DEFAULT, "local", command.overrides, report)

@@ -9,7 +9,7 @@ from bytescope.memory.pipeline import schedule_figures
 from bytescope.memory.pipeline.published_schedules import PUBLISHED
 from bytescope.memory.pipeline.schedule import IDLE, Schedule
 from bytescope.memory.pipeline.schedules import SCHEDULES
-from bytescope.memory.view.elements import Cell, Table, table
+from bytescope.memory.view.elements import Cell, PageTable, table
 from bytescope.memory.view.frame import page
 from bytescope.train.plan.schedule_drawing import share
 
@@ -40,7 +40,7 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
     )
 
 
-def _published(schedules: Sequence[Schedule]) -> Table | None:
+def _published(schedules: Sequence[Schedule]) -> PageTable | None:
     """The papers' schedules for as many stages and micro-batches; None beside one schedule alone."""
     if len(schedules) < 2:
         return None

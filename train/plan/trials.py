@@ -20,7 +20,7 @@ from bytescope.memory.remat.ilp import Plan, remat_keys
 from bytescope.memory.remat.problem import Compiled, Tried, problem_of
 from bytescope.memory.remat.search import FULL, Search
 from bytescope.memory.seconds import ranking, step_prediction
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
 
 # Keys as the command line gives them: dotted key -> text.
@@ -168,7 +168,7 @@ class Trials:
 
         return Search(problem, compile_plans, tell)
 
-    def predicted(self, answer: Mapping[str, Any]) -> Prediction:
+    def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
         found = step_prediction.of_answer(answer)
         if found is None:

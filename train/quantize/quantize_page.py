@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bytescope.memory.units import human
-from bytescope.memory.view.elements import Figure, table, versions
+from bytescope.memory.view.elements import HeaderFigure, table, versions
 from bytescope.memory.view.frame import page
 from bytescope.train.quantize.quantize_result import Result
 from bytescope.train.quantize.quantize_text import mean_error
@@ -29,8 +29,8 @@ def render(result: Result) -> str:
         facts=result.facts,
         versions=versions(result.versions),
         figures=[
-            Figure("perplexity", f"{result.after:.3f}", f"{result.before:.3f} before"),
-            Figure("weights", human(after), f"{human(before)} in 16 bits", f"{after:,} bytes"),
+            HeaderFigure("perplexity", f"{result.after:.3f}", f"{result.before:.3f} before"),
+            HeaderFigure("weights", human(after), f"{human(before)} in 16 bits", f"{after:,} bytes"),
         ],
         weights=[_short(name) for name in result.weights],
         heat=heat(result),

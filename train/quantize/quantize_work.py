@@ -127,7 +127,7 @@ class Work:
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
         """Takes a stream through a block, in place; with `watch` the sums of the products' inputs."""
         rows, number = self.programs.sizes.rows, np.int32(layer)
-        program = (self.programs.watch() if watch else self.programs.block()).compiled
+        program = (self.programs.watch() if watch else self.programs.block()).executable
         sums = self.programs.no_sums() if watch else None
         for start in range(0, len(x_NLD), rows):
             self._tell(self._calls, self.calls, f"layer {layer}: {what}")
@@ -152,7 +152,7 @@ class Work:
             scales[fold.name], powers[fold.name] = np.ones(len(magnitudes_I), np.float32), 0.0
             if self.method.scales and fold.before:
                 flat = tuple(self._flat(found, path) for path in fold.weights)
-                scale_I, power, _ = self.programs.search(fold).compiled(gram_II, magnitudes_I, flat)
+                scale_I, power, _ = self.programs.search(fold).executable(gram_II, magnitudes_I, flat)
                 found, scales[fold.name] = fold_in(fold, self.programs.config, found, np.asarray(scale_I))
                 powers[fold.name] = float(power)
         codes, errors = {}, []
@@ -173,7 +173,7 @@ class Work:
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
         """A packed weight, and its error and that of plain rounding as shares of the output's mean square."""
-        program = self.programs.quantize(fold, path).compiled
+        program = self.programs.quantize(fold, path).executable
         found, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
         return Codes(*map(np.asarray, found)), {"error": float(error), "rounding": float(plain)}
 
@@ -202,7 +202,7 @@ class Work:
         rows = self.programs.sizes.rows
         return np.concatenate(
             [
-                np.asarray(self.programs.embed().compiled(shell, tokens_NL[start : start + rows]))
+                np.asarray(self.programs.embed().executable(shell, tokens_NL[start : start + rows]))
                 for start in range(0, len(tokens_NL), rows)
             ]
         )
@@ -211,10 +211,9 @@ class Work:
         """That of the held-out text."""
         self._tell(self._calls, self.calls, "perplexity")
         rows = self.programs.sizes.rows
+        head = self.programs.head().executable
         total = sum(
-            float(
-                self.programs.head().compiled(shell, x_NLD[start : start + rows], self._held_out[start : start + rows])
-            )
+            float(head(shell, x_NLD[start : start + rows], self._held_out[start : start + rows]))
             for start in range(0, len(x_NLD), rows)
         )
         return math.exp(min(total / (len(x_NLD) * (x_NLD.shape[1] - 1)), 700))

@@ -23,7 +23,7 @@ from bytescope.memory.commands.trace_command import prediction, to_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import annotate, breakdown, profile_text, trace_page, xplane
 from bytescope.memory.profile.xplane import HOST
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
@@ -100,7 +100,7 @@ class Profile:
     `report`: of the compiled step, whose predicted seconds stand beside the measured ones.
     """
 
-    def __init__(self, updates: range, workdir: Path, report: Report, console: Console):
+    def __init__(self, updates: range, workdir: Path, report: ReportRecord, console: Console):
         self.updates, self.workdir, self.report, self.console = updates, workdir, report, console
         self._running = False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.program.config_files import flatten
 from bytescope.train.run.run_page import RunPage
 from bytescope.train.run.tensorboard import Events, scalars
@@ -25,7 +25,13 @@ class Recorders:
     """
 
     def __init__(
-        self, workdir: Path, step: int, config: ConfigDict, report: Report, enabled: bool, tell: Callable[[str], None]
+        self,
+        workdir: Path,
+        step: int,
+        config: ConfigDict,
+        report: ReportRecord,
+        enabled: bool,
+        tell: Callable[[str], None],
     ):
         self._recorders: list[Events | WandbRun | RunPage] = []
         if not enabled:

@@ -66,7 +66,7 @@ class RunDirectory:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: tuple[Mapping[str, float], ...] = ()
     evaluations: tuple[Mapping[str, float], ...] = ()
-    report: report_record.Report | None = None
+    report: report_record.ReportRecord | None = None
     breakdown: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
     files: frozenset[str] = frozenset()

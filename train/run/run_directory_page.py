@@ -16,15 +16,15 @@ from urllib.parse import quote
 from bytescope.memory.files import write_whole
 from bytescope.memory.findings import routing_findings
 from bytescope.memory.profile import trace_page
-from bytescope.memory.records.report_record import Finding, Report
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view import prediction_text as times_text
 from bytescope.memory.view.elements import (
     Cell,
-    Figure,
+    HeaderFigure,
+    PageTable,
     Section,
-    Table,
     figure,
     parts,
     program_facts,
@@ -144,7 +144,7 @@ def predicted_bytes(run: RunDirectory) -> float | None:
     return seen[-1] if seen else run.report and run.report.predicted_bytes
 
 
-def _on_cpu(report: Report) -> bool:
+def _on_cpu(report: ReportRecord) -> bool:
     return report.target.get("platform") == "cpu"
 
 
@@ -166,25 +166,25 @@ def _state(run: RunDirectory) -> dict[str, str]:
     return {"kind": "tight", "words": f"at step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")}
 
 
-def _figures(run: RunDirectory) -> list[Figure]:
-    found = [Figure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
+def _figures(run: RunDirectory) -> list[HeaderFigure]:
+    found = [HeaderFigure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda row: row["eval_loss"])
         worse = last["eval_loss"] > best["eval_loss"]
         note = f"best {best['eval_loss']:.4f} at step {int(best['step']):,}" if worse else "the best of the run"
-        found.append(Figure("held-out loss", f"{last['eval_loss']:.4f}", note))
+        found.append(HeaderFigure("held-out loss", f"{last['eval_loss']:.4f}", note))
     losses = [row for row in run.rows if "loss" in row]
     if losses:
-        found.append(Figure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
+        found.append(HeaderFigure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
     speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
     if speeds:
         times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
         note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
-        found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
-        taken = Prediction.stated(run.report) if run.report else None
+        found.append(HeaderFigure("tokens/s", f"{median(speeds):,.0f}", note))
+        taken = StepPrediction.stated(run.report) if run.report else None
         if taken:
             found.append(
-                Figure(
+                HeaderFigure(
                     "predicted update", times_text.taken(taken), f"{times_text.interval(taken)}; rates: {taken.rates}"
                 )
             )
@@ -193,11 +193,11 @@ def _figures(run: RunDirectory) -> list[Figure]:
         of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
         predicted = predicted_bytes(run)
         note = f"; predicted {human(predicted)}" if predicted is not None else ""
-        found.append(Figure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
+        found.append(HeaderFigure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
     return found + _routing(run)
 
 
-def _routing(run: RunDirectory) -> list[Figure]:
+def _routing(run: RunDirectory) -> list[HeaderFigure]:
     """What the routers of a mixture last did with its tokens; [] for a run without experts."""
     routed = [row for row in run.rows if "load_max" in row]
     if not routed:
@@ -205,7 +205,7 @@ def _routing(run: RunDirectory) -> list[Figure]:
     last = routed[-1]
     idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
     return [
-        Figure(
+        HeaderFigure(
             "busiest expert",
             f"{last['load_max']:.2f} x the mean",
             f"at step {int(last['step']):,}; "
@@ -224,7 +224,7 @@ def _findings(run: RunDirectory) -> list[Finding]:
     ]
 
 
-def _memory(report: Report) -> list[Figure]:
+def _memory(report: ReportRecord) -> list[HeaderFigure]:
     return [
         figure("peak live", report.peak_bytes),
         figure("allocated", report.allocated_bytes),
@@ -233,7 +233,7 @@ def _memory(report: Report) -> list[Figure]:
     ]
 
 
-def _runs(runs: Sequence[RunDirectory]) -> Table:
+def _runs(runs: Sequence[RunDirectory]) -> PageTable:
     """The runs by their last figures, and by the config keys in which they differ from each other."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({_shown(run.config.get(key, "")) for run in runs}) > 1]

@@ -18,7 +18,8 @@ from rich.text import Text
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.hlo.jax_stages import CompiledStage
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
@@ -167,8 +168,8 @@ class Compiled:
     """The executable that runs, its memory report, its hardware FLOPs over model FLOPs (HFU over MFU), and the seconds
     that it took to compile."""
 
-    step: jax.stages.Compiled
-    report: Report
+    step: CompiledStage
+    report: ReportRecord
     flops_ratio: float
     seconds: float = 0.0
 
@@ -206,10 +207,10 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
             ],
         )
         put(report_text.render(report), console)
-    return Compiled(compilation.compiled, report, work.hardware_flops / max(named.model_flops, 1), seconds)
+    return Compiled(compilation.executable, report, work.hardware_flops / max(named.model_flops, 1), seconds)
 
 
-def write_report(report: Report, workdir: Path) -> Path:
+def write_report(report: ReportRecord, workdir: Path) -> Path:
     """Writes the report into a run directory, as JSON and as a page that opens offline; returns the page's path."""
     write_atomically(workdir / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
     write_atomically(workdir / PAGE, report_page.render(report))

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import put
-from bytescope.memory.view.text_layout import Command, Prose, as_text, ignoring, wrap
+from bytescope.memory.view.text_layout import CopyCommand, Prose, as_text, ignoring, wrap
 
 TITLE = 11  # columns of a title and the gap after it
 BAR = 16
@@ -46,7 +46,7 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def memory(report: Report) -> Text:
+def memory(report: ReportRecord) -> Text:
     """One bar of what the step takes of the limit, with the bytes and the headroom."""
     predicted, limit = report.predicted_bytes, report.limit_bytes
     elsewhere = f", and {human(report.host_bytes)} in host memory" if report.host_bytes else ""
@@ -65,7 +65,7 @@ def memory(report: Report) -> Text:
     )
 
 
-def speed(report: Report) -> str:
+def speed(report: ReportRecord) -> str:
     """What an update is predicted to take, and the bound of the data sheet; "" where no rate is known."""
     return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
@@ -92,7 +92,7 @@ class End:
     seconds: float
     evaluated: tuple[int, float] | None
     tokens_per_s: float
-    report: Report
+    report: ReportRecord
     before: LiveMemory | None
     live: LiveMemory | None
     checkpoint: Path | None
@@ -130,4 +130,4 @@ def show_commands(console: Console, commands: Mapping[str, str]) -> None:
     """Prints commands to copy, each under what it does."""
     for title, text in commands.items():
         put(Prose(title, style="bold"), console)
-        put(Command(text), console)
+        put(CopyCommand(text), console)

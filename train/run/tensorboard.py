@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.step.routing import ROUTING_METRICS
 
@@ -53,7 +53,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     return {tag: float(number) for tag, number in found.items() if isinstance(number, int | float)}
 
 
-def summary(report: Report) -> dict[str, str]:
+def summary(report: ReportRecord) -> dict[str, str]:
     """What a report predicts of one device, by name, as people read it."""
     return {
         "peak": human(report.peak_bytes),
@@ -76,7 +76,7 @@ class Events:
       OSError: the file cannot be written.
     """
 
-    def __init__(self, directory: Path, step: int, config: Mapping[str, Any], report: Report):
+    def __init__(self, directory: Path, step: int, config: Mapping[str, Any], report: ReportRecord):
         with warnings.catch_warnings(), _not_imported("torch", "google.cloud.storage"):
             warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
             from tensorboardX import summary as protos

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.records.report_json import one_line
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.run.tensorboard import summary
 from bytescope.train.user_errors import UserError
@@ -58,7 +58,7 @@ class WandbRun:
     """
 
     def __init__(
-        self, workdir: Path, project: str, config: Mapping[str, Any], report: Report, tell: Callable[[str], None]
+        self, workdir: Path, project: str, config: Mapping[str, Any], report: ReportRecord, tell: Callable[[str], None]
     ):
         self._workdir, self._tell, self._run = workdir, tell, None
         settings = {

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
 from bytescope.memory.findings.remedies.case import Keys, case_of
 from bytescope.memory.findings.remedies.open_levers import Lever, open_levers, together
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB, MIB, human
 
 __all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
@@ -43,7 +43,7 @@ class Tried:
 
 
 def tried(
-    report: Report,
+    report: ReportRecord,
     levers: Sequence[Lever],
     bytes_of: Callable[[Keys], int],
     tell: Callable[[str], None] = lambda line: None,
@@ -81,7 +81,7 @@ def tried(
     return found
 
 
-def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: str = "") -> list[str]:
+def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried], fit: str = "") -> list[str]:
     """The advice, line by line: what was compiled, else what is left to try, and the command that searches.
 
     fit: that command; "" leaves it out.
@@ -110,7 +110,7 @@ def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: 
     return out
 
 
-def _untried(lever: Lever, report: Report, known: bool) -> str:
+def _untried(lever: Lever, report: ReportRecord, known: bool) -> str:
     """A line on a lever that nobody compiled; `known`: whether the report says what each row holds."""
     missing = report.predicted_bytes - (report.limit_bytes or 0)
     enough = "  may be enough" if known and lever.most(report) >= missing > 0 else ""
@@ -118,12 +118,12 @@ def _untried(lever: Lever, report: Report, known: bool) -> str:
     return f"  {size}{lever.flags}{f'  ({lever.costs})' if lever.costs else ''}"
 
 
-def _verdict(size: int, report: Report) -> str:
+def _verdict(size: int, report: ReportRecord) -> str:
     missing = size - (report.limit_bytes or 0)
     return "fits" if missing <= 0 else f"{human(missing)} too much"
 
 
-def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], report: Report) -> str:
+def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], report: ReportRecord) -> str:
     """The `bytescope fit` that searches for the fastest configuration of the same task, quoted for a shell; "" for a
     report that has no config of the trainer's or no limit.
 
@@ -149,7 +149,7 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
     return shlex.join(words)
 
 
-def _budget(report: Report) -> str:
+def _budget(report: ReportRecord) -> str:
     """The limit as text, rounded down to a tenth of a GiB, or to a MiB below one. What is free of a host's memory
     changes: there it is a little less."""
     limit = report.limit_bytes * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)

@@ -32,7 +32,7 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
 )
 from bytescope.memory.formulas.communication_volume import BATCH_AXES
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 
 # Keys of a config to change: dotted key -> text.
 Keys = Mapping[str, str]
@@ -51,7 +51,7 @@ class Case:
     flat: Mapping[str, Any]
     axes: Mapping[str, int]
     host_memory: bool
-    report: Report
+    report: ReportRecord
 
     @property
     def accumulates(self) -> bool:
@@ -100,7 +100,7 @@ class Case:
         return math.prod(self.axes[axis] for axis in BATCH_AXES) * self.flat[DATA_SEQ_LEN]
 
 
-def case_of(report: Report) -> Case | None:
+def case_of(report: ReportRecord) -> Case | None:
     """The case of a report; None where the program has no config of the trainer's."""
     flat = report.config
     needed = (BATCH_MICRO, DATA_SEQ_LEN, LOSS_KIND, MESH_FSDP, OFFLOAD_PARAMS, OPTIMIZER_NAME, REMAT_POLICY)

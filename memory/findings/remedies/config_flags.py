@@ -22,7 +22,7 @@ from bytescope.memory.config_keys import (
 from bytescope.memory.findings.evidence import NOTABLE
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of
 from bytescope.memory.findings.remedies.open_levers import flags, open_levers
-from bytescope.memory.records.report_record import Finding, Report
+from bytescope.memory.records.report_record import Finding, ReportRecord
 
 Remedy = tuple[str, Keys] | None
 
@@ -32,7 +32,7 @@ _WELL_BELOW = 0.8
 _LEAST_CHUNK, _MOST_TENSOR = 256, 8
 
 
-def with_flags(report: Report, finding: Finding) -> Finding:
+def with_flags(report: ReportRecord, finding: Finding) -> Finding:
     """A finding with the flags of its remedy, where the report has a config of the trainer's and flags carry it out."""
     case = case_of(report)
     if case is None or finding.flags or finding.kind not in REMEDIES:

@@ -43,7 +43,7 @@ from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedul
 from bytescope.memory.findings.remedies.expert_room import room_of, smaller
 from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import STRATEGIES
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 
 # Rows of the breakdown that grow with the batch, and those that are state of the parameters.
 _BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
@@ -78,14 +78,14 @@ class Lever:
         """What to add to the command, quoted for a shell."""
         return flags(self.keys)
 
-    def most(self, report: Report) -> int:
+    def most(self, report: ReportRecord) -> int:
         """The most bytes of one device that the lever can free, by the rows at the peak; what packs worse than it has
         to counts as freed."""
         rows = {**self.frees, "fragmentation": 1.0}
         return max(int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items())) - self.adds, 0)
 
 
-def open_levers(report: Report) -> list[Lever]:
+def open_levers(report: ReportRecord) -> list[Lever]:
     """The levers that the config of a report has not used and could, cheapest in time first; those that change the loss
     curve come last. [] for a program without a config of the trainer's, or without a lever left."""
     case = case_of(report)
@@ -94,7 +94,7 @@ def open_levers(report: Report) -> list[Lever]:
     return [lever for make in LEVERS if (lever := make(case)) is not None]
 
 
-def together(levers: Sequence[Lever], report: Report) -> Lever | None:
+def together(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
     """All levers that keep the curve and stay on the device, at their strongest, as one; None for fewer than two."""
     case = case_of(report)
     used = [

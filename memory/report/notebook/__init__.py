@@ -1,6 +1,6 @@
-"""What the output area of a notebook shows: pieces of HTML without scripts, light or dark as the notebook around is.
+"""The output of a report and of a difference in a notebook: HTML without scripts, in the theme of the notebook.
 
-In: a `records.Report`, the cells of a table, the changes of a diff. Out: the text of one `<div>` that brings its styles
-and asks the network for nothing. Start at `piece.render`, which puts a template between the styles; `summary` is the
-report's, `timeline` draws its bytes along the schedule as SVG.
+In: the record of a report, or the changes between two. Out: the text of one `<div>` with its styles, which loads
+nothing from the network. `notebook_summary` draws a report, `notebook_timeline` its live bytes along the schedule as
+SVG, `notebook_difference` a difference; all end in `view.notebook_piece.render`.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from bytescope.memory.records.report_diff import Change, version_changes, warnings
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view import notebook_piece
 from bytescope.memory.view.elements import row_name
@@ -15,7 +15,7 @@ HEADS = (("", False), ("before", True), ("after", True), ("change", True), ("%",
 _PARTS = 30
 
 
-def render(before: Report, after: Report, changes: Iterable[Change], shown: int) -> str:
+def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int) -> str:
     """The piece of a difference, with the `shown` buffers that changed most."""
     changes = list(changes)
     buffers = [change for change in changes if change.kind == "buffer"]

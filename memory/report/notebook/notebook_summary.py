@@ -5,14 +5,14 @@ The names of a program are cut, so that the piece is small whatever the program.
 
 from __future__ import annotations
 
-from bytescope.memory.records.report_record import METHODS, Finding, Report
+from bytescope.memory.records.report_record import METHODS, Finding, ReportRecord
 from bytescope.memory.report.buffer_tables import array_type, largest, line, of_all
 from bytescope.memory.report.notebook.notebook_timeline import BAND, HIGH, WIDE, timeline
 from bytescope.memory.report.report_page import figures, verdict
 from bytescope.memory.report.report_text import versions_text
 from bytescope.memory.units import human
 from bytescope.memory.view import notebook_piece
-from bytescope.memory.view.elements import Figure, parts, where
+from bytescope.memory.view.elements import HeaderFigure, parts, where
 from bytescope.memory.view.notebook_piece import cut
 
 FINDINGS, BUFFERS, NOTES = 5, 10, 10
@@ -20,7 +20,7 @@ _SENTENCE = 600
 HEADS = (("what", False), ("bytes", True), ("type", False), ("row", False), ("line", False))
 
 
-def render(report: Report) -> str:
+def render(report: ReportRecord) -> str:
     """The piece of a report; under 300 KB whatever the program."""
     found = largest(report, BUFFERS)
     cells = [
@@ -57,8 +57,8 @@ def render(report: Report) -> str:
 
 def _finding(finding: Finding) -> tuple[str, str, str]:
     """Message, remedy and the flags to copy."""
-    return tuple(cut(text, _SENTENCE) for text in (finding.message, finding.remedy, finding.flags))
+    return cut(finding.message, _SENTENCE), cut(finding.remedy, _SENTENCE), cut(finding.flags, _SENTENCE)
 
 
-def _figures(report: Report) -> list[Figure]:
-    return [Figure(*(cut(text) for text in each)) for each in figures(report)]
+def _figures(report: ReportRecord) -> list[HeaderFigure]:
+    return [HeaderFigure(*(cut(text) for text in each)) for each in figures(report)]

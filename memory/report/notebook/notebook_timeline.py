@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 
-from bytescope.memory.records.report_record import STEP_PHASES, Report
+from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
 from bytescope.memory.report.report_data import by_category, phase_bands, thin
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import row_name
@@ -42,7 +42,7 @@ class Timeline:
     limit: float | None
 
 
-def timeline(report: Report) -> Timeline | None:
+def timeline(report: ReportRecord) -> Timeline | None:
     """The drawing of a report, None for one with fewer than two points."""
     points = report.timeline
     if len(points) < 2:

@@ -1,5 +1,6 @@
-"""What this machine's devices reach, measured with jax in about a minute: `bytescope calibrate`.
+"""Measures with jax what the devices of this machine reach, in about a minute: `bytescope calibrate`.
 
-In: jax devices of one host and a number of seconds. Out: `Rates` and the samples that they are made of. Start at
-measure.py; cases.py has what one measurement is and builds its chain of kernels; kernels.py and links.py list them.
+In: jax devices of one host and a number of seconds. Out: the rates and the samples that they are computed from. Start
+at `measure`; `cases` describes one measurement and builds its chain of kernels; `kernel_cases` and `links` list the
+measurements.
 """

@@ -38,7 +38,7 @@ SMALL = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CalibrationCase:
     """One kernel at one size.
 
     Fields:
@@ -65,7 +65,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class CalibrationSizes:
     """Which sizes are measured, most wanted first.
 
     Fields:
@@ -86,7 +86,7 @@ class Sizes:
     copied: int
 
 
-ACCELERATOR = Sizes(
+ACCELERATOR = CalibrationSizes(
     units=("bf16", "tf32", "fp8", "fp16", "fp32"),
     sides=(4096, 8192, 1024, 2048, 512, 16384),
     thin=((8192, 4096, 14336), (16384, 4096, 1024), (512, 4096, 4096), (4096, 2048, 131072)),
@@ -98,7 +98,7 @@ ACCELERATOR = Sizes(
     payloads=(64 * MIB, MIB, 64 * 2**10, 512 * MIB, 8 * MIB),
     copied=256 * MIB,
 )
-HOST = Sizes(
+HOST = CalibrationSizes(
     units=("fp32", "bf16"),
     sides=(512, 256, 1024, 128),
     thin=((1024, 256, 1024), (64, 512, 2048)),

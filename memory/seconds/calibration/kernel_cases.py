@@ -19,9 +19,9 @@ from bytescope.memory.seconds.calibration.cases import (
     SMALL,
     THIN,
     UNROLLED,
-    Case,
+    CalibrationCase,
+    CalibrationSizes,
     Chain,
-    Sizes,
     chain,
     links_of,
 )
@@ -31,7 +31,7 @@ from bytescope.memory.seconds.rate_records import WAYS
 _BACKWARD = 2.5
 
 
-def floors(device: Any) -> Iterator[Case]:
+def floors(device: Any) -> Iterator[CalibrationCase]:
     import jax
     import jax.numpy as jnp
 
@@ -44,8 +44,8 @@ def floors(device: Any) -> Iterator[Case]:
             unroll=4 * UNROLLED,
         )
 
-    yield Case(FLOOR, (), 0, 0.0, MOST_LINKS, functools.partial(make, MOST_LINKS), needed=True)
-    yield Case(CALL, (), 0, 0.0, 1, functools.partial(make, 1), needed=True)
+    yield CalibrationCase(FLOOR, (), 0, 0.0, MOST_LINKS, functools.partial(make, MOST_LINKS), needed=True)
+    yield CalibrationCase(CALL, (), 0, 0.0, 1, functools.partial(make, 1), needed=True)
 
 
 def _dtype(unit: str) -> Any:
@@ -65,7 +65,7 @@ def _times(unit: str) -> Callable[[Any, Any], Any]:
     return lambda x, w: jnp.matmul(x, w, precision=precision, preferred_element_type=out).astype(x.dtype)
 
 
-def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> Iterator[Case]:
+def products(device: Any, units: Sequence[str], sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
     def make(unit: str, side: int, links: int) -> Chain:
         shape = (side, side), _dtype(unit)
         return chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
@@ -74,7 +74,7 @@ def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> I
         for unit in units:
             work = 2.0 * side**3
             links = links_of(work, flops)
-            yield Case(
+            yield CalibrationCase(
                 PRODUCTS,
                 (unit,),
                 side,
@@ -85,7 +85,7 @@ def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> I
             )
 
 
-def thin(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
+def thin(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
     """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
@@ -100,10 +100,10 @@ def thin(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
     for m, k, n in sizes.thin:
         work = 4.0 * m * k * n
         links = links_of(work, flops)
-        yield Case(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
+        yield CalibrationCase(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
 
 
-def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
+def memory(device: Any, sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
     import jax
     import jax.numpy as jnp
 
@@ -120,7 +120,7 @@ def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
     for size in sizes.arrays:
         for kind, (arrays, _) in kinds.items():
             links = links_of(arrays * size, moved)
-            yield Case(
+            yield CalibrationCase(
                 MEMORY,
                 (kind,),
                 size,
@@ -131,7 +131,7 @@ def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
             )
 
 
-def attention(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
+def attention(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
     for length in sizes.lengths:
         for width in sizes.widths:
             for way in WAYS:
@@ -142,7 +142,7 @@ def attention(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Ca
                 # A call of a backward chain begins with one forward pass.
                 work *= _BACKWARD + 1 / links if backward else 1.0
                 make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
-                yield Case(
+                yield CalibrationCase(
                     ATTENTION,
                     (way, width),
                     length,

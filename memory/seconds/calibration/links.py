@@ -15,9 +15,9 @@ from bytescope.memory.seconds.calibration.cases import (
     SMALL,
     TO_DEVICE,
     TO_HOST,
-    Case,
+    CalibrationCase,
+    CalibrationSizes,
     Chain,
-    Sizes,
     links_of,
     normal,
 )
@@ -40,7 +40,7 @@ class Copies:
         return lambda: jax.device_put(array, self.there)
 
 
-def host_link(device: Any, sizes: Sizes) -> Iterator[Case]:
+def host_link(device: Any, sizes: CalibrationSizes) -> Iterator[CalibrationCase]:
     import jax
 
     kinds = {memory.kind for memory in device.addressable_memories()}
@@ -57,10 +57,10 @@ def host_link(device: Any, sizes: Sizes) -> Iterator[Case]:
 
     for size, needed in ((sizes.copied, True), (SHORT, True)):
         for way in (TO_HOST, TO_DEVICE):
-            yield Case(HOST_LINK, (way,), size, float(size), 1, functools.partial(make, way, size), needed)
+            yield CalibrationCase(HOST_LINK, (way,), size, float(size), 1, functools.partial(make, way, size), needed)
 
 
-def collectives(devices: Sequence[Any], sizes: Sizes, moved: float) -> Iterator[Case]:
+def collectives(devices: Sequence[Any], sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
     groups = [group for group in dict.fromkeys((len(devices), 2)) if 2 <= group <= len(devices)]
     for size in (*sizes.payloads, SHORT):
         for group in groups:
@@ -69,7 +69,7 @@ def collectives(devices: Sequence[Any], sizes: Sizes, moved: float) -> Iterator[
                     continue  # only what tells the seconds of a hop
                 whole = size - size % (4 * group * group)
                 links = links_of(whole, moved)
-                yield Case(
+                yield CalibrationCase(
                     COLLECTIVES,
                     (kind, group),
                     whole,

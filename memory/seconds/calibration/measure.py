@@ -32,10 +32,10 @@ from bytescope.memory.seconds.calibration.cases import (
     MEMORY,
     PRODUCTS,
     SHORT,
-    Case,
-    Sizes,
+    CalibrationCase,
+    CalibrationSizes,
 )
-from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
+from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates
 
 # The share of the time in which cases are compiled; what a visit of one takes.
 _PREPARING, _VISIT_SECONDS = 0.7, 20e-3
@@ -68,14 +68,14 @@ class Sample:
 class Calibration:
     """What was measured. rates: of one device. left_out: case in words -> why it was not measured."""
 
-    rates: Rates
+    rates: DeviceRates
     samples: tuple[Sample, ...]
     left_out: Mapping[str, str]
 
 
 @dataclasses.dataclass
 class _Prepared:
-    case: Case
+    case: CalibrationCase
     run: Callable[[], Any]
     calls: int  # of one visit
     first: float = 0.0  # seconds of one link in a single call, which stands where there was no time for a turn
@@ -90,13 +90,17 @@ class _Prepared:
         return (time.perf_counter() - began) / (self.calls * self.case.links)
 
 
-def sizes_of(target: Target) -> Sizes:
+def sizes_of(target: Target) -> CalibrationSizes:
     """What is measured of a target's devices."""
     return HOST if target.platform == "cpu" else ACCELERATOR
 
 
 def measure(
-    todo: Sequence[Case], target: Target, devices: int, seconds: float = 60.0, tell: Tell = lambda labels, done: None
+    todo: Sequence[CalibrationCase],
+    target: Target,
+    devices: int,
+    seconds: float = 60.0,
+    tell: Tell = lambda labels, done: None,
 ) -> Calibration:
     """The rates that cases tell (of `cases_of`), measured in about so many seconds.
 
@@ -106,7 +110,7 @@ def measure(
 
     Raises ReportError where a part that a prediction needs cannot be measured.
     """
-    clock = _Clock(time.monotonic(), seconds, tell)
+    clock = _TimeBudget(time.monotonic(), seconds, tell)
     prepared, left_out = _prepared(todo, clock)
     turn = 0
     while prepared and not clock.over(turn):
@@ -129,7 +133,7 @@ def measure(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Clock:
+class _TimeBudget:
     """When it began, how many seconds were asked for, and who is told."""
 
     began: float
@@ -156,7 +160,7 @@ class _Clock:
         return max(_OVER * self.seconds, _LEAST_SECONDS)
 
 
-def _prepared(todo: Sequence[Case], clock: _Clock) -> tuple[list[_Prepared], dict[str, str]]:
+def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
     """(cases ready to run, those left out with the reason)."""
     prepared, left_out = [], {}
     for case in todo:
@@ -175,7 +179,7 @@ def _reason(error: Exception) -> str:
     return in_one_line(str(error))[:200] or type(error).__name__
 
 
-def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]:
+def cases_of(devices: Sequence[Any], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
     """What to measure, the needed first, then by turns a case of each part."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     flops, moved = (
@@ -201,7 +205,7 @@ def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]
     return sorted(turns, key=lambda case: not case.needed)
 
 
-def _prepare(case: Case) -> _Prepared:
+def _prepare(case: CalibrationCase) -> _Prepared:
     """Compiles a case, warms it up and chooses its calls of a visit."""
     found = _Prepared(case, case.make().start(), 1)
     found.visit()  # the first run loads kernels
@@ -241,7 +245,7 @@ def _about(target: Target, devices: int) -> dict[str, str]:
     return found
 
 
-def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> Rates:
+def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
     """The rates that samples say. about: what was measured, when and with which versions.
 
     Raises ReportError where a part is missing that a prediction needs.
@@ -264,7 +268,7 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
     chip = next((chip for chip in CHIPS.values() if chip.kind == target.kind), None)
     versions = ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)
     where = f"{about.get('devices', 1)} x {target.kind}"
-    return Rates(
+    return DeviceRates(
         source=f"measured on {where} on {about.get('date', 'an unknown day')}, {versions}",
         peak_flops={**target.peak_flops, **peaks},
         products={unit: curve for (unit,), curve in products.items()},
@@ -311,11 +315,13 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
     return tuple(sorted(points.items()))
 
 
-def _collectives(samples: Iterable[Sample]) -> tuple[Collective, ...]:
+def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     """Bus bandwidth over payload bytes by kind and group; the shortest payloads tell of hops alone."""
     found: dict[tuple, dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
             found[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
-    return tuple(Collective(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items())
+    return tuple(
+        CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items()
+    )

@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.commands import github
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_diff
-from bytescope.memory.records.report_record import ROWS, Buffer, Finding, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
 from bytescope.memory.units import MIB
 from bytescope.train import cli
 
@@ -35,7 +35,7 @@ def report_of(size, *, target="h100:8", jax="0.10.2", **fields):
         Buffer("w", MIB, (4,), "float32", "params", "argument", at_peak=True),
     )
     rows = {**dict.fromkeys(ROWS, 0), "residuals": size, "params": MIB}
-    return Report(
+    return ReportRecord(
         size + MIB,
         size + MIB,
         rows,

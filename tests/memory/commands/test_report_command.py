@@ -19,7 +19,7 @@ from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.program.compilation import compilation_of
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
 from bytescope.memory.records import report_diff
-from bytescope.memory.records.report_record import POOL, Buffer, Report, RuntimeOverhead
+from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
 from bytescope.train.plan import config_factory
@@ -232,7 +232,7 @@ def test_diff_names_what_grew():
                 at_peak=True,
             ),
         )
-        return Report(
+        return ReportRecord(
             size, size, {"residuals": size}, buffers=buffers, residuals_by_name={"up": size}, versions={"jax": dtype}
         )
 
@@ -312,7 +312,7 @@ def test_guard(step, memory_guard):  # noqa: F811
 def test_the_guard_judges_as_the_verdict_does():
     """By the predicted bytes: what the compiler does not count of the pool can be what is too much."""
     pool = RuntimeOverhead("cuBLAS workspace", 30, POOL, "by hand")
-    report = Report(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
+    report = ReportRecord(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
     assert judge(report, 120).verdict == "exceeds"
     with pytest.raises(memory.GuardError, match="takes 130 B, 10 B more than 120 B.*cuBLAS workspace 30 B"):
         memory.assert_fits(report, "120B")

@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.commands import xprof_export as xprof_export_command
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 BUFFERS = (
     Buffer(
@@ -27,7 +27,7 @@ BUFFERS = (
     Buffer("dead", 5, at_peak=False),
     Buffer("host", 9, at_peak=True, memory="host"),
 )
-REPORT = Report(2**40 + 307, 2**40 + 307, {}, buffers=BUFFERS, program="jit_step", versions={"jax": "1"})
+REPORT = ReportRecord(2**40 + 307, 2**40 + 307, {}, buffers=BUFFERS, program="jit_step", versions={"jax": "1"})
 
 
 def fields(message):
@@ -145,4 +145,4 @@ def test_nothing_to_write_and_nowhere_to_write_it(tmp_path):
 
 
 def test_an_empty_report_is_a_valid_profile():
-    assert decode(xprof_export_command.pprof(Report(0, 0, {}))) == []
+    assert decode(xprof_export_command.pprof(ReportRecord(0, 0, {}))) == []

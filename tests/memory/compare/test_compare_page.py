@@ -113,6 +113,7 @@ def test_the_map_of_the_page_is_escaped_and_has_one_unit():
     assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make_rows", [growing, layouts])
 def test_the_page_is_sound_when_it_is_used(make_rows, browser):
     check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}), Row))

@@ -12,8 +12,8 @@ from bytescope.memory.compare import compare_text, grids, worker
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.report_record import Buffer, Report, TimelinePoint
-from bytescope.memory.records.schedule_records import Kernel
+from bytescope.memory.records.report_record import Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.view.elements import rates_notes
 from bytescope.train.plan.config_grid import ConfigRow as Row
@@ -102,7 +102,7 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
     """A product of 1 PFLOP on each device, twice per update; the bound is that of the data sheet's peak."""
     target = targets.parse("h100:8").to_json()
     peak = target["peak_flops"]["bf16"]
-    steps = (Kernel("product", "forward", 0, 10**15, "bfloat16", (1, 8192, 8192, 8192)),)
+    steps = (ScheduledKernel("product", "forward", 0, 10**15, "bfloat16", (1, 8192, 8192, 8192)),)
     answer = {
         "status": "ok",
         "work": {"forward": {"flops": {"bf16": 1e15}}},
@@ -315,8 +315,8 @@ def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
     heights = [10, 30, 20, 10, 20]
     heights[peak] = 40
     timeline = tuple(TimelinePoint(i, bytes, "", "") for i, bytes in enumerate(heights))
-    assert worker.residuals_of(Report(40, 40, {}, timeline, buffers)) == kept
-    assert worker.residuals_of(Report(40, 40, {}, timeline)) == 0
+    assert worker.residuals_of(ReportRecord(40, 40, {}, timeline, buffers)) == kept
+    assert worker.residuals_of(ReportRecord(40, 40, {}, timeline)) == 0
 
 
 # ---- the terminal -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import COLLECTIVES
-from bytescope.memory.records.report_record import Collective, Communication, Report
+from bytescope.memory.records.report_record import Collective, Communication, ReportRecord
 from bytescope.memory.report import report_page, report_text
 from support import programs
 from support.formats import field
@@ -56,6 +56,11 @@ def test_a_mesh_with_its_own_order_of_devices():
     order = field(3, field(1, b"\2\2\2") + field(2, b"\1\0\2"))
     mesh = b"".join(field(1, field(2, size)) for size in (1, 2, 4)) + order
     assert sorted(groups(field(93, field(1, mesh) + field(2, field(1, 1))))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_groups_along_two_parts_of_one_axis():
+    first, last = field(2, field(2, field(1, 1) + field(2, 2))), field(2, field(2, field(1, 4) + field(2, 2)))
+    assert groups(field(93, field(1, field(1, field(2, 8))) + first + last)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_no_groups_is_everyone_and_pairs_are_groups():
@@ -350,7 +355,7 @@ def test_the_terminal_has_both_tables(talk):
         "synchronous",
         "forward/inner()",
     ]
-    assert not any("communication" in line for line in shown(Report(1, 1, {})))
+    assert not any("communication" in line for line in shown(ReportRecord(1, 1, {})))
 
 
 def test_the_page_has_both_tables(talk):
@@ -358,7 +363,7 @@ def test_the_page_has_both_tables(talk):
     part = page[page.index('id="communication"') : page.index("Findings</h2>")]
     assert part.count("<tr") == 2 + 5 + 1 + 5  # heads, kinds, their total, operations
     assert "data x model 8" in part and part.count("synchronous") == 5
-    assert "No communication between devices" in report_page.render(Report(1, 1, {}))
+    assert "No communication between devices" in report_page.render(ReportRecord(1, 1, {}))
 
 
 def test_every_kind_has_its_share():

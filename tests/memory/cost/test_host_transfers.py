@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.cost import host_transfers
 from bytescope.memory.hlo.module import Computation, Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 
 
 def module(opcode, operands, result):
@@ -23,7 +23,7 @@ def module(opcode, operands, result):
 
 
 def array(elements, host=False):
-    return Shape("float32", (elements,), host_transfers.HOST_SPACE * host, None, 32)
+    return HloShape("float32", (elements,), host_transfers.HOST_SPACE * host, None, 32)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def array(elements, host=False):
     [
         ("copy", [array(10)], array(10, True), (40, 0)),
         ("copy", [array(10)], array(10), (0, 0)),
-        ("copy-start", [array(10, True)], Shape(parts=(array(10), array(10, True))), (0, 40)),
+        ("copy-start", [array(10, True)], HloShape(parts=(array(10), array(10, True))), (0, 40)),
         ("dynamic-slice", [array(10, True), array(1)], array(5), (0, 20)),
         ("dynamic-update-slice", [array(10, True), array(5), array(1)], array(10, True), (20, 0)),
         ("add", [array(10, True), array(10)], array(10), (0, 0)),

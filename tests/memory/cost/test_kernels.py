@@ -7,17 +7,17 @@ import pytest
 from bytescope import memory
 from bytescope.memory.cost import kernel_costs
 from bytescope.memory.hlo.module import Computation, Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 
 pytestmark = pytest.mark.quick
 
 
 def array(*dims, dtype="float32", bits=32, space=0):
-    return Shape(dtype, dims, space, None, bits)
+    return HloShape(dtype, dims, space, None, bits)
 
 
 def parts(*shapes):
-    return Shape(parts=shapes)
+    return HloShape(parts=shapes)
 
 
 def module(*lines):

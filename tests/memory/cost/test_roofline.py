@@ -21,10 +21,10 @@ from bytescope.memory.cost.flops import count
 from bytescope.memory.cost.roofline import Figures, Prediction, seconds
 from bytescope.memory.cost.step_work import by_phase, hosts_of
 from bytescope.memory.devices import targets
-from bytescope.memory.records.report_record import Collective, Report, Subject, Transfer
+from bytescope.memory.records.report_record import Collective, ReportRecord, Subject, Transfer
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.seconds import rates, step_schedule
-from bytescope.memory.seconds.step_schedule import Kernel
+from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from bytescope.memory.view import prediction_text as times
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow as Row
@@ -145,7 +145,7 @@ def test_figures_of_targets():
 
 def test_work_by_phase():
     flops = {("forward", "bf16"): 10, ("backward", "bf16"): 15, ("backward", "tf32"): 5}
-    report = Report(
+    report = ReportRecord(
         0,
         0,
         {},
@@ -210,7 +210,7 @@ def test_hosts_of_an_axis(axes, group, per_host, hosts):
     ],
 )
 def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
-    report = Report(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
+    report = ReportRecord(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
     found = by_phase(report, {}, {}, (("fsdp", 64),), 8)
     assert found["forward"]["collective_bytes"] == {"in_host": 0, "between_hosts": card}
     inside = by_phase(report, {}, {}, (("fsdp", 64),), 0)
@@ -338,7 +338,7 @@ def test_the_worker_answers_with_work():
 
 def test_the_report_and_its_page_tell_it_in_a_line():
     found = seconds({"forward": phase(flops={"bf16": 150}, other_bytes=4)}, FIGURES)
-    report = Report(8, 8, {}, roofline=found.to_json())
+    report = ReportRecord(8, 8, {}, roofline=found.to_json())
     line = "at least 2 s per call of the step, by by hand (products 1.5 s, memory 0.5 s)"
     console = Console(width=report_text.WIDTH, file=io.StringIO())
     report_text.show(report, console)
@@ -348,8 +348,8 @@ def test_the_report_and_its_page_tell_it_in_a_line():
     assert times.at_least(of) == (
         "at least 10 s per update, at most 10 tokens/s, by by hand (products 7.5 s, memory 2.5 s)"
     )
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))).roofline == found.to_json()
-    assert times.at_least(Report(8, 8, {})) == "" and "at least" not in report_page.render(Report(8, 8, {}))
+    assert ReportRecord.from_json(json.loads(json.dumps(report.to_json()))).roofline == found.to_json()
+    assert times.at_least(ReportRecord(8, 8, {})) == "" and "at least" not in report_page.render(ReportRecord(8, 8, {}))
 
 
 # ---- described GPUs ---------------------------------------------------------------------------------
@@ -396,6 +396,7 @@ def test_predictions_rank_precisions_as_cards_do():
     assert narrow.by_term["memory"] < wide.by_term["memory"]
 
 
+@pytest.mark.exhaustive
 def test_predictions_rank_policies_as_cards_do():
     none, full = (predicted(("remat.policy", policy)) for policy in ("none", "full"))
     assert none.by_term["products"] < full.by_term["products"] and none.by_phase["recompute"] == 0
@@ -421,16 +422,16 @@ def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path):
     """The public functions and a watched loop spend no time on it, and say the same in each process."""
     work = {"forward": phase(other_bytes=int(4.8e12))}
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e12, 4.8e12))
-    on_cpu = Report(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
+    on_cpu = ReportRecord(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
     assert with_seconds(on_cpu) is on_cpu
     assert with_seconds(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
     (tmp_path / "rates.json").write_text(json.dumps(rates.of(on_cpu.target).to_json()))
-    step = Kernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
+    step = ScheduledKernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
     monkeypatch.setattr(roofline, "machine_rates", None)  # what was measured once is known
     rates.use(tmp_path / "rates.json")
     found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,), subject=Subject(model_flops=2 * 1024**3)))
     rates.use(None)
     assert found.prediction["seconds"] >= 2 * 1024**3 / 1e12 and not found.roofline
     assert found.prediction["mfu"] == pytest.approx(2 * 1024**3 / 1e12 / found.prediction["seconds"])
-    on_gpu = Report(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
+    on_gpu = ReportRecord(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
     assert with_seconds(on_gpu).roofline["source"] == "data-sheet rates"

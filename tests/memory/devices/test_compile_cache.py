@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bytescope.memory.devices.compile_cache import Entry, mend, remove_damaged, watched
+from bytescope.memory.devices.compile_cache import Entry, remove_damaged, remove_damaged_entries, watched
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +32,7 @@ def test_a_damaged_entry_is_replaced(folder, damage):
     for turn in range(2):
         (folder / name).write_bytes(damage((folder / name).read_bytes()))
         with warnings.catch_warnings():
-            mend(told.append)
+            remove_damaged_entries(told.append)
             assert compiled() == 6
             assert len(told) == turn + 1 and told[-1].startswith(f"damaged entries of the compilation cache {folder}")
             assert compiled() == 6

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from bytescope.memory.devices import live
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from support.described import described
 
 GIB = 2**30
@@ -41,7 +41,7 @@ def _nvml(monkeypatch, **functions):
 
 
 def _report(allocated):
-    return Report(peak_bytes=allocated, allocated_bytes=allocated, breakdown={})
+    return ReportRecord(peak_bytes=allocated, allocated_bytes=allocated, breakdown={})
 
 
 def test_the_allocators_figures_and_the_card(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from bytescope.configs import base
 from bytescope.memory.findings.remedies import advice
 from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
-from bytescope.memory.records.report_record import ROWS, Report
+from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override
@@ -41,7 +41,7 @@ def refused(limit=10, platform="cpu", n_devices=1, rows=(), **keys):
         **dict(rows),
     }
     size = sum(rows.values())
-    return Report(
+    return ReportRecord(
         size,
         size,
         {row: rows.get(row, 0) for row in ROWS},
@@ -196,7 +196,7 @@ def test_the_fit_command_keeps_the_task_and_frees_the_levers():
 
 
 def test_a_program_of_ones_own_has_no_advice():
-    report = Report(2, 2, dict.fromkeys(ROWS, 0), limit_bytes=1, fits=False, config={"my": 1})
+    report = ReportRecord(2, 2, dict.fromkeys(ROWS, 0), limit_bytes=1, fits=False, config={"my": 1})
     assert open_levers(report) == [] and lines(report, [], []) == [] and fit_command("x", "", [], report) == ""
     assert tried(report, [], lambda keys: 0) == []
 

@@ -7,10 +7,10 @@ import pytest
 
 from bytescope.memory.findings.checkpointing import candidates, checkpoint_saves
 from bytescope.memory.findings.functions import Function, calls, wrapper
-from bytescope.memory.hlo.buffers import Program
+from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.quick
@@ -75,7 +75,7 @@ def program(places):
     """A program whose instructions have these (op_name, frames)."""
     instructions = {id: Instruction(id, f"op.{id}") for id in range(len(places))}
     return PlacedProgram(
-        Program(
+        HloProgram(
             Module(
                 instructions=instructions,
                 _metadata={id: Metadata(name, frames) for id, (name, frames) in enumerate(places)},
@@ -111,7 +111,7 @@ def report(buffers, limit=4 * GIB, verdict="fits", **fields):
     kept = sum(b.bytes for b in buffers)
     size = kept + 100 * MIB
     rows = dict.fromkeys(ROWS, 0) | {"residuals": kept, "workspace": size - kept}
-    return Report(
+    return ReportRecord(
         size,
         size,
         rows,

@@ -10,10 +10,10 @@ from bytescope.memory.findings import finding_rules as findings
 from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.findings.remedies.expert_room import room_of, smaller
 from bytescope.memory.findings.remedies.open_levers import open_levers
-from bytescope.memory.hlo.buffers import Program
+from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import MIB
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
@@ -30,14 +30,14 @@ MOE = {
     "remat.policy": "none",
     "mesh.expert": 8,
 }
-NOTHING = PlacedProgram(Program(Module()))
+NOTHING = PlacedProgram(HloProgram(Module()))
 
 
 def made(buffers=(), peak=100 * MIB, n_devices=8, **keys):
     """A report made by hand of a step with experts."""
     config = flatten(small_config({**MOE, **{key.replace("__", "."): value for key, value in keys.items()}}))
     target = {"platform": "cuda", "n_devices": n_devices}
-    return Report(peak, peak, dict.fromkeys(ROWS, 10 * MIB), buffers=tuple(buffers), config=config, target=target)
+    return ReportRecord(peak, peak, dict.fromkeys(ROWS, 10 * MIB), buffers=tuple(buffers), config=config, target=target)
 
 
 def row(shape, module="blocks/mlp/experts", size=20 * MIB):

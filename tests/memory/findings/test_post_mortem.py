@@ -10,7 +10,7 @@ from rich.console import Console
 from bytescope.memory.findings import finding_rules
 from bytescope.memory.findings.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
 from bytescope.memory.records import report_record
-from bytescope.memory.records.report_record import ROWS, Buffer, Finding, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
 from bytescope.memory.report import post_mortem_text as text
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.program.config_files import flatten, load
@@ -36,7 +36,7 @@ def report_of(*buffers, **fields):
     for buffer in buffers:
         rows[buffer.category] += buffer.bytes
     size = sum(rows.values())
-    return Report(size, size, rows, buffers=buffers, limit_bytes=8 * GIB, **fields)
+    return ReportRecord(size, size, rows, buffers=buffers, limit_bytes=8 * GIB, **fields)
 
 
 def test_a_foreign_program_has_its_findings_then_recomputation_then_parts():

@@ -17,26 +17,26 @@ from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.findings import finding_rules as findings
 from bytescope.memory.findings.replicated import are_partial_sums, missing
 from bytescope.memory.hlo import buffers as hlo_buffers
-from bytescope.memory.hlo.buffers import Allocation, Program
-from bytescope.memory.hlo.mesh import Layout, of_compiled
+from bytescope.memory.hlo.buffers import Allocation, HloProgram
+from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
 from bytescope.memory.hlo.module import Computation, Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.batch_axes import Activation
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
-from bytescope.memory.records.report_record import ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint
 from bytescope.memory.units import MIB
 from support import programs
 from support.oracles import require
 
-NOTHING = PlacedProgram(Program(Module()))
+NOTHING = PlacedProgram(HloProgram(Module()))
 
 
 def report(rows=(), buffers=(), peak=1000, **fields):
     """A report made by hand: rows given by name, the rest zero."""
     breakdown = {row: dict(rows).get(row, 0) for row in ROWS}
-    return Report(peak, fields.pop("allocated", peak), breakdown, buffers=tuple(buffers), **fields)
+    return ReportRecord(peak, fields.pop("allocated", peak), breakdown, buffers=tuple(buffers), **fields)
 
 
 def kinds(found, program=NOTHING.program):
@@ -88,7 +88,7 @@ def test_idle_offload():
 
 
 def test_xla_remat():
-    program = Program(Module(instructions={1: Instruction(1, "fusion.3.remat2"), 2: Instruction(2, "remat_of")}))
+    program = HloProgram(Module(instructions={1: Instruction(1, "fusion.3.remat2"), 2: Instruction(2, "remat_of")}))
     assert kinds(report(buffers=[Buffer("fusion.3.remat2", 70)]), program) == {"xla_remat"}
 
 
@@ -127,7 +127,7 @@ def test_the_remedy_of_a_large_collective_is_for_its_kind(name, component, told,
         name, 3 * MIB, (3,), "bfloat16", "collectives", "forward", component, source="/w/ring.py:8", at_peak=True
     )
     sent = Instruction(1, "collective-permute-done.1", "collective-permute-done")
-    program = Program(Module(instructions={1: sent, 2: Instruction(2, "copy.8", "copy", operands=[1])}))
+    program = HloProgram(Module(instructions={1: sent, 2: Instruction(2, "copy.8", "copy", operands=[1])}))
     (found,) = findings.find(report({"collectives": 3 * MIB}, [buffer], peak=10 * MIB), PlacedProgram(program))
     assert found.message == f"{told} 3.00 MiB, bfloat16[3] at ring.py:8" and remedy in found.remedy
     assert ("combine threshold" in found.remedy) == (component == "param_copy")
@@ -151,7 +151,7 @@ def test_not_donated(devices):
 )  # weights of an inference step: a result is as large by chance
 def test_what_comes_back_is_to_be_donated(argument, donated, found):
     memory_of = [Allocation(size=500, entry_parameter=True, live_out=donated), Allocation(size=500, live_out=True)]
-    program = PlacedProgram(Program(Module(), allocations=memory_of), arguments=Arguments({0: argument}))
+    program = PlacedProgram(HloProgram(Module(), allocations=memory_of), arguments=Arguments({0: argument}))
     told = [(f.kind, f.bytes) for f in findings.find(report(), program)]
     assert told == ([("not_donated", 500)] if found else [])
 
@@ -163,10 +163,13 @@ def mesh_program(held, size=16, axis="tensor", **fields):
         computations={0: Computation(parameters={0: 1, 1: 2})},
         devices=8,
     )
-    module._shapes.update({1: Shape("int32", (size,), bits=32), 2: Shape("float32", (8, 4), bits=32)})
-    layouts = {0: Layout((size,), (size,), "int32", ((),)), 1: Layout((64, 4), (8, 4), "float32", ((held,), ()))}
+    module._shapes.update({1: HloShape("int32", (size,), bits=32), 2: HloShape("float32", (8, 4), bits=32)})
+    layouts = {
+        0: ArgumentLayout((size,), (size,), "int32", ((),)),
+        1: ArgumentLayout((64, 4), (8, 4), "float32", ((held,), ())),
+    }
     return PlacedProgram(
-        Program(module),
+        HloProgram(module),
         ((axis, 8),),
         layouts,
         frozenset((0,)),
@@ -332,7 +335,7 @@ def test_axes_that_are_missing(dims, labels, local, lost):
 def test_partial_sums_of_a_product_are_no_replicated_array(dims, dtype, partial):
     """Over four devices, of 8 x 1024 x 512: two addends for the 2048 rows of a device."""
     activation = Activation(("f.py", 1, 1), "/dot_general", (8, 1024, 512), "bfloat16", {0: ("data",)})
-    shape = Shape(dtype, dims, bits=8 * jnp.dtype(dtype).itemsize)
+    shape = HloShape(dtype, dims, bits=8 * jnp.dtype(dtype).itemsize)
     assert are_partial_sums(activation, shape, {"data": 4}) == partial
 
 

@@ -11,17 +11,17 @@ from bytescope.configs import llama_8b
 from bytescope.memory.cost.flops import count
 from bytescope.memory.cost.recomputed import recomputed_products
 from bytescope.memory.findings.spare_memory import spare_memory
-from bytescope.memory.hlo.buffers import Program
-from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.hlo.buffers import HloProgram
+from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ROWS, Report
+from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.program.config_files import flatten, override
 
 pytestmark = pytest.mark.quick
 
-NOTHING = PlacedProgram(Program(Module()))
+NOTHING = PlacedProgram(HloProgram(Module()))
 
 
 def report(config=None, limit=72 * GIB, recomputed=1.0e14, free=52 * GIB, residuals=2 * GIB, **fields):
@@ -32,7 +32,7 @@ def report(config=None, limit=72 * GIB, recomputed=1.0e14, free=52 * GIB, residu
         phase: {"flops": {"bf16": flops}}
         for phase, flops in (("forward", 2e14), ("recompute", recomputed), ("backward", 3e14))
     }
-    return Report(
+    return ReportRecord(
         size,
         size,
         rows,
@@ -169,7 +169,7 @@ def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
         for product in recomputed_products(traced())
     )
     monkeypatch.setattr(module, "recomputed_products", lambda jaxpr: larger)
-    program = PlacedProgram(Program(Module()), jaxpr=object())
+    program = PlacedProgram(HloProgram(Module()), jaxpr=object())
     found = spare_memory(report(free=free), program)
     assert said in found.remedy and not found.flags
     assert "most of them in layer (test_spare_memory.py:" in found.message
@@ -177,10 +177,10 @@ def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
 
 
 def test_bytes_of_one_device_are_those_of_its_part_of_the_batch():
-    tokens = Layout((64, 32), (8, 32), "int32", (("data",), ()))
+    tokens = ArgumentLayout((64, 32), (8, 32), "int32", (("data",), ()))
     from bytescope.memory.findings import spare_memory as module
 
-    program = PlacedProgram(Program(Module(devices=16)), (("data", 8), ("model", 2)), {0: tokens})
+    program = PlacedProgram(HloProgram(Module(devices=16)), (("data", 8), ("model", 2)), {0: tokens})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "batch", lambda report, program: {0: None})
         assert module._shards(report(), program) == 8

@@ -9,14 +9,14 @@ from bytescope.configs import llama_70b
 from bytescope.memory.findings import finding_rules
 from bytescope.memory.findings.sharding import unsharded_gradients
 from bytescope.memory.findings.state_findings import state_too_large, whole_state
-from bytescope.memory.hlo.buffers import Program
-from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.hlo.buffers import HloProgram
+from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.module import Computation, Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.program.config_files import flatten, override
 
@@ -32,7 +32,7 @@ def leaf(name, dims=WIDE, spec=((), ()), category="params", parts=8):
     for dim in local:
         size *= dim
     buffer = Buffer(name, size, local, "float32", category, "argument", at_peak=True)
-    return buffer, Layout(dims, local, "float32", spec)
+    return buffer, ArgumentLayout(dims, local, "float32", spec)
 
 
 def placed(leaves, mesh=(("data", 8),), devices=8, rows=(), layouts=True):
@@ -45,9 +45,9 @@ def placed(leaves, mesh=(("data", 8),), devices=8, rows=(), layouts=True):
     for buffer, _ in leaves:
         found[buffer.category] += buffer.bytes
     size = sum(found.values())
-    report = Report(size, size, found, buffers=tuple(buffer for buffer, _ in leaves))
+    report = ReportRecord(size, size, found, buffers=tuple(buffer for buffer, _ in leaves))
     known = {id: layout for id, (_, layout) in enumerate(leaves)} if layouts else {}
-    return report, PlacedProgram(Program(module), mesh, known, arguments=roles)
+    return report, PlacedProgram(HloProgram(module), mesh, known, arguments=roles)
 
 
 # ---- whole on several devices ---------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_stack_of_replicas_is_told_from_states_that_differ(group, found):
     report, program = placed(leaves, layouts=False)
     summed = Instruction(9, "all-reduce.1", "all-reduce")
     program.module.instructions[9] = summed
-    program.module._shapes.update({id: Shape("float32", (1, *WIDE), bits=32) for id in range(2)})
+    program.module._shapes.update({id: HloShape("float32", (1, *WIDE), bits=32) for id in range(2)})
     arguments = {
         number: dataclasses.replace(argument, owner="p['w']" * (argument.role == "optimizer"), shape=stack)
         for number, argument in program.arguments.by_number.items()
@@ -153,7 +153,7 @@ def test_inference_replicates_on_purpose():
 
 def large(limit, config=None, **target):
     rows = dict.fromkeys(ROWS, 0) | {"params": 32 * GIB, "optimizer": 64 * GIB, "workspace": GIB}
-    return Report(
+    return ReportRecord(
         97 * GIB,
         97 * GIB,
         rows,
@@ -172,7 +172,7 @@ def config(**keys):
     return flatten(found)
 
 
-NOTHING = PlacedProgram(Program(Module()))
+NOTHING = PlacedProgram(HloProgram(Module()))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_of_two_parameters_alike_the_one_that_is_not_transposed():
 def test_a_config_has_flags(keys, rows, kind, flags):
     rows = dict.fromkeys(ROWS, 0) | {"params": 10 * GIB, **rows}
     size = sum(rows.values())
-    report = Report(size, size, rows, config=config(**keys), target={"n_devices": 8})
+    report = ReportRecord(size, size, rows, config=config(**keys), target={"n_devices": 8})
     (found,) = [finding for finding in finding_rules.find(report, NOTHING) if finding.kind == kind]
     assert found.flags == flags
     foreign = dataclasses.replace(report, config={})

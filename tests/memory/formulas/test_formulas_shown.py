@@ -8,11 +8,12 @@ import re
 from rich.console import Console
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.compare import formulas_text
+from bytescope.memory.compare import formulas_text, worker_pool
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import Line
 from bytescope.memory.records.report_record import load
 from bytescope.train.plan.config_grid import ConfigRow as Row
+from support.same_process import SameProcess
 
 MIB = 2**20
 
@@ -111,6 +112,7 @@ def test_the_report_command(capsys, tmp_path):
 
 def test_the_compare_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     out = tmp_path / "c.json"
     words = [
         "compare",

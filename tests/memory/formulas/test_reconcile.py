@@ -14,6 +14,7 @@ from bytescope.train.plan.config_factory import settle
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from support.described import described
+from support.exhaustive import exhaustive
 from support.toy import small_config, small_program
 
 LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
@@ -112,24 +113,26 @@ GELU = {"model.mlp": "gelu", "model.bias": "True", "model.norm": "layernorm", "m
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"remat.policy": "none"},
         {"remat.policy": "full"},
-        {"remat.policy": "selective"},
-        {"remat.policy": "minimal"},
         {"remat.policy": "sqrt", "model.n_layers": 4},
-        {"remat.policy": "offload"},
-        {"remat.policy": "custom", "remat.save": "(q_rot,v,context)"},
         {"remat.policy": "custom", "remat.save": "(attn_out)", "remat.offload": "(block_in)"},
-        {"remat.policy": "full", "remat.granularity": "parts"},
         {"remat.policy": "full", "remat.layers": "(0-2:none)"},
-        {"remat.policy": "selective", **GELU},
         {"remat.policy": "full", "model.dropout": 0.1, **GELU},
-        {"remat.policy": "selective", "model.qk_norm": True},
-        {"remat.policy": "full", "model.qk_norm": True},
-        {"remat.policy": "full", "model.post_norms": True},
         {"remat.policy": "selective", "model.post_norms": True, "model.mlp": "geglu", "model.mlp_chunk": 8},
-        {"remat.policy": "full", "model.scan": "False"},
-        {"remat.policy": "full", "batch.accumulation": 2, "batch.mode": "scan"},
+        *exhaustive(
+            {"remat.policy": "none"},
+            {"remat.policy": "selective"},
+            {"remat.policy": "minimal"},
+            {"remat.policy": "offload"},
+            {"remat.policy": "custom", "remat.save": "(q_rot,v,context)"},
+            {"remat.policy": "full", "remat.granularity": "parts"},
+            {"remat.policy": "selective", **GELU},
+            {"remat.policy": "selective", "model.qk_norm": True},
+            {"remat.policy": "full", "model.qk_norm": True},
+            {"remat.policy": "full", "model.post_norms": True},
+            {"remat.policy": "full", "model.scan": "False"},
+            {"remat.policy": "full", "batch.accumulation": 2, "batch.mode": "scan"},
+        ),
     ],
     ids=lambda overrides: ",".join(map(str, overrides.values())),
 )
@@ -142,9 +145,11 @@ def test_flops_equal_the_count_of_the_program(overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"remat.policy": "full"},
         {"remat.policy": "minimal", "pipeline.schedule": "v"},
-        {"remat.policy": "selective", "pipeline.schedule": "interleaved", "pipeline.virtual": 2, "mesh.tensor": 2},
+        *exhaustive(
+            {"remat.policy": "full"},
+            {"remat.policy": "selective", "pipeline.schedule": "interleaved", "pipeline.virtual": 2, "mesh.tensor": 2},
+        ),
     ],
     ids=str,
 )
@@ -183,8 +188,10 @@ def test_a_flash_kernel_repeats_one_product_of_three():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"remat.policy": "minimal", "model.n_layers": 8, "model.attention": "chunked"},
         {"remat.policy": "custom", "remat.save": "(up,context)", "model.n_layers": 8, "remat.granularity": "parts"},
+        *exhaustive(
+            {"remat.policy": "minimal", "model.n_layers": 8, "model.attention": "chunked"},
+        ),
     ],
     ids=["minimal", "custom"],
 )
@@ -226,17 +233,19 @@ WIDE = {
 @pytest.mark.parametrize(
     "keys",
     [
-        {"precision.preset": "fp8", "remat.policy": "selective"},
         {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},
-        {
-            "optimizer.fused_backward": True,
-            "optimizer.clip_norm": 0,
-            "offload.optimizer": True,
-            "remat.policy": "full",
-            "precision.preset": "bf16",
-        },
+        *exhaustive(
+            {"precision.preset": "fp8", "remat.policy": "selective"},
+            {
+                "optimizer.fused_backward": True,
+                "optimizer.clip_norm": 0,
+                "offload.optimizer": True,
+                "remat.policy": "full",
+                "precision.preset": "bf16",
+            },
+        ),
     ],
-    ids=["fp8", "tiles", "fused, offloaded"],
+    ids=["tiles", "fp8", "fused, offloaded"],
 )
 def test_levers_have_formulas(keys):
     """On a described H200: activations within 3 % of the compiler's, state and host bytes 1 % (norms and biases), a

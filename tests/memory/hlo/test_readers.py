@@ -18,7 +18,7 @@ from bytescope.memory.records.report_record import (
     Communication,
     Finding,
     LedgerRow,
-    Report,
+    ReportRecord,
     TimelinePoint,
     XlaStats,
     ZeroRow,
@@ -139,7 +139,7 @@ def test_damaged_modules_without_buffers(proto, data):
 
 
 def sample():
-    return Report(
+    return ReportRecord(
         peak_bytes=10,
         allocated_bytes=12,
         breakdown={"params": 10, "fragmentation": 2},
@@ -232,7 +232,7 @@ JSON = st.recursive(
 def test_reports_with_a_wrong_value(key, value):
     damaged = {**sample().to_json(), key: value}
     try:
-        report = Report.from_json(damaged)
+        report = ReportRecord.from_json(damaged)
     except ReportError as error:
         assert "\n" not in str(error)
     else:

@@ -5,7 +5,7 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.peak import ledger
-from bytescope.memory.records.report_record import ROWS, Buffer, Report
+from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from support import programs
 
 pytestmark = pytest.mark.quick
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 )
 def test_zero_of_the_ledger(strategy, total):
     """Rajbhandari et al. 2020, figure 1, for 8 devices."""
-    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
+    report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
     rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, strategy, 8))}
     assert rows["total"].classic == total and rows["total"].held == 2.0
     assert rows["params"].held == 0.5 and rows["params"].reason
@@ -30,7 +30,7 @@ def test_experts_are_sharded_whatever_the_strategy(strategy, degree, shards):
 
 
 def test_agreement_needs_no_reason():
-    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
+    report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
     rows = ledger.zero_rows(report, ledger.State(100, "ddp"))
     assert [row.reason for row in rows] == [""] * 5 and rows[-1].held == rows[-1].classic == 16
     assert ledger.zero_rows(report, ledger.State(0, "ddp")) == () == ledger.zero_rows(report, ledger.State(100, ""))
@@ -42,7 +42,7 @@ def test_agreement_needs_no_reason():
 )
 def test_gradients_have_their_reason(size, reason):
     alive = [Buffer("g", size, (size // 4,), "float32", "gradients", at_peak=True)] if size else []
-    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
+    report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
     rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, "ddp"))}
     assert (rows["gradients"].held, rows["gradients"].reason) == (size / 100, reason)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, LogicalBuffer, Program, Trace
+from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapTrace, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.lifetimes import walk
 
@@ -11,11 +11,13 @@ pytestmark = pytest.mark.quick
 
 def program(sizes, *traces, colors=None):
     """A program of buffers (id -> bytes) and traces of (kind, buffer, instruction, shared) events."""
-    out = Program(Module())
+    out = HloProgram(Module())
     for id, size in sizes.items():
         out.buffers[id] = LogicalBuffer(id, size, instruction=id, color=(colors or {}).get(id, 0))
     for events in traces:
-        out.traces.append(Trace(0, [(kind, buffer, ("main", name), shared) for kind, buffer, name, shared in events]))
+        out.traces.append(
+            HeapTrace(0, [(kind, buffer, ("main", name), shared) for kind, buffer, name, shared in events])
+        )
     return out
 
 

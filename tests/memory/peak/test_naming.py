@@ -4,10 +4,10 @@ import pytest
 
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Computation, Frame, Instruction, Metadata, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.naming import Naming, folded, label
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +43,7 @@ def naming(entry, **others):
             if opcode == "parameter":
                 record.parameters[one.parameter] = id
             module._metadata[id] = Metadata(said[0], (Frame(*_place(said[1])),) if said[1] else ())
-            module._shapes[id] = Shape("float32", (8, 8))
+            module._shapes[id] = HloShape("float32", (8, 8))
     for one in module.instructions.values():
         one.called = [ids[computation] for computation in one.called]
     found = Naming(module, Flow(module))
@@ -226,7 +226,7 @@ def test_residuals_without_a_name(op_name, expected):
 
 def test_bytes_without_a_place():
     at = {"at_peak": True, "category": "workspace", "phase": "forward"}
-    report = Report(
+    report = ReportRecord(
         15,
         15,
         {"workspace": 15},

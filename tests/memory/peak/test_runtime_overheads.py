@@ -12,7 +12,7 @@ from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.peak import runtime_overheads
 from bytescope.memory.peak.runtime_overheads import Facts, LoopOverhead
-from bytescope.memory.records.report_record import CARD, POOL, Report, RuntimeOverhead, load
+from bytescope.memory.records.report_record import CARD, POOL, ReportRecord, RuntimeOverhead, load
 from bytescope.memory.report.report_text import overheads
 from bytescope.memory.units import MIB
 from bytescope.train.plan import run_peak
@@ -70,7 +70,7 @@ ROWS = (RuntimeOverhead("rounding", 30, POOL, "from the source"), RuntimeOverhea
 
 
 def made(**fields):
-    return Report(peak_bytes=900, allocated_bytes=1000, breakdown={"params": 900, "fragmentation": 100}, **fields)
+    return ReportRecord(peak_bytes=900, allocated_bytes=1000, breakdown={"params": 900, "fragmentation": 100}, **fields)
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [(1030, "tight"), (1029, "exceeds"), (2000, "fits"), (None, "unknown")])
@@ -86,9 +86,9 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
     value = json.loads((tmp_path / "r.json").read_text())
     assert value["predicted_bytes"] == 1030 and value["allocated_bytes"] == 1000
     assert load(tmp_path / "r.json").unseen == ROWS
-    assert Report.from_json({key: value[key] for key in value if key != "unseen"}).unseen == ()  # an older file
+    assert ReportRecord.from_json({key: value[key] for key in value if key != "unseen"}).unseen == ()  # an older file
     with pytest.raises(ReportError, match="RuntimeOverhead"):
-        Report.from_json({**value, "unseen": [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]})
+        ReportRecord.from_json({**value, "unseen": [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]})
     assert overheads(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
     assert overheads(made()) == ""
 

@@ -12,7 +12,7 @@ from bytescope.memory.hlo.wire import WireError
 from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.profile.breakdown import divide, host_rows, inmost
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
-from bytescope.memory.profile.xplane import Operation, Span, Trace
+from bytescope.memory.profile.xplane import Operation, ProfilerTrace, Span
 from support.formats import Plane, gpu_space
 
 pytestmark = pytest.mark.quick
@@ -91,11 +91,11 @@ def test_host_work_is_of_the_inmost_annotation_and_adds_up():
 def test_an_evaluation_among_the_updates_is_not_the_program():
     """However long it runs: the calls per update and the roofline are of the step."""
     longer = Operation("0", "e", "e", (8, "jit_eval_step"), 20, 90)
-    trace = Trace(
+    trace = ProfilerTrace(
         (operation("a", 0, 10), longer), (Span("update", "main", 0, 95, 1), Span("host/evaluation", "main", 15, 95))
     )
     assert breakdown.find(trace).program == "jit_step"
-    assert breakdown.find(Trace((longer,), trace.spans)).program == "jit_eval_step"  # and nothing else ran
+    assert breakdown.find(ProfilerTrace((longer,), trace.spans)).program == "jit_eval_step"  # and nothing else ran
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_operations_without_a_module_are_of_their_own_words():
         Operation("0", "fusion.1", "k", (None, ""), 0, 10, "jit(f)/transpose(jvp(blocks))/attention/mul"),
         Operation("0", "", "unknown_kernel", (None, ""), 10, 30),
     ]
-    found = breakdown.find(Trace(tuple(operations)))
+    found = breakdown.find(ProfilerTrace(tuple(operations)))
     assert found.cells == {("backward", "attention"): 10, ("other", "other"): 20}
     assert (found.steps, found.updates, found.wall) == ((), 1, 30)
 

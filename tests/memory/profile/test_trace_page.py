@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bytescope.memory.profile import trace_page
-from bytescope.memory.records.report_record import Report, Subject
+from bytescope.memory.records.report_record import ReportRecord, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
 
@@ -46,7 +46,9 @@ def make_breakdown(name="mlp", host="wait_for_data", phase="forward", operations
 
 
 def test_the_page_has_the_figures_of_an_update():
-    report = Report(1, 1, {}, subject=Subject("char", policy="full"), target={"name": "h200"}, versions={"jax": "9.9"})
+    report = ReportRecord(
+        1, 1, {}, subject=Subject("char", policy="full"), target={"name": "h200"}, versions={"jax": "9.9"}
+    )
     page = one_file(trace_page.render(make_breakdown(), "runs/tiny", report))
     words = " ".join(" ".join(page.words).split())
     for expected in (
@@ -130,5 +132,6 @@ def test_a_trace_without_annotations_or_steps_gives_a_page(tmp_path):
     assert 'data-ready="yes"' in seen and "the whole trace as one update" in seen
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
     check_page(browser, trace_page.render(make_breakdown()))

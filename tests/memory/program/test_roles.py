@@ -6,8 +6,8 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.devices.signature import Leaf
-from bytescope.memory.program.pairing import Pair, keys_of, pairs, root_of
+from bytescope.memory.devices.signature import SignatureLeaf
+from bytescope.memory.program.pairing import ResultPair, keys_of, pairs, root_of
 from bytescope.memory.program.roles import RULES, Evidence, decide, role
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 from bytescope.memory.records.report_record import ROWS
@@ -35,7 +35,7 @@ def test_paths_are_roots_and_keys(path, root, keys):
 
 
 def leaves(*paths, shape=(4, 4), dtype="float32"):
-    return [Leaf(path, shape, dtype, parameter=number) for number, path in enumerate(paths)]
+    return [SignatureLeaf(path, shape, dtype, parameter=number) for number, path in enumerate(paths)]
 
 
 def paired(arguments, results, updates=(), trained=True, aliased=()):
@@ -98,7 +98,7 @@ def test_moments_are_made_of_fewer_arguments_than_the_parameter():
 @pytest.mark.quick
 def test_donated_memory_tells_where_nothing_else_does():
     assert paired(leaves("a"), leaves("[0]"), trained=False, aliased={0: 0}) == {("a", "[0]", False)}
-    assert pairs([], [], [], False, {}) == [] and Pair(0, 1) != Pair(0, 1, True)
+    assert pairs([], [], [], False, {}) == [] and ResultPair(0, 1) != ResultPair(0, 1, True)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

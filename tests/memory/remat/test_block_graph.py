@@ -20,6 +20,7 @@ from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described, described
+from support.exhaustive import exhaustive
 from support.toy import small_program
 
 RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
@@ -73,7 +74,7 @@ def drawn(names, kind, count):
     return [set(names) - {"lse"}, *(set(chance.sample(names, chance.randint(1, len(names)))) for _ in range(count))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["chunked", *exhaustive(*(kind for kind in KINDS if kind != "chunked"))])
 def test_what_is_kept_and_made_again_is_as_predicted(kind):
     keys, count = KINDS[kind]
     plain = small_program({**keys, "remat.policy": "none"})
@@ -100,7 +101,7 @@ def test_policies_are_as_predicted():
         assert flops.count(traced).recomputed == pattern.flops * block.layers, policy
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["sequence", *exhaustive("ring")])
 def test_bytes_are_one_devices_and_flops_of_all(mesh):
     """Each tensor is divided as the compiler has it; products of all shards are counted."""
     keys, names = MESHES[mesh]

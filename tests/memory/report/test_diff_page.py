@@ -9,7 +9,7 @@ import pytest
 from bytescope.memory.__main__ import main
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.parallel_records import Communication
-from bytescope.memory.records.report_record import Buffer, Report, Subject, TimelinePoint
+from bytescope.memory.records.report_record import Buffer, ReportRecord, Subject, TimelinePoint
 from bytescope.memory.report import diff_page, diff_text
 from bytescope.memory.view.console import plain_text
 from support.browser import HOSTILE, body, browse, literally, one_file
@@ -61,7 +61,7 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
         "roofline": {"total": 1.0},
         "prediction": taken(2.0),
     }
-    return Report(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
+    return ReportRecord(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
 
 
 BEFORE = make_report()
@@ -194,10 +194,11 @@ def test_the_browser_draws_it_and_sorts_and_searches(text, tmp_path):
 
 
 def test_reports_with_nothing_in_them_give_a_page(tmp_path):
-    empty = diff_page.render(Report(0, 0, {}), Report(0, 0, {}))
+    empty = diff_page.render(ReportRecord(0, 0, {}), ReportRecord(0, 0, {}))
     assert "Nothing changed" in empty and 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(text, browser):
     check_page(browser, text)
 

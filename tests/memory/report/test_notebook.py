@@ -85,6 +85,7 @@ def shown(outputs, name):
     return output.data["text/plain"], output.data["text/html"]
 
 
+@pytest.mark.exhaustive
 def test_objects_show_themselves_and_print_short(outputs):
     for name in ("report", "table", "diff", "show", "live"):
         text, piece = shown(outputs, name)
@@ -95,11 +96,13 @@ def test_objects_show_themselves_and_print_short(outputs):
     assert shown(outputs, "show")[1] == shown(outputs, "report")[1]
 
 
+@pytest.mark.exhaustive
 def test_a_buffer_is_found_in_its_cell(outputs):
     words = " ".join(Page(shown(outputs, "table")[1]).words)
     assert re.search(r"In\[1\]:[78]\b", words) and "params['w']" in words
 
 
+@pytest.mark.exhaustive
 def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
     for name, kind, message, line in (
         ("error", "ReportError", "unknown target 'h20': did you mean h200?", "  line 1: memory.analyze("),
@@ -110,6 +113,7 @@ def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
         assert output.ename == kind and said[0].startswith(f"{kind}: {message}") and said[1:] == [line]
 
 
+@pytest.mark.exhaustive
 def test_output_areas_are_as_they_should_be_in_a_browser(outputs, tmp_path, browser):
     pieces = "".join(shown(outputs, name)[1] for name in ("report", "table", "diff", "live"))
     big = memory.Report.of(make_report(points=700))._repr_html_()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
-from bytescope.memory.records.report_record import Buffer, Report
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.report import report_data as report_data_page
 from bytescope.memory.report import report_page
 from support.browser import HOSTILE, body, browse
@@ -155,7 +155,9 @@ def test_hostile_names_and_an_empty_report_run_without_error(report, tmp_path):
     )
     seen = body(browse(tmp_path, report_page.render(hostile), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen
-    assert 'data-ready="yes"' in body(browse(tmp_path, report_page.render(Report(0, 0, {})), options=["--dump-dom"]))
+    assert 'data-ready="yes"' in body(
+        browse(tmp_path, report_page.render(ReportRecord(0, 0, {})), options=["--dump-dom"])
+    )
 
 
 def test_the_page_is_sound_when_it_is_used(report, browser):
@@ -181,6 +183,7 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
     check_page(browser, report_page.render(changed))
 
 
+@pytest.mark.exhaustive
 def test_the_page_of_a_failure_is_sound_when_it_is_used(report, browser):
     held = tuple(HeldArrays((2, size), "int8", 1, 2 * size, 1, size) for size in (2, 3))
     found = PostMortem("step", 3, "RESOURCE_EXHAUSTED", held=held, allocator={"bytes_limit": 2**30}, report=report)

@@ -59,7 +59,7 @@ def with_names(record, name):
 def test_it_is_its_record(record, report):
     assert report == record and record == report
     assert memory.Report.of(report) is report
-    for field in dataclasses.fields(report_record.Report):
+    for field in dataclasses.fields(report_record.ReportRecord):
         assert getattr(report, field.name) is getattr(record, field.name)
     assert report.predicted_bytes == record.predicted_bytes and report.to_json() == record.to_json()
     assert report != dataclasses.replace(record, peak_bytes=1) and report != 7

@@ -16,7 +16,7 @@ from bytescope.memory.records.report_record import (
     Communication,
     Finding,
     LedgerRow,
-    Report,
+    ReportRecord,
     Subject,
     TimelinePoint,
     Transfer,
@@ -100,10 +100,12 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
         "MFU, at most 38% of the peak",
     ):
         assert expected in words, expected
-    again = Report.from_json(json.loads(json.dumps(known.to_json())))
+    again = ReportRecord.from_json(json.loads(json.dumps(known.to_json())))
     assert again.subject == subject and report_page.render(again) == text
     old = {key: value for key, value in known.to_json().items() if key != "subject"}
-    assert Report.from_json(old).subject == Subject() and "jit_train_step" in report_page.render(Report.from_json(old))
+    assert ReportRecord.from_json(old).subject == Subject() and "jit_train_step" in report_page.render(
+        ReportRecord.from_json(old)
+    )
 
 
 def test_modules_of_a_kind_are_one_bar_with_their_number():
@@ -120,7 +122,7 @@ def test_modules_of_a_kind_are_one_bar_with_their_number():
         )
         for n in range(6)
     )
-    found = Report(
+    found = ReportRecord(
         6 * MIB,
         6 * MIB,
         {"workspace": 6 * MIB},
@@ -212,7 +214,7 @@ def test_the_host_link_is_a_table_where_something_moves(report):
 
 
 def test_a_report_with_nothing_in_it_still_gives_a_page():
-    page = one_file(report_page.render(Report(0, 0, {})))
+    page = one_file(report_page.render(ReportRecord(0, 0, {})))
     assert "no limit known" in " ".join(page.words)
 
 

@@ -24,7 +24,7 @@ from bytescope.memory.records.report_record import (
     Communication,
     Finding,
     LedgerRow,
-    Report,
+    ReportRecord,
     RuntimeOverhead,
     Subject,
     TimelinePoint,
@@ -33,7 +33,7 @@ from bytescope.memory.records.report_record import (
     ZeroRow,
 )
 from bytescope.memory.report import diff_text, report_text
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, names_command
 from bytescope.train.plan import frontier, frontier_text, levers, levers_text
@@ -60,7 +60,7 @@ GPU = {"platform": "cuda", "limit_bytes": 72 * GIB, "memory_fraction": 0.92}
 def report(name=PLAIN, size=12_345_678_901):
     """A report with every part."""
     share = {row: (number + 1) * size // 100 for number, row in enumerate(ROWS)}
-    return Report(
+    return ReportRecord(
         size,
         size + 7,
         share,
@@ -226,7 +226,7 @@ def show_front(console, name):
 
 
 def predicted(seconds):
-    return Prediction(seconds, 0.9 * seconds, 1.1 * seconds, {}, {}, "products", "rates")
+    return StepPrediction(seconds, 0.9 * seconds, 1.1 * seconds, {}, {}, "products", "rates")
 
 
 def show_fit(console, name):

@@ -28,14 +28,14 @@ from bytescope.memory.seconds.calibration.cases import (
     SHORT,
     THIN,
     UNROLLED,
-    Case,
-    Sizes,
+    CalibrationCase,
+    CalibrationSizes,
     links_of,
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
 from bytescope.memory.seconds.kernel_seconds import seconds
 from bytescope.memory.seconds.rate_records import WAYS
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Kernel
+from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
 from bytescope.train import cli
 from support.described import described
@@ -107,8 +107,10 @@ def test_samples_say_the_rates_that_made_them(h200):
     assert [row.bus[0] for row in found.collectives] == [(64 * MIB, pytest.approx(300e9))] * 2
     assert found.source == "measured on 8 x NVIDIA H200 on 2026-11-22, jax 0.10.2"
     # What was measured is predicted again.
-    cube = Kernel(PRODUCT, "forward", 1, 2 * 8192**3, "bfloat16", (1, 8192, 8192, 8192))
-    assert seconds(Kernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(2 * US + 160 * MIB / (2 * T), rel=0.2)
+    cube = ScheduledKernel(PRODUCT, "forward", 1, 2 * 8192**3, "bfloat16", (1, 8192, 8192, 8192))
+    assert seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
+        2 * US + 160 * MIB / (2 * T), rel=0.2
+    )
     assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
 
 
@@ -187,7 +189,7 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
     assert next(line for line in lines if "memory, copy" in line and "64" in line).split()[-2:] == ["4.8", "40%"]
 
 
-TINY = Sizes(
+TINY = CalibrationSizes(
     units=("fp32", "bf16"),
     sides=(64, 32),
     thin=((32, 16, 64),),
@@ -234,7 +236,10 @@ class Steady:
 
 
 def cases_of_samples():
-    return [Case(each.part, each.key, each.size, each.work, 1, Steady, needed=each.part != THIN) for each in SAMPLES]
+    return [
+        CalibrationCase(each.part, each.key, each.size, each.work, 1, Steady, needed=each.part != THIN)
+        for each in SAMPLES
+    ]
 
 
 @pytest.mark.quick
@@ -264,7 +269,7 @@ def test_a_case_that_fails_when_it_runs_again_is_left_out(h200, monkeypatch):
             return lambda: self if next(ran) < 2 else 1 / 0
 
     fake_clock(monkeypatch, 0.01)
-    extra = Case(THIN, ("bf16", 1, 1, 1), 0, 1.0, 1, Filled)
+    extra = CalibrationCase(THIN, ("bf16", 1, 1, 1), 0, 1.0, 1, Filled)
     found = measure.measure([*cases_of_samples(), extra], h200, 8, 10.0)
     assert found.left_out == {extra.label: "division by zero"}
 
@@ -307,6 +312,6 @@ def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
     def fails():
         raise RuntimeError("no such\nunit")
 
-    case = Case(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
+    case = CalibrationCase(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
     with pytest.raises(ReportError, match="products fp8 64: no such unit"):
         measure.measure([case], h200, 8, 0.01)

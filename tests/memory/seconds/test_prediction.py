@@ -8,13 +8,13 @@ import pytest
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import chip_rates, collective_seconds, kernel_seconds, rates, spread, step_prediction
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Kernel, Loop, Start, Wait, to_json
+from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Loop, ScheduledKernel, Start, Wait, to_json
 
 pytestmark = pytest.mark.quick
 
 STEPS = (
-    Kernel(PRODUCT, "forward", 3, flops=989_400, dtype="bfloat16"),
-    Kernel(MOVING, "optimizer", 1),
+    ScheduledKernel(PRODUCT, "forward", 3, flops=989_400, dtype="bfloat16"),
+    ScheduledKernel(MOVING, "optimizer", 1),
     Start("a", "all-gather", "forward", 2, group=8),
     Wait("a"),
 )
@@ -138,7 +138,7 @@ def test_what_no_program_has_is_one_line(monkeypatch, raised):
 
 
 def test_a_schedule_that_takes_for_ever_is_one_line():
-    steps = (Kernel(PRODUCT, "forward", 2**79),)
+    steps = (ScheduledKernel(PRODUCT, "forward", 2**79),)
     for _ in range(20):
         steps = (Loop(2**79, steps),)
     with pytest.raises(ReportError, match="a damaged report"):

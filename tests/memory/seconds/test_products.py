@@ -5,10 +5,10 @@ import json
 import pytest
 
 from bytescope.memory.hlo.module import Computation, Instruction, Module
-from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.seconds import products
-from bytescope.memory.seconds.products import Work
-from bytescope.memory.seconds.step_schedule import Kernel
+from bytescope.memory.seconds.products import KernelWork
+from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from support.formats import field
 
 pytestmark = pytest.mark.quick
@@ -17,7 +17,7 @@ BITS = {"int32": 32, "float32": 32, "bfloat16": 16, "float8_e4m3fn": 8, "uint8":
 
 
 def array(*dims, dtype="float32"):
-    return Shape(dtype, dims, 0, None, BITS[dtype])
+    return HloShape(dtype, dims, 0, None, BITS[dtype])
 
 
 def work(opcode, operands, result, *fields, target="", config=None):
@@ -52,7 +52,7 @@ def test_products_and_their_precision(fields, dtype):
     """B 3, m 10, k 4, n 6; the contracted axis of the left is its second."""
     found = work("dot", (array(3, 4, 10), array(3, 4, 6)), array(3, 10, 6), numbers(b"\1", b"\0"), *fields)
     flops = 2 * 3 * 10 * 6 * 4
-    assert found == Work("product", flops, dtype, (3, 10, 6, 4))
+    assert found == KernelWork("product", flops, dtype, (3, 10, 6, 4))
 
 
 def test_the_wider_operand_counts():
@@ -78,7 +78,7 @@ def test_a_librarys_product(precision, dtype):
             "precision_config": precision,
         }
     }
-    result = Shape(parts=(array(3, 10, 6), array(99, dtype="uint8")))
+    result = HloShape(parts=(array(3, 10, 6), array(99, dtype="uint8")))
     found = work("custom-call", (array(3, 10, 4), array(3, 4, 6)), result, target="__cublas$lt$matmul", config=gemm)
     assert (found.kind, found.flops, found.size, found.dtype) == ("product", 1440, (3, 10, 6, 4), dtype)
 
@@ -104,8 +104,8 @@ def test_attention_counts_what_the_mask_leaves(target, mask, window, kind, produ
     }
     query = array(2, 8, 3, 16, dtype="bfloat16")
     found = work("custom-call", (query, query, query), query, target=target, config=scores)
-    assert found == Work(kind, products_ * 6 * pairs * 16, "bfloat16", (6, 8, 8, 16), "CAUSAL" in mask)
-    whole = Kernel(found.kind, "forward", 1, found.flops, found.dtype, found.size, found.causal)
+    assert found == KernelWork(kind, products_ * 6 * pairs * 16, "bfloat16", (6, 8, 8, 16), "CAUSAL" in mask)
+    whole = ScheduledKernel(found.kind, "forward", 1, found.flops, found.dtype, found.size, found.causal)
     assert products.unmasked(whole) == products_ * 6 * 64 * 16
 
 
@@ -144,9 +144,9 @@ def test_a_foreign_kernel_of_experts(operands, result, size):
     tiles = (array(5, dtype="int32"),) * (1 if len(result) == 2 else 2)
     floats = tuple(array(*dims, dtype="bfloat16") for dims in operands)
     found = work("custom-call", (*tiles, *floats), array(*result, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
-    assert found == Work("grouped_product", 2 * 640 * 64 * 96, "bfloat16", size)
+    assert found == KernelWork("grouped_product", 2 * 640 * 64 * 96, "bfloat16", size)
     unlike = work("custom-call", (*tiles, *floats), array(7, 3, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
-    assert unlike == Work("foreign", 0, "bfloat16")
+    assert unlike == KernelWork("foreign", 0, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_foreign_kernel_is_what_its_arrays_look_like(operands, result, size):
     arrays = [array(*dims, dtype="float8_e4m3fn") for dims in operands]
     found = work("custom-call", (*arrays, array(2)), array(*result), target="__gpu$xla.gpu.triton")
     flops = 2 * size[0] * size[1] * size[2] * size[3] if size else 0
-    assert found == Work("foreign", flops, "float8_e4m3fn", size)
+    assert found == KernelWork("foreign", flops, "float8_e4m3fn", size)
 
 
 def test_grouped_products_and_kernels_without_any():
@@ -184,4 +184,4 @@ def test_a_fusion_is_its_largest_product_with_the_flops_of_all():
     for id, right in ((6, 4), (7, 5)):
         module.instructions[id] = Instruction(id, opcode="dot", operands=[3, right], computation=2, span=(0, len(data)))
     found = products.find(module, Instruction(9, opcode="fusion", called=[2]))
-    assert found == Work("product", 2 * 8 * 4 * (2 + 6), "tf32", (1, 8, 6, 4))
+    assert found == KernelWork("product", 2 * 8 * 4 * (2 + 6), "tf32", (1, 8, 6, 4))

@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved, chip_rates, collective_seconds, constants, kernel_seconds, rates
-from bytescope.memory.seconds.step_schedule import Kernel, Start
+from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ H100 = chip_rates.of("NVIDIA H100 80GB HBM3")
 
 
 def product(m, n, k, batch=1, dtype="bfloat16"):
-    return Kernel(
+    return ScheduledKernel(
         "product", "forward", 2 * batch * (m * k + k * n + m * n), 2 * batch * m * n * k, dtype, (batch, m, n, k)
     )
 
@@ -95,16 +95,16 @@ def test_a_thin_product_and_a_wave_more_are_slower():
 
 
 def test_a_kernel_that_computes_little_takes_its_bytes():
-    thin = Kernel("product", "forward", 2**30, 2**20, "bfloat16", (1, 1024, 1024, 1))
-    moved = Kernel("memory", "forward", 2**30)
+    thin = ScheduledKernel("product", "forward", 2**30, 2**20, "bfloat16", (1, 1024, 1024, 1))
+    moved = ScheduledKernel("memory", "forward", 2**30)
     assert kernel_seconds.seconds(thin, H100) == pytest.approx(kernel_seconds.seconds(moved, H100))
-    assert kernel_seconds.seconds(Kernel("memory", "forward", 0), H100) == H100.floor_seconds
+    assert kernel_seconds.seconds(ScheduledKernel("memory", "forward", 0), H100) == H100.floor_seconds
 
 
 def test_attention_is_faster_without_a_mask_wider_and_longer():
     def rate(kind="attention", keys=4096, width=128, causal=False):
         return kernel_seconds.attention_flops_per_s(
-            Kernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100
+            ScheduledKernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100
         )
 
     assert rate(causal=True) < rate()

@@ -12,7 +12,7 @@ from bytescope.memory.cost import kernel_costs
 from bytescope.memory.cost.flops import FlopCount, count
 from bytescope.memory.devices import targets
 from bytescope.memory.seconds import reading, step_schedule
-from bytescope.memory.seconds.step_schedule import Kernel, Loop, Start, Wait
+from bytescope.memory.seconds.step_schedule import Loop, ScheduledKernel, Start, Wait
 from support import programs
 from support.formats import field
 
@@ -20,9 +20,9 @@ SHAPE = field(3, field(2, 11) + field(3, b"\10\10"))  # float32, 8 x 8: 256 byte
 ON_HOST = field(3, field(2, 11) + field(3, b"\10\10") + field(5, field(8, 5)))
 DOT = field(30, field(1, b"\1") + field(2, b"\0"))
 SIZE = 256
-PRODUCT = Kernel("product", "forward", 3 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # two operands, a result
-SQUARE = Kernel("product", "forward", 2 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # one operand, twice
-SIN = Kernel("memory", "forward", 2 * SIZE)
+PRODUCT = ScheduledKernel("product", "forward", 3 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # two operands, a result
+SQUARE = ScheduledKernel("product", "forward", 2 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # one operand, twice
+SIN = ScheduledKernel("memory", "forward", 2 * SIZE)
 
 
 def item(id, opcode, *operands, called=b"", shape=SHAPE, more=b""):
@@ -217,7 +217,7 @@ def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_sam
     )
     assert found == (Start("async-start.2", "to-device", "forward", 32), Wait("async-start.2"))
     same = steps(computation(1, x, item(3, "fusion", 1, called=b"\3", shape=ROW), root=3), sliced)
-    assert same == (Start("", "to-device", "forward", 32), Kernel("memory", "forward", 32))
+    assert same == (Start("", "to-device", "forward", 32), ScheduledKernel("memory", "forward", 32))
     unknown = steps(computation(1, x, item(4, "while", 1, called=b"\2"), root=4), apart, sliced)
     start = unknown[0].steps[0]  # a loop of unknown trips passes over all of it
     assert (start.kind, start.bytes) == ("to-device", SIZE)
@@ -226,7 +226,7 @@ def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_sam
 @pytest.mark.quick
 @pytest.mark.parametrize(("dtype", "kind"), [("float8_e4m3fn", "tiled_product"), ("bfloat16", "product")])
 def test_a_confirmed_product_of_8_bits_scales_tiles(dtype, kind):
-    steps = (Kernel("foreign", "forward", 64, 1024, dtype, (1, 8, 8, 8)),)
+    steps = (ScheduledKernel("foreign", "forward", 64, 1024, dtype, (1, 8, 8, 8)),)
     assert reading._settled(steps, {"forward": 1024})[0].kind == kind
 
 
@@ -287,8 +287,8 @@ def test_every_device_computes_all_of_a_foreign_kernel_that_nobody_partitions():
 )
 def test_experts_compute_what_their_filled_rows_do(counted, expected):
     """Two products of 200 for all rows that there is room for; what is left is that of a kernel that nobody knows."""
-    experts = Kernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
-    unknown = Kernel("foreign", "forward", 30, 0, "bfloat16")
+    experts = ScheduledKernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
+    unknown = ScheduledKernel("foreign", "forward", 30, 0, "bfloat16")
     found = reading._settled((Loop(1, (experts,)), experts, unknown), {"forward": counted})
     assert tuple(kernel.flops for kernel, _ in step_schedule.kernels(found)) == expected
     assert [kernel.kind for kernel, _ in step_schedule.kernels(found)][:2] == ["grouped_product"] * 2
@@ -353,5 +353,5 @@ def test_a_loop_is_one_of_its_turns():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 128, 128), (256, 128))]
     found = memory.analyze(jax.jit(program).trace(*shapes)).schedule
     (loop,) = [step for step in found if isinstance(step, Loop)]
-    (product,) = [kernel for kernel in loop.steps if isinstance(kernel, Kernel) and kernel.kind == "product"]
+    (product,) = [kernel for kernel in loop.steps if isinstance(kernel, ScheduledKernel) and kernel.kind == "product"]
     assert (loop.trips, product.size, product.flops) == (6, (1, 256, 128, 128), 2 * 256 * 128 * 128)

@@ -5,15 +5,24 @@ import json
 import pytest
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.seconds import step_schedule
-from bytescope.memory.seconds.step_schedule import ATTENTION, MOVING, PRODUCT, TO_HOST, Kernel, Loop, Start, Wait
+from bytescope.memory.seconds.step_schedule import (
+    ATTENTION,
+    MOVING,
+    PRODUCT,
+    TO_HOST,
+    Loop,
+    ScheduledKernel,
+    Start,
+    Wait,
+)
 
 pytestmark = pytest.mark.quick
 
-DOT = Kernel(PRODUCT, "forward", 96, 1024, "bfloat16", (1, 8, 8, 8))
-COPY = Kernel(MOVING, "backward", 40)
-SEEN = Kernel(ATTENTION, "forward", 7, 5, "bfloat16", (2, 4, 4, 8), True, 3)
+DOT = ScheduledKernel(PRODUCT, "forward", 96, 1024, "bfloat16", (1, 8, 8, 8))
+COPY = ScheduledKernel(MOVING, "backward", 40)
+SEEN = ScheduledKernel(ATTENTION, "forward", 7, 5, "bfloat16", (2, 4, 4, 8), True, 3)
 STEPS = (
     DOT,
     Start("gather", "all-gather", "forward", 4096, 8, 2, 3),
@@ -28,14 +37,14 @@ def test_json_there_and_back():
     rows = json.loads(json.dumps(step_schedule.to_json(STEPS)))
     assert step_schedule.from_json(rows) == STEPS
     assert rows[2] == ["k", "memory", "backward", 40] and rows[3] == ["w", "gather"]  # what is usual is left out
-    report = Report(1, 1, {}, schedule=STEPS)
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))).schedule == STEPS
+    report = ReportRecord(1, 1, {}, schedule=STEPS)
+    assert ReportRecord.from_json(json.loads(json.dumps(report.to_json()))).schedule == STEPS
 
 
 def test_a_report_written_before_there_were_schedules_has_none():
-    old = Report(1, 1, {}, schedule=STEPS).to_json()
+    old = ReportRecord(1, 1, {}, schedule=STEPS).to_json()
     del old["schedule"]
-    assert Report.from_json(old).schedule == ()
+    assert ReportRecord.from_json(old).schedule == ()
 
 
 def nested(depth):
@@ -85,7 +94,7 @@ def test_json_that_nobody_wrote_is_refused(rows):
     with pytest.raises(ValueError, match="schedule"):
         step_schedule.from_json(rows)
     with pytest.raises(ReportError, match="damaged memory report"):
-        Report.from_json({**Report(1, 1, {}).to_json(), "schedule": rows})
+        ReportRecord.from_json({**ReportRecord(1, 1, {}).to_json(), "schedule": rows})
 
 
 def test_alike_kernels_between_two_events_are_one():

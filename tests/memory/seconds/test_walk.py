@@ -17,8 +17,8 @@ from bytescope.memory.seconds.step_schedule import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    Kernel,
     Loop,
+    ScheduledKernel,
     Start,
     Wait,
 )
@@ -38,7 +38,7 @@ def a_byte_a_second(monkeypatch):
 
 
 def compute(seconds, kind=PRODUCT, phase="forward", times=1):
-    return Kernel(kind, phase, seconds, times=times)
+    return ScheduledKernel(kind, phase, seconds, times=times)
 
 
 def gather(name, seconds, phase="forward"):

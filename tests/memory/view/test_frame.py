@@ -52,7 +52,7 @@ def test_macros_show_hostile_text_as_it_is():
         {{ ui.plot(text, text) }}""")
         .render(
             text=HOSTILE,
-            figures=[elements.Figure(*[HOSTILE] * 4)],
+            figures=[elements.HeaderFigure(*[HOSTILE] * 4)],
             section=elements.Section(HOSTILE, [(HOSTILE, HOSTILE)]),
             table=elements.table(
                 [(HOSTILE, "name", lambda item: item), (HOSTILE, "num", lambda item: elements.Cell(item, item, item))],

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bytescope.memory.view import console as consoles
 from bytescope.memory.view.console import make_console, put, safe, shorten
-from bytescope.memory.view.text_layout import Command, Items, Pair, Prose, blocks, broken
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, broken
 from bytescope.memory.view.text_table import FigureTable, figure, label, value, words
 
 pytestmark = pytest.mark.quick
@@ -83,12 +83,12 @@ def test_a_number_stays_with_its_unit():
 
 
 def test_one_blank_line_between_blocks_and_none_for_what_is_missing():
-    parts = blocks(Text("a"), None, Text(), "", Prose("b"), Pair(None, Text("c")))
+    parts = blocks(Text("a"), None, Text(), "", Prose("b"), SideBySide(None, Text("c")))
     assert printed(parts, 80) == ["a", "", "b", "", "c"]
 
 
 def test_two_columns_from_100():
-    pair = Pair(Text("left 1\nleft 2"), Text("right"))
+    pair = SideBySide(Text("left 1\nleft 2"), Text("right"))
     assert printed(pair, 99) == ["left 1", "left 2", "", "right"]
     assert printed(pair, 100) == ["left 1   right", "left 2"]
 
@@ -115,7 +115,7 @@ def test_a_broken_command_is_the_same_command_to_a_shell():
         lines = broken(line, width, 2)
         assert len(lines) > 2 and max(map(len, lines)) <= width
         assert by_a_shell("\n".join(lines)) == shlex.split(line)
-        assert printed(Command(line), width) == lines
+        assert printed(CopyCommand(line), width) == lines
     assert broken("short one", 80, 2) == ["  short one"]
     assert broken("it's no command", 80) == ["it's no command"]
 

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.records.report_record import Report, Subject
+from bytescope.memory.records.report_record import ReportRecord, Subject
 from bytescope.memory.report import report_page, summary_text
 from bytescope.memory.report.report_text import render
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import plain_text
 
 pytestmark = pytest.mark.quick
 
-FOUND = Prediction(
+FOUND = StepPrediction(
     0.7213,
     0.6451,
     0.8194,
@@ -25,7 +25,7 @@ FOUND = Prediction(
     mfu=0.4549,
 )
 BOUND = {"total": 0.231, "by_term": {"products": 0.2, "host_link": 0.031}, "source": "data-sheet rates"}
-REPORT = Report(8, 8, {}, prediction=FOUND.to_json(), roofline=BOUND, subject=Subject(tokens=65_536, calls=2))
+REPORT = ReportRecord(8, 8, {}, prediction=FOUND.to_json(), roofline=BOUND, subject=Subject(tokens=65_536, calls=2))
 
 
 def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
@@ -40,7 +40,7 @@ def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
     assert times.predicted(other) == (
         "predicted 0.721 s per call of the step (0.65 to 0.82), rates: NVIDIA H100: measured"
     )
-    assert times.predicted(Report(8, 8, {})) == times.spent(Report(8, 8, {})) == ""
+    assert times.predicted(ReportRecord(8, 8, {})) == times.spent(ReportRecord(8, 8, {})) == ""
 
 
 def test_the_bound_stays_at_least_and_promises_no_throughput_beside_a_prediction():
@@ -82,7 +82,7 @@ def test_both_stand_in_the_report_and_on_its_page():
     ],
 )
 def test_a_report_without_predicted_seconds_says_why(target, why):
-    bare = Report(8, 8, {}, target=target)
+    bare = ReportRecord(8, 8, {}, target=target)
     assert times.predicted(bare) == "" and times.unpredicted(bare).startswith(f"no seconds are predicted: {why}")
     for shown in (plain_text(render(bare), 100), summary_text.plain(bare)):
         assert times.unpredicted(bare) in " ".join(shown.split())
@@ -107,13 +107,13 @@ def test_figures_have_as_many_digits_as_they_hold(value, digits, shown):
 
 def test_a_short_step_is_told_in_milliseconds():
     short = dataclasses.replace(FOUND, seconds=0.00178, low=0.00161, high=0.00199, tokens_per_s=None, mfu=None)
-    assert times.predicted(Report(8, 8, {}, prediction=short.to_json())).startswith(
+    assert times.predicted(ReportRecord(8, 8, {}, prediction=short.to_json())).startswith(
         "predicted 1.78 ms per call of the step (1.6 to 2.0), rates"
     )
     assert times.interval(short) == "1.6 to 2.0 ms"
 
 
 def test_a_report_keeps_its_prediction():
-    again = Report.from_json(REPORT.to_json())
-    assert Prediction.stated(again) == FOUND
-    assert Prediction.stated(Report(8, 8, {})) is None
+    again = ReportRecord.from_json(REPORT.to_json())
+    assert StepPrediction.stated(again) == FOUND
+    assert StepPrediction.stated(ReportRecord(8, 8, {})) is None

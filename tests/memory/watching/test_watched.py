@@ -15,7 +15,7 @@ from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_record
 from bytescope.memory.units import MIB
-from bytescope.memory.watching import failure, measured, watched
+from bytescope.memory.watching import failure, reporting, watched
 
 WIDTH = 64
 
@@ -291,21 +291,21 @@ raise jax.errors.JaxRuntimeError({NO_MEMORY!r})
 def test_what_the_line_is_compared_with(monkeypatch):
     """The process holds the step's arguments when it is first called: they are part of what is predicted."""
     seen = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=1000)
-    monkeypatch.setattr(measured, "sample", lambda device: seen)
-    report = report_record.Report(0, 0, {}, xla=report_record.XlaStats(argument_bytes=300))
-    assert measured.before_arguments(None, report).in_use_bytes == 400
-    monkeypatch.setattr(measured, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
-    assert measured.before_arguments(None, report).in_use_bytes == 1000
+    monkeypatch.setattr(live, "sample", lambda device: seen)
+    report = report_record.ReportRecord(0, 0, {}, xla=report_record.XlaStats(argument_bytes=300))
+    assert reporting.before_arguments(None, report).in_use_bytes == 400
+    monkeypatch.setattr(live, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
+    assert reporting.before_arguments(None, report).in_use_bytes == 1000
 
 
 @pytest.mark.quick
 def test_a_peak_from_before_the_loop_is_none_of_the_steps():
     before = live.LiveMemory("cpu", "host", in_use_bytes=3 * MIB, peak_bytes=9 * MIB)
     same = dataclasses.replace(before, in_use_bytes=4 * MIB)
-    assert measured.since(before, same).peak_bytes == 4 * MIB
-    assert measured.since(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
+    assert reporting.without_older_peak(before, same).peak_bytes == 4 * MIB
+    assert reporting.without_older_peak(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
     card = dataclasses.replace(same, source="allocator")
-    assert measured.since(card, card) is card and measured.since(None, card) is card
+    assert reporting.without_older_peak(card, card) is card and reporting.without_older_peak(None, card) is card
 
 
 @pytest.mark.quick

@@ -12,6 +12,7 @@ from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import HERE
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
+from support.exhaustive import exhaustive
 
 B, L, D = 8, 12, 32
 SHAPE = {"d_model": D, "n_layers": 2, "experts": 8, "experts_per_token": 2, "d_expert": 48}
@@ -103,18 +104,20 @@ def test_every_router_and_mlp_equals_the_reference(model, dense):
 @pytest.mark.parametrize(
     ("strategy", "dispatch", "sizes"),
     [
-        ("zero3", "allgather", {"expert": 2}),
         ("zero3", "ragged_all_to_all", {"expert": 4}),
         ("zero3", "all_to_all", {"expert": 8}),
         ("zero3", "allgather", {"expert": 2, "fsdp": 2, "tensor": 2}),
-        ("ddp", "ragged_all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
-        ("zero1", "ragged_all_to_all", {"expert": 2, "fsdp": 2, "context": 2}),
-        ("zero2", "all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
-        ("zero3", "allgather", {"fsdp": 4, "tensor": 2}),
+        *exhaustive(
+            ("zero3", "allgather", {"expert": 2}),
+            ("ddp", "ragged_all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
+            ("zero1", "ragged_all_to_all", {"expert": 2, "fsdp": 2, "context": 2}),
+            ("zero2", "all_to_all", {"expert": 2, "data": 2, "tensor": 2}),
+            ("zero3", "allgather", {"fsdp": 4, "tensor": 2}),
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, *exhaustive(True)])
 def test_every_exchange_equals_the_reference(strategy, dispatch, sizes, sequence_parallel, dense, devices):
     if sequence_parallel and "tensor" not in sizes:
         pytest.skip("needs a tensor group")
@@ -136,11 +139,13 @@ def without_padding():
 @pytest.mark.parametrize(
     ("kernel", "dispatch", "sizes"),
     [
-        ("dense", "auto", {}),
         ("scan", "allgather", {"expert": 2}),
-        ("scan", "ragged_all_to_all", {"expert": 4}),
         ("capacity", "auto", {}),
-        ("capacity", "all_to_all", {"expert": 2}),
+        *exhaustive(
+            ("dense", "auto", {}),
+            ("scan", "ragged_all_to_all", {"expert": 4}),
+            ("capacity", "all_to_all", {"expert": 2}),
+        ),
     ],
     ids=str,
 )
@@ -191,7 +196,7 @@ def first_of_each(choices_TK, slots, experts):
     return kept
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [4, *exhaustive(1)])
 def test_slots_drop_the_rows_that_a_reference_drops(ranks, devices):
     """With slots for half the mean: the first of each device and expert are kept."""
     config = config_of(moe_kernel="capacity", capacity_factor=0.5)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bytescope.model.remat.policies import POLICIES
+from support.exhaustive import exhaustive
 from support.toy import block_residuals, first_state, fixed_batches, small_program
 
 MIXTURE = {
@@ -64,7 +65,7 @@ def none():
     return gradients("none")
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"none", "custom"}))
+@pytest.mark.parametrize("policy", ["selective", *exhaustive(*sorted(set(POLICIES) - {"none", "custom", "selective"}))])
 def test_every_policy_has_the_gradients_of_none(policy, none):
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(none))
     jax.tree.map(

@@ -11,6 +11,7 @@ from bytescope.train.checkpoints import checkpoint
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, describe, portable
 from bytescope.train.data.feed import calls
 from bytescope.train.user_errors import UserError
+from support.exhaustive import exhaustive
 from support.toy import fixed_batches, small_program
 
 
@@ -38,7 +39,10 @@ def fail(text):
 
 @pytest.mark.parametrize(
     ("mesh", "devices"),
-    [({}, 1), ({"mesh.data": 1, "mesh.fsdp": 4}, 4), ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)],
+    [
+        ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8),
+        *exhaustive(({}, 1), ({"mesh.data": 1, "mesh.fsdp": 4}, 4)),
+    ],
     ids=str,
 )
 def test_round_trip_on_another_mesh(tmp_path, program, mesh, devices):
@@ -107,8 +111,15 @@ def halfway(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ddp on 8", after) for after in list(LAYOUTS)[1:]]
-    + [("1 device", "ddp on 8"), ("1 device", "zero1 on 4"), ("replicas x zero3 x tensor", "1 device")],
+    [
+        ("ddp on 8", "1 device"),
+        ("1 device", "zero1 on 4"),
+        *exhaustive(
+            *(("ddp on 8", after) for after in list(LAYOUTS)[1:] if after != "1 device"),
+            ("1 device", "ddp on 8"),
+            ("replicas x zero3 x tensor", "1 device"),
+        ),
+    ],
 )
 def test_a_run_goes_on_under_another_layout(halfway, before, after):
     """Other devices, strategy, tensor parallelism and accumulation: the losses are those of an unbroken run."""

@@ -13,9 +13,10 @@ from bytescope.memory.compare import worker_pool
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.schedule_records import Kernel
+from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
 from support.fit_trials import GIB
+from support.same_process import SameProcess
 from support.screen import seen, terminal
 
 SMALL = [
@@ -64,6 +65,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e9, 1e12))
     monkeypatch.setattr(walks, "MOST_NEIGHBOURS", 1)
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
 
     def fit(budget, code):
         files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
@@ -120,7 +122,10 @@ class Worker:
             "calls_per_update": 1,
             "target": targets.parse("h100").to_json(),
             "schedule": schedule_records.to_json(
-                tuple(Kernel("product", phase, 0, 10**12, "bfloat16") for phase in ("forward", "recompute", "backward"))
+                tuple(
+                    ScheduledKernel("product", phase, 0, 10**12, "bfloat16")
+                    for phase in ("forward", "recompute", "backward")
+                )
             ),
         }
 

@@ -12,8 +12,7 @@ from bytescope.train.generate.request import Asked
 from bytescope.train.generate.text import Growing
 from bytescope.train.user_errors import UserError
 from support.models import checkpoints
-
-pytestmark = pytest.mark.oracle("transformers")  # which makes the folders
+from support.oracles import require
 
 ROWS = [
     {"text": "the model is"},
@@ -27,6 +26,7 @@ SHORT = ["--max-tokens=12", "--ignore-end"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    require("transformers")  # which makes it
     made = checkpoints.model("llama", max_position_embeddings=128)
     return checkpoints.save(made, tmp_path_factory.mktemp("generate") / "llama")
 

@@ -144,6 +144,7 @@ def test_the_folder_says_all_that_others_read(made, home):
     assert "Error by layer" in page and page.count("<td data-style=") == 3 * 7
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(made, home, browser):
     check_page(browser, (home / "awq.html").read_text())
 

@@ -11,6 +11,7 @@ from bytescope.train.data.feed import calls
 from bytescope.train.plan.block_description import trace_gradient
 from bytescope.train.program.program import build
 from support.described import described
+from support.exhaustive import exhaustive
 from support.toy import first_state, small_config, small_program
 
 LENGTH, ROWS = 32, 8
@@ -64,10 +65,21 @@ def alone():
     ("changes", "devices"),
     [
         ({"remat.policy": "full", "model.attention": "chunked", "model.attention_chunk": 7}, 1),
-        ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
-        ({"mesh.fsdp": 8, "batch.micro": 1}, 8),
         ({"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}, 8),
-        ({"mesh.fsdp": 2, "mesh.context": 4, "batch.micro": 4, "model.attention_chunk": 3, "remat.policy": "full"}, 8),
+        *exhaustive(
+            ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
+            ({"mesh.fsdp": 8, "batch.micro": 1}, 8),
+            (
+                {
+                    "mesh.fsdp": 2,
+                    "mesh.context": 4,
+                    "batch.micro": 4,
+                    "model.attention_chunk": 3,
+                    "remat.policy": "full",
+                },
+                8,
+            ),
+        ),
     ],
     ids=str,
 )
@@ -135,11 +147,13 @@ def test_cudnn_has_one_mask_for_all_layers_and_each_device_that_of_its_rows():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"remat.policy": "full"},
-        {"remat.policy": "none"},
         {"remat.policy": "selective"},
-        {"remat.policy": "selective", "model.attention": "chunked", "model.attention_chunk": 8},
         {"optimizer.fused_backward": True, "optimizer.clip_norm": 0.0},
+        *exhaustive(
+            {"remat.policy": "full"},
+            {"remat.policy": "none"},
+            {"remat.policy": "selective", "model.attention": "chunked", "model.attention_chunk": 8},
+        ),
     ],
     ids=str,
 )

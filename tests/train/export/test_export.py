@@ -100,15 +100,15 @@ def loaded(folder):
 
 # Our parameters in the dtype of the folder's.
 PRESETS = {"float32": "fp32", "bfloat16": "bf16_params"}
+NARROW = [("llama3", "bfloat16"), ("gpt2", "bfloat16"), ("mixtral", "bfloat16")]
+FIRST = [("llama", "float32"), ("gpt2", "bfloat16"), ("mixtral", "bfloat16"), ("deepseek_v3", "float32")]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        *((name, "float32") for name in checkpoints.FAMILIES),
-        ("llama3", "bfloat16"),
-        ("gpt2", "bfloat16"),
-        ("mixtral", "bfloat16"),
+        pytest.param(case, marks=() if case in FIRST else pytest.mark.exhaustive)
+        for case in [*((name, "float32") for name in checkpoints.FAMILIES), *NARROW]
     ],
     ids="-".join,
 )

@@ -76,6 +76,7 @@ def test_no_room_is_told_before_anything_is_compiled():
         settle(10**9, 5 * 10**8, 10**6, 100, lambda pages: {"a": 6 * 10**8})
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
     check_page(browser, page.render(Planned("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
 
@@ -98,6 +99,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "Sequences against length" in body(written) and written.count("<circle") >= 4
 
 
+@pytest.mark.exhaustive
 def test_llama_8b_at_64_sequences_takes_a_tenth_of_a_gibibyte(tmp_path, monkeypatch, capsys):
     require("cuda")
     described("h100")

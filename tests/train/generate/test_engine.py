@@ -19,6 +19,7 @@ from bytescope.train.generate.request import Asked
 from bytescope.train.generate.steps import Sizes, Steps
 from bytescope.train.user_errors import UserError
 from support.described import described
+from support.exhaustive import exhaustive
 from support.models import checkpoints
 from support.models.generating import LATENT, TINY, alone, engine_of, random_engine, random_model, together
 from support.toy import small_config
@@ -27,7 +28,7 @@ LONGER = {"max_position_embeddings": 128}
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3_moe", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *exhaustive("gpt2", "qwen2", "qwen3_moe", "gemma2")])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     import torch
 

@@ -20,6 +20,7 @@ from bytescope.train.generate.training_sample import (
     sample_bytes,
     sample_prompt,
 )
+from support.exhaustive import exhaustive
 from support.toy import small_config, small_program
 
 SMALL = {
@@ -36,12 +37,14 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
 @pytest.mark.parametrize(
     ("keys", "devices"),
     [
-        ({}, 1),
-        ({"model.scan": False}, 1),
         ({"lora.rank": 4}, 1),
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
-        ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
-        ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2),
+        *exhaustive(
+            ({}, 1),
+            ({"model.scan": False}, 1),
+            ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
+            ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2),
+        ),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from bytescope.train.checkpoints.workdir import Identity, claim, claim_together
 from bytescope.train.generate.training_sample import generate, read_part
 from bytescope.train.launch.processes import Address, add_flags, find
 from bytescope.train.user_errors import UserError
+from support.exhaustive import exhaustive
 from support.models import weights
 from support.ports import free_port
 from support.toy import small_program
@@ -164,6 +165,7 @@ def alone(place):
     return found
 
 
+@pytest.mark.exhaustive
 def test_two_processes_one_killed_all_restart(place, alone):
     """Launched by SLURM. Bit for bit what one process with the two devices computes."""
     workdir = place / "two"
@@ -180,6 +182,7 @@ def test_two_processes_one_killed_all_restart(place, alone):
     assert rows(workdir) == alone
 
 
+@pytest.mark.exhaustive
 def test_four_processes_the_first_killed_go_on_as_two_of_two_devices(place, alone):
     workdir = place / "four"
     killed = Started(place, workdir, 4, *FOUR)
@@ -194,6 +197,7 @@ def test_four_processes_the_first_killed_go_on_as_two_of_two_devices(place, alon
     assert_close(rows(workdir), alone)
 
 
+@pytest.mark.exhaustive
 def test_one_is_told_to_stop_all_save_and_a_damaged_checkpoint_is_set_aside(place, alone):
     workdir = place / "stopped"
     zero3 = "--config.mesh.strategy=zero3"  # each has a half of every array
@@ -213,6 +217,7 @@ def test_one_is_told_to_stop_all_save_and_a_damaged_checkpoint_is_set_aside(plac
     assert_close(rows(workdir), alone)
 
 
+@pytest.mark.exhaustive
 def test_the_error_of_one_ends_all_with_its_code(place, alone):
     """Only process 0 looks at the run directory, only process 1 has the other config."""
     del alone
@@ -233,7 +238,7 @@ def test_the_error_of_one_ends_all_with_its_code(place, alone):
 
 @pytest.mark.parametrize(
     ("index", "message"),
-    [(0, "process 1 of 2 did not connect within 3 s"), (1, "process 0 did not answer at 127.0.0.1:")],
+    [(0, "process 1 of 2 did not connect within 3 s"), *exhaustive((1, "process 0 did not answer at 127.0.0.1:"))],
 )
 def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
     began = time.monotonic()
@@ -266,6 +271,7 @@ joined.close()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_process_is_named_and_nothing_is_ended(tmp_path):
     """Each in turn stands still for longer than jax's heartbeat allows, while the other waits for it."""
     port = free_port()

@@ -17,6 +17,7 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.pipeline.layer_order import reordered
 from bytescope.train.pipeline.pipeline_checks import check_collectives
 from bytescope.train.run.startup import start_state
+from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program
 
 # Adam divides rounding by rounding where a gradient is 0 but for that: an epsilon above it keeps losses together.
@@ -64,11 +65,13 @@ def plain():
     ("stages", "ranks", "overrides"),
     [
         (4, 1, {"pipeline.schedule": "gpipe"}),
-        (4, 2, {}),
         (4, 1, INTERLEAVED),
-        (8, 1, {}),
         (2, 1, {"pipeline.schedule": "v"}),
-        (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
+        *exhaustive(
+            (4, 2, {}),
+            (8, 1, {}),
+            (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
+        ),
     ],
     ids=str,
 )
@@ -80,24 +83,26 @@ def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, p
 @pytest.mark.parametrize(
     ("arithmetic", "overrides"),
     [
-        ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
-        ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
-        (
-            {"model.tie_embeddings": True, "model.position": "learned"},
-            {"remat.policy": "dots", "mesh.strategy": "zero1"},
-        ),
         (MIXTURE, {"mesh.tensor": 2}),
-        (
-            MIXTURE,
-            {
-                "mesh.fsdp": 1,
-                "mesh.expert": 2,
-                "mesh.tensor": 2,
-                "mesh.sequence_parallel": True,
-                "pipeline.schedule": "v",
-            },
-        ),
         ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
+        *exhaustive(
+            ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
+            ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
+            (
+                {"model.tie_embeddings": True, "model.position": "learned"},
+                {"remat.policy": "dots", "mesh.strategy": "zero1"},
+            ),
+            (
+                MIXTURE,
+                {
+                    "mesh.fsdp": 1,
+                    "mesh.expert": 2,
+                    "mesh.tensor": 2,
+                    "mesh.sequence_parallel": True,
+                    "pipeline.schedule": "v",
+                },
+            ),
+        ),
     ],
     ids=str,
 )
@@ -129,6 +134,7 @@ def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
     assert str(caught.value).endswith("set mesh.tensor=1 or mesh.stage=1") and "\n" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_gradients_and_twenty_losses_equal_those_of_one_device():
     """At a learning rate at which losses fall without a jump, twenty updates keep the first one's distance."""
     calm = {"optimizer.learning_rate": 2e-3}
@@ -154,6 +160,7 @@ def test_layers_that_are_all_frozen_have_no_gradients(plain):
     np.testing.assert_allclose(run_losses(pipelined(2, **frozen), steps=2), plain(2, **frozen), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_sixteen_bits_stay_within_rounding(plain):
     """XLA's CPU compiler would abort on sums of 16 bits over the stages."""
     bits = {"precision.preset": "bf16", "model.n_layers": 4, "batch.accumulation": 2}
@@ -170,6 +177,7 @@ def go_on(program, state, steps):
     return losses, state
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
     """From one device to a V of uneven stages, on to interleaved ones, and back: the curve of one device."""
     layers = {"model.n_layers": 7}
@@ -270,6 +278,7 @@ def test_packed_rows_stay_within_their_examples():
         np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
 
 
+@pytest.mark.exhaustive
 def test_padding_and_a_pooled_balance_loss_pass_through_the_stages():
     """The pool of a micro-batch has the shares of layers on all stages; padding is in none of them."""
     overrides = {

@@ -11,6 +11,7 @@ from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.pipeline.pipelined_step import notes_on
 from bytescope.train.program.config_files import flatten
 from support.described import SMALL_GPU, compile_described
+from support.exhaustive import exhaustive
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
@@ -54,6 +55,7 @@ def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
     assert not [each for each in v.findings if each.kind == "uneven_stash"]
 
 
+@pytest.mark.exhaustive
 def test_flops_are_those_of_one_device(one):
     """Of what stages do, not of their ticks; their time is that of the schedule's table."""
     plain = small_program({**WIDE, "mesh.stage": 1, "batch.accumulation": 8}).compile_for_report()
@@ -72,7 +74,7 @@ def test_what_stages_send_is_the_formula(one):
 
 
 @pytest.mark.oracle("cuda")
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [2, *exhaustive(1)])
 def test_cudnns_kernel_compiles_inside_stages(tensor):
     """Its partitioner refuses a mesh of which some axes are manual, be the others of one device."""
     found = compile_described(

@@ -23,6 +23,7 @@ from bytescope.train.plan.frontier import Fixed, Front, Point
 from bytescope.train.plan.trials import Stopped
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.same_process import SameProcess
 
 GIB = 2**30
 FULL, NONE = "full", "none"
@@ -300,6 +301,7 @@ def test_the_browser_draws_the_front(points, fixed, tmp_path):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Four budgets of a small program; then the same out of the cache. The guarantees hold exactly at each."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = [
         "front",
         "--config=tiny",

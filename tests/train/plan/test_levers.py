@@ -16,6 +16,7 @@ from bytescope.train.plan import levers, levers_page, levers_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.same_process import SameProcess
 
 GIB = 2**30
 CONFIG = {**dict.fromkeys(levers.BASELINE, ""), **dict.fromkeys(levers.STAGES["mlp_chunk"].adds, "")}
@@ -198,6 +199,7 @@ def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Four stages, one of which the config refuses; then the same out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], adds={"remat.policy": "ful"}))
     words = [
         "levers",

@@ -178,6 +178,7 @@ def test_no_page_cuts_anything_at_any_width(tmp_path):
     assert few < whole, "at 800 some of them are left out"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*pages(), "pipeline"])
 def test_the_pages_are_sound_when_they_are_used(name, browser):
     schedules = [make_schedule(schedule, 4, 8) for schedule in ("1f1b", "v", "zero_bubble")]

@@ -17,6 +17,7 @@ from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import NOMINAL, figures_of, settle, settled_program
 from bytescope.train.user_errors import DoesNotFit
 from support.described import WIDE_GPU, compile_described
+from support.exhaustive import exhaustive
 from support.toy import run_losses, small_config, small_program
 
 KEYS = {"model.n_layers": 4, "model.attention": "naive", "batch.micro": 32}
@@ -57,7 +58,7 @@ def test_a_cpus_plans_are_ranked_by_a_file_of_rates_alone(tmp_path, monkeypatch)
     assert (found.flops_per_s("fp32"), found.hbm_bytes_per_s) == (1e11, 2e10) and figures_of(target) is NOMINAL
 
 
-@pytest.mark.parametrize(("overrides", "devices"), [({}, 1), (MESH, 4)], ids=str)
+@pytest.mark.parametrize(("overrides", "devices"), [({}, 1), *exhaustive((MESH, 4))], ids=str)
 def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
     keys, told = {**KEYS, **overrides}, []
     budget = low if overrides != MESH else between(keys, 0.2, devices)
@@ -72,6 +73,7 @@ def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
     np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_is_planned_within_its_budget():
     """Rows of experts, multiplied tile by tile in a loop of their own."""
     keys = {"model.n_layers": 2, "model.experts": 4, "model.d_expert": 32, "batch.micro": 32}
@@ -81,6 +83,7 @@ def test_a_mixture_is_planned_within_its_budget():
     assert report.allocated_bytes <= budget and report.work["recompute"]["flops"]
 
 
+@pytest.mark.exhaustive
 def test_stages_are_planned_alike_within_their_budget():
     """One pattern for all layers, of which each stage holds what its schedule says; the model knows how much."""
     keys = {
@@ -104,6 +107,7 @@ def test_stages_are_planned_alike_within_their_budget():
     assert kept.bytes * block.layers == pytest.approx(slots, rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_unrolled_layers_with_room_make_nothing_again(plain):
     """The graph is that of a loop over the layers; the program has none."""
     keys = {**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"}
@@ -146,6 +150,7 @@ def test_a_budget_below_full_is_three(capsys, tmp_path):
     assert "more than 2.00 MiB" in error.splitlines()[0] and not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
     """What is recomputed changes no curve: the same run directory goes on."""
     (tmp_path / "text").mkdir()
@@ -177,6 +182,7 @@ def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
     assert "resumed at step 2" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_ranges_copy_no_parameters():
     """Two ranges under one policy hold what one does; split stacks would be a copy of all layers' parameters."""
     shape = {**WIDE_GPU, "batch.micro": 1, "model.d_ff": 4096, "data.seq_len": 256, "remat.policy": "full"}

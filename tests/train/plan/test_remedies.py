@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from bytescope.memory.findings.remedies.open_levers import open_levers, together
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.commands.train_command import main
 from bytescope.train.launch.failures import explained
@@ -36,7 +36,7 @@ def compiled(monkeypatch):
     sizes = {"selective": 3 * GIB}
     monkeypatch.setattr(remedies, "build", build)
     monkeypatch.setattr(type(small_program()), "compile_for_report", lambda self: self.config.remat.policy)
-    monkeypatch.setattr(remedies, "report_of", lambda policy, **_: Report(0, sizes.get(policy, GIB), {}))
+    monkeypatch.setattr(remedies, "report_of", lambda policy, **_: ReportRecord(0, sizes.get(policy, GIB), {}))
     return seen
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescope.memory.records.report_record import Report
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import METRICS
 from bytescope.train.run import loop, wandb_run
 from bytescope.train.run.recorders import Recorders
@@ -24,7 +24,7 @@ from support.toy import small_config
 pytestmark = pytest.mark.quick
 
 GIB = 2**30
-REPORT = Report(peak_bytes=3 * GIB, allocated_bytes=4 * GIB, breakdown={}, limit_bytes=8 * GIB, verdict="fits")
+REPORT = ReportRecord(peak_bytes=3 * GIB, allocated_bytes=4 * GIB, breakdown={}, limit_bytes=8 * GIB, verdict="fits")
 
 
 def row(step, **more):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Finding, Report, Subject
+from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 from bytescope.train.run import run_directory
 from bytescope.train.run import run_directory_page as run_page
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
 
 GIB = 2**30
-REPORT = Report(
+REPORT = ReportRecord(
     3 * GIB,
     4 * GIB,
     {"params": 3 * GIB, "fragmentation": GIB},
@@ -255,7 +255,7 @@ def test_other_runs_are_drawn_over_it_and_compared(folder, tmp_path):
 def test_no_name_can_break_the_page(tmp_path):
     name = HOSTILE.replace("/", "|")
     place = make_run(tmp_path / name, config={HOSTILE: HOSTILE, "train.steps": HOSTILE})
-    Report(
+    ReportRecord(
         1,
         1,
         {},
@@ -301,5 +301,6 @@ def test_the_browser_draws_the_curves(folder, tmp_path):
     assert 'data-ready="yes"' in body(browse(tmp_path, nothing, options=["--dump-dom"]))
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(folder, browser):
     check_page(browser, run_page.render(run_directory.read(folder)))

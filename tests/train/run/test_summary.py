@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from bytescope.memory.devices.live import LiveMemory
-from bytescope.memory.records.report_record import Report, Subject, load
+from bytescope.memory.records.report_record import ReportRecord, Subject, load
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import make_console
 from bytescope.train.commands.train_command import parse
@@ -22,7 +22,7 @@ from support.toy import small_program
 pytestmark = pytest.mark.quick
 
 WIDTHS = (80, 100, 120)
-REPORT = Report(
+REPORT = ReportRecord(
     20 * GIB,
     20 * GIB,
     {},
@@ -137,11 +137,11 @@ def test_the_report_lies_in_the_run_directory_as_json_and_as_a_page(tmp_path):
 
 
 def test_no_speed_without_rates_and_no_limit_where_none_is_known():
-    assert summary.speed(Report(1, 1, {})) == ""
+    assert summary.speed(ReportRecord(1, 1, {})) == ""
     bound = summary.speed(dataclasses.replace(REPORT, prediction={}))
     assert bound.startswith("at least 1 s per update, at most 1,000,000 tokens/s, by data-sheet rates")
-    assert "limit is not known" in str(summary.memory(Report(1, 1, {})))
-    exceeds = summary.memory(Report(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
+    assert "limit is not known" in str(summary.memory(ReportRecord(1, 1, {})))
+    exceeds = summary.memory(ReportRecord(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
 
 
@@ -208,7 +208,7 @@ def end(**fields):
         "seconds": 3723.4,
         "evaluated": (20, 2.5),
         "tokens_per_s": 1234.0,
-        "report": Report(90 * MIB, 90 * MIB, {}),
+        "report": ReportRecord(90 * MIB, 90 * MIB, {}),
         "before": LiveMemory("cpu", "host", 1, 600 * MIB, 650 * MIB),
         "live": live,
         "checkpoint": None,
@@ -247,7 +247,7 @@ def test_the_time_left_is_that_of_the_pace_after_the_first_row(monkeypatch):
 def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     live = LiveMemory("H200", "allocator", peak_bytes=10 * GIB, limit_bytes=130 * GIB)
     before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
-    text = end(report=Report(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
+    text = end(report=ReportRecord(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
     assert text == (
         "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
         "the first step, limit 130.00 GiB"

@@ -13,6 +13,7 @@ from bytescope.train.data.examples.packing import ExampleSource
 from bytescope.train.data.feed import put
 from bytescope.train.run.startup import start_state
 from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
+from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, made_state, run_losses, small_program
 
 MIXTURE = {
@@ -39,7 +40,6 @@ def plain():
 @pytest.mark.parametrize(
     ("overrides", "devices"),
     [
-        ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
         ({"mesh.expert": 4, "mesh.fsdp": 2, "batch.micro": 1, "mesh.dispatch": "ragged_all_to_all"}, 8),
         (
             {
@@ -52,19 +52,22 @@ def plain():
             },
             4,
         ),
-        (
-            {
-                "mesh.expert": 2,
-                "mesh.fsdp": 2,
-                "mesh.strategy": "zero1",
-                "batch.micro": 2,
-                "model.moe_kernel": "capacity",
-                "model.capacity_factor": 8.0,
-            },
-            4,
+        *exhaustive(
+            ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
+            (
+                {
+                    "mesh.expert": 2,
+                    "mesh.fsdp": 2,
+                    "mesh.strategy": "zero1",
+                    "batch.micro": 2,
+                    "model.moe_kernel": "capacity",
+                    "model.capacity_factor": 8.0,
+                },
+                4,
+            ),
+            ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
+            ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1),
         ),
-        ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
-        ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1),
     ],
     ids=str,
 )
@@ -81,6 +84,7 @@ def test_micro_batches_in_a_loop_and_by_multisteps_agree():
     np.testing.assert_allclose(*both, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_both_kinds_may_alternate():
     alternate = {"model.moe_every": 2, "model.dense_layers": 0, "model.n_layers": 4}
     np.testing.assert_allclose(losses(alternate), losses({**alternate, "model.scan": False}), rtol=1e-5)
@@ -128,7 +132,9 @@ def packed_step():
     ("overrides", "devices"),
     [
         ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "model.scan": False}, 1),
-        ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2),
+        *exhaustive(
+            ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2),
+        ),
     ],
     ids=str,
 )
@@ -215,8 +221,10 @@ def test_biases_of_unrolled_layers_move_layer_by_layer():
     "precision",
     [
         {"precision.preset": "bf16_params"},
-        {"precision.cast": "step"},
         {"mesh.strategy": "zero1", "mesh.fsdp": 2, "batch.micro": 4},
+        *exhaustive(
+            {"precision.cast": "step"},
+        ),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from bytescope import memory
 from bytescope.memory.devices import targets
 from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
+from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program, unfused_step
 
 TINY = {"model.d_model": 16, "model.d_ff": 16, "model.n_layers": 2, "batch.micro": 2, "optimizer.clip_norm": 0.0}
@@ -29,16 +30,18 @@ def exact_losses(overrides):
     "overrides",
     [
         {"remat.policy": "full"},
-        {"remat.policy": "none"},
-        {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
-        {
-            "model.tie_embeddings": True,
-            "model.norm": "layernorm",
-            "model.bias": True,
-            "model.position": "learned",
-            **BY_LAYER,
-        },
-        {"offload.optimizer": True, "offload.params": True},
+        *exhaustive(
+            {"remat.policy": "none"},
+            {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
+            {
+                "model.tie_embeddings": True,
+                "model.norm": "layernorm",
+                "model.bias": True,
+                "model.position": "learned",
+                **BY_LAYER,
+            },
+            {"offload.optimizer": True, "offload.params": True},
+        ),
     ],
     ids=str,
 )
@@ -53,25 +56,27 @@ def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
     )
 
 
+@pytest.mark.exhaustive
 def test_parameters_in_bf16_are_rounded_by_the_same_random_bits():
     """As XLA compiles them: random bits that are not fused take it ten seconds a program."""
     overrides = {"precision.preset": "bf16_params"}
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero3", *exhaustive("zero2")])
 def test_losses_are_the_same_on_every_mesh(strategy):
     mesh = {"mesh.strategy": strategy, "mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
 
 
+@pytest.mark.exhaustive
 def test_a_layer_knows_its_number():
     """By which it rotates, forward and backward."""
     overrides = {"model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True}
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
 def test_rows_of_the_optimizer_table(name):
     assert name in OPTIMIZERS
     overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
@@ -146,7 +151,7 @@ GPU = {
 
 
 @pytest.mark.oracle("cuda")
-@pytest.mark.parametrize("target", ["h200", "h100:4"])
+@pytest.mark.parametrize("target", ["h200", *exhaustive("h100:4")])
 def test_gradients_of_one_layer_are_all_there_are(target):
     reports = {}
     for fused in (False, True):

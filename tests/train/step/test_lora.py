@@ -11,6 +11,7 @@ from bytescope.memory.cost import flops
 from bytescope.model.adapters import is_adapter
 from bytescope.model.frozen import names_of
 from bytescope.train.program.program import build
+from support.exhaustive import exhaustive
 from support.toy import fixed_batches, made_state, run_losses, small_config, small_program
 
 LORA = {"lora.rank": "4", "lora.alpha": "6", "batch.micro": "8"}
@@ -55,7 +56,9 @@ def truth(random, batch):
 
 # What makes the products with frozen weights, and what is kept of adapters, differs.
 @pytest.mark.parametrize(
-    "overrides", [{}, {"remat.policy": "minimal"}, {"remat.policy": "full", "model.mlp_chunk": "16"}], ids=str
+    "overrides",
+    [{"remat.policy": "minimal"}, *exhaustive({}, {"remat.policy": "full", "model.mlp_chunk": "16"})],
+    ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_merged_weights(overrides, random, batch, truth):
     program = small_program({**LORA, **overrides})
@@ -115,7 +118,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["zero1, summed in the step", *exhaustive(*(name for name in LAYOUTS if name != "zero1, summed in the step"))],
+)
 def test_losses_are_those_of_one_device(name, one_device):
     overrides, devices = LAYOUTS[name]
     program = small_program({**LORA, **overrides}, devices)
@@ -156,6 +162,7 @@ def test_the_step_holds_the_base_once_and_state_of_the_adapters_alone():
     assert peaks[0] < peaks[1] - 11 * sizes[1]
 
 
+@pytest.mark.exhaustive
 def test_dropout_is_of_the_adapters_and_does_not_depend_on_how_the_batch_is_cut():
     one = {**LORA, "model.n_layers": "1", "lora.targets": "q,down"}
     dropout = {**one, "lora.dropout": "0.2"}

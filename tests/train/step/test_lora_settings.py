@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bytescope.train.data.feed import calls
+from support.exhaustive import exhaustive
 from support.toy import fixed_batches, made_state, small_program
 
 ONE = {
@@ -28,7 +29,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", "fp16", *exhaustive(*(name for name in SETTINGS if name not in ("adamw_8bit", "fp16")))]
+)
 def test_adapters_are_trained_and_the_base_is_left_as_it_was(name):
     overrides, devices = SETTINGS[name]
     program = small_program({**ONE, **overrides}, devices)

@@ -11,6 +11,7 @@ from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.losses import LOSSES, LossSettings, count_tokens
+from support.exhaustive import exhaustive
 
 
 def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, cap=0.0, **mesh):
@@ -33,7 +34,7 @@ def reference(x, w, targets, cap=0.0):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("positions", [1, 4, 13])
+@pytest.mark.parametrize("positions", [4, *exhaustive(1, 13)])
 def test_value_and_gradients_equal_the_reference(kind, positions):
     x, w, targets = problem()
     run = jax.value_and_grad(lambda x, w: 0.5 * LOSSES[kind](x, w, targets, settings(positions)), (0, 1))
@@ -76,12 +77,14 @@ def test_capped_logits(kind):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 4},
-        {"fsdp": 4},
-        {"data": 2, "fsdp": 2},
         {"fsdp": 2, "tensor": 2},
-        {"context": 4},
         {"fsdp": 2, "context": 2},
+        *exhaustive(
+            {"data": 4},
+            {"fsdp": 4},
+            {"data": 2, "fsdp": 2},
+            {"context": 4},
+        ),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import pytest
 from bytescope.model.placement import HERE
 from bytescope.model.quantized.quantized_formats import BASES, dequantize
 from bytescope.model.quantized.weight import quantized_weights
+from support.exhaustive import exhaustive
 from support.toy import first_state, run_losses, small_program
 
 STEPS = 3
@@ -47,7 +48,7 @@ def expected():
     return found
 
 
-@pytest.mark.parametrize("base", QUANTIZED)
+@pytest.mark.parametrize("base", ["nf4", *exhaustive(*(base for base in QUANTIZED if base != "nf4"))])
 def test_a_step_is_that_over_the_dequantized_weights(base, expected):
     np.testing.assert_allclose(run_losses(program(base), STEPS), expected[base], rtol=2e-6)
     assert abs(expected["nf4"] - expected["int8"]).max() > 1e-4  # the formats are told apart
@@ -57,21 +58,23 @@ def test_a_step_is_that_over_the_dequantized_weights(base, expected):
     ("devices", "overrides"),
     [
         (1, {"remat.policy": "minimal"}),
-        (1, {"model.scan": "false", "remat.policy": "full"}),
-        (1, {"model.mlp_chunk": 8}),
-        (
-            8,
-            {
-                "mesh.data": 2,
-                "mesh.fsdp": 2,
-                "mesh.tensor": 2,
-                "batch.micro": 1,
-                "batch.accumulation": 2,
-                "batch.mode": "scan",
-                "remat.policy": "full",
-            },
+        *exhaustive(
+            (1, {"model.scan": "false", "remat.policy": "full"}),
+            (1, {"model.mlp_chunk": 8}),
+            (
+                8,
+                {
+                    "mesh.data": 2,
+                    "mesh.fsdp": 2,
+                    "mesh.tensor": 2,
+                    "batch.micro": 1,
+                    "batch.accumulation": 2,
+                    "batch.mode": "scan",
+                    "remat.policy": "full",
+                },
+            ),
+            (2, {"mesh.fsdp": 2, "mesh.strategy": "zero1", "batch.micro": 2, "batch.accumulation": 2}),
         ),
-        (2, {"mesh.fsdp": 2, "mesh.strategy": "zero1", "batch.micro": 2, "batch.accumulation": 2}),
     ],
     ids=str,
 )
@@ -82,10 +85,12 @@ def test_policies_meshes_and_accumulation_change_nothing(devices, overrides, exp
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"remat.policy": "none"},
         {"remat.policy": "minimal"},
-        {"remat.policy": "dots"},
-        {"remat.policy": "none", "model.scan": "false"},
+        *exhaustive(
+            {"remat.policy": "none"},
+            {"remat.policy": "dots"},
+            {"remat.policy": "none", "model.scan": "false"},
+        ),
     ],
     ids=str,
 )
@@ -133,6 +138,7 @@ def test_what_cannot_be_quantized_is_refused(devices, overrides, message):
         program("nf4", devices, **overrides)
 
 
+@pytest.mark.exhaustive
 def test_frozen_weights_are_made_again_alike():
     """What a resumed run has instead of a checkpoint of them: bit for bit what it began with, on another mesh too."""
     sharded = program("nf4", 4, **{"mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 4})

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from bytescope.train.program.program import build
+from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
 
 EQUAL = 1e-5  # relative, fp32, over 20 steps
@@ -60,7 +61,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multisteps",
+        "scan",
+        "full loss",
+        *exhaustive(*(name for name in LAYOUTS if name not in ("multisteps", "scan", "full loss"))),
+    ],
+)
 def test_losses_equal_one_large_batch(name, one_large_batch):
     overrides, devices = LAYOUTS[name]
     np.testing.assert_allclose(run_losses(small_program(overrides, devices)), one_large_batch, rtol=EQUAL)
@@ -73,7 +82,7 @@ def test_a_mean_of_micro_batch_means_would_differ(one_large_batch):
     assert counts.max() > 1.3 * counts.min()
 
 
-@pytest.mark.parametrize("mode", ["multisteps", "scan"])
+@pytest.mark.parametrize("mode", ["scan", *exhaustive("multisteps")])
 def test_dropout_does_not_depend_on_how_the_batch_is_cut(mode):
     dropout = {"model.dropout": 0.2, "batch.micro": 16}
     whole = run_losses(small_program(dropout), 4)
@@ -106,12 +115,14 @@ def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
     "mesh",
     [
         {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-        {"mesh.strategy": "ddp"},
-        {"mesh.strategy": "zero1"},
         {"mesh.strategy": "zero2", "mesh.data": 2, "batch.mode": "scan", "batch.accumulation": 2},
-        {"mesh.data": 2, "mesh.context": 4},
-        {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
-        {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2},
+        *exhaustive(
+            {"mesh.strategy": "ddp"},
+            {"mesh.strategy": "zero1"},
+            {"mesh.data": 2, "mesh.context": 4},
+            {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
+            {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2},
+        ),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from bytescope.train.program.config_files import as_text, load, override
 from bytescope.train.program.program import build
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
+from support.exhaustive import exhaustive
 from support.models import checkpoints
 
 pytestmark = pytest.mark.oracle("transformers")
@@ -97,7 +98,13 @@ def compiled(model):
     return program, run
 
 
-@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+# A dense model, its positions learned, and both kinds of mixture.
+FIRST = ("llama", "gpt2", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(
+    scope="module", params=[*FIRST, *exhaustive(*(name for name in checkpoints.FAMILIES if name not in FIRST))]
+)
 def both(request, tmp_path_factory):
     """(ours, theirs) of one family; ours of one program: the step that runs, and the logits of its batch."""
     folder, made = tmp_path_factory.mktemp(request.param), checkpoints.model(request.param)

@@ -13,9 +13,9 @@ from bytescope.memory.compare.compare_text import as_fast
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.elements import (
     Cell,
-    Figure,
+    HeaderFigure,
+    PageTable,
     Section,
-    Table,
     command,
     count,
     facts,
@@ -135,36 +135,38 @@ def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
     return {"kind": "unknown", "words": "? nothing was found"}
 
 
-def _figures(out: Mapping[str, Any]) -> list[Figure]:
+def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
     """What stands on top; figures that are not known are left out."""
     if out["best"]:
         found = _figures_of_best(out, out["best"])
     elif out["certificate"]:
         missing = out["certificate"]
         found = [
-            figure("missing", missing[key], place) if missing[key] else Figure("missing", "")
+            figure("missing", missing[key], place) if missing[key] else HeaderFigure("missing", "")
             for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
         ]
     else:
         found = []
-    search = Figure(
+    search = HeaderFigure(
         "search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled, {len(out['walk'])} tried"
     )
     return [one for one in [*found, search] if one.value]
 
 
-def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[Figure]:
+def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[HeaderFigure]:
     measured = best["measured"] or {}
     return [
         figure("allocated", best["allocated_bytes"], f"of {human(out['budget_bytes'])}"),
-        figure("on the host", best["host_bytes"], "per device") if best["host_bytes"] else Figure("on the host", ""),
-        Figure(
+        figure("on the host", best["host_bytes"], "per device")
+        if best["host_bytes"]
+        else HeaderFigure("on the host", ""),
+        HeaderFigure(
             "step, measured",
             seconds(measured.get("step_seconds")),
             f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine",
         ),
         *predictions({**best, "predicted_tokens_per_s": _speed(out, best["predicted_seconds"])}),
-        Figure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
+        HeaderFigure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
     ]
 
 
@@ -205,7 +207,7 @@ def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 # ---- the search -----------------------------------------------------------------------------------------------
 
 
-def _walk(out: Mapping[str, Any]) -> Table:
+def _walk(out: Mapping[str, Any]) -> PageTable:
     """A row for each step, with the command that makes it; the choice stands out."""
 
     def run(step: Mapping[str, Any]) -> Cell | str:
@@ -234,7 +236,7 @@ def _walk(out: Mapping[str, Any]) -> Table:
     )
 
 
-def _reach(out: Mapping[str, Any]) -> Table | None:
+def _reach(out: Mapping[str, Any]) -> PageTable | None:
     """What each rank of adapters reaches, with the command of each; None for a fit without adapters."""
     columns = (
         ("rank", "num", lambda row: str(row["rank"])),
@@ -256,7 +258,7 @@ def _reach(out: Mapping[str, Any]) -> Table | None:
     return table(columns, out["reach"]) if out.get("reach") else None
 
 
-def _layouts(out: Mapping[str, Any]) -> Table | None:
+def _layouts(out: Mapping[str, Any]) -> PageTable | None:
     """Each mesh beside the choice; None where one was tried, or nothing fits."""
     columns = (
         ("mesh", "text", lambda row: row["layout"]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.compare.compare_rows import thrift
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.trials import Trials
@@ -30,7 +30,7 @@ class Step:
     answer: Mapping[str, Any]
     fits: bool
     verdict: str
-    prediction: Prediction | None = None
+    prediction: StepPrediction | None = None
 
     @property
     def ok(self) -> bool:

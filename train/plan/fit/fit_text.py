@@ -18,7 +18,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import make_console, put, safe
 from bytescope.memory.view.prediction_text import rounded, within
-from bytescope.memory.view.text_layout import Command, Items, Prose, ignoring, wrap
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, ignoring, wrap
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 from bytescope.train.plan.fit.fit_space import Space
 from bytescope.train.plan.fit.fit_step import Step
@@ -165,7 +165,7 @@ def _certificate(certificate: Mapping[str, Any], out: Mapping[str, Any], effort:
         Prose(f"tightest: {certificate['what']}"),
         Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
         Text("its flags:"),
-        Command(certificate["flags"], style=""),
+        CopyCommand(certificate["flags"], style=""),
         Prose(effort),
     )
 
@@ -236,7 +236,7 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
             f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"
         ),
         Text("run it with:", style="bold"),
-        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
         *_layouts(out),
         *_reach(out),
     )

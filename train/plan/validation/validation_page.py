@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.view.elements import Cell, Column, Figure, percent, seconds, size, table, versions
+from bytescope.memory.view.elements import Cell, Column, HeaderFigure, percent, seconds, size, table, versions
 from bytescope.memory.view.frame import page
 from bytescope.train.plan.validation.cohorts import BYTES_WITHIN
 
@@ -101,12 +101,12 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _figures(found: Mapping[str, Any]) -> list[Figure]:
+def _figures(found: Mapping[str, Any]) -> list[HeaderFigure]:
     """No score: those of different models and numbers of GPUs are never pooled."""
     unsaid = sum(len(group["rows"]) for group in found["unsaid"])
     return [
-        Figure("runs", str(len(found["rows"])), "measured and predicted"),
-        Figure("not compared", str(unsaid), "with the reason below"),
+        HeaderFigure("runs", str(len(found["rows"])), "measured and predicted"),
+        HeaderFigure("not compared", str(unsaid), "with the reason below"),
     ]
 
 

@@ -105,7 +105,7 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-def scored_of(row: Row, answer: Mapping[str, Any], found: step_prediction.Prediction) -> Scored:
+def scored_of(row: Row, answer: Mapping[str, Any], found: step_prediction.StepPrediction) -> Scored:
     """A row beside its prediction, launches of its framework included."""
     seconds = validation_score.launched(found.seconds, row)
     held = answer.get("allocated_bytes")

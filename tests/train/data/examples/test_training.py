@@ -8,6 +8,7 @@ import pytest
 
 from bytescope.train.data.batches import DataConfig, heldout_batches, open_data, train_batches
 from bytescope.train.data.feed import calls, put
+from support.exhaustive import exhaustive
 from support.text_data import write
 from support.toy import first_state, small_program
 
@@ -64,7 +65,7 @@ def whole(keys):
     return updated(keys, ROWS, "multisteps")
 
 
-@pytest.mark.parametrize("mode", ["multisteps", "scan"])
+@pytest.mark.parametrize("mode", ["scan", *exhaustive("multisteps")])
 def test_micro_batches_of_unequal_learned_tokens_give_the_update_of_one_batch(keys, whole, mode):
     params, loss, counts, (program, _) = updated(keys, 2, mode)
     assert max(counts) > 1.5 * min(counts)  # a mean of their means would be another update

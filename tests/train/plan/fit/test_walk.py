@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bytescope.memory.remat.search import FULL, NONE
-from bytescope.memory.seconds.step_prediction import Prediction
+from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.fit import fit_result, fit_text
@@ -155,7 +155,7 @@ def test_of_equal_variants_a_policy_with_a_name_is_the_choice():
     answer = {"status": "ok", "recompute_flops_fraction": 0.05, "allocated_bytes": 20 * GIB, "host_bytes": 0}
     keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
     listed, named = (
-        Step("remat", "x", each, answer, True, "fits", Prediction(seconds, 1, 1, {}, {}, "", ""))
+        Step("remat", "x", each, answer, True, "fits", StepPrediction(seconds, 1, 1, {}, {}, "", ""))
         for each, seconds in zip(keys, (1.0, 1.01))
     )
     assert walks.preferred([listed, named]) is walks.preferred([named, listed]) is named

@@ -13,7 +13,9 @@ from bytescope.train.plan.validation.measured_rows import Row
 
 pytestmark = pytest.mark.quick
 
-STEPS = (step_schedule.Kernel("product", "forward", 10**9, 10**13, "bfloat16", (1, 8192, 8192, 8192), times=4),)
+STEPS = (
+    step_schedule.ScheduledKernel("product", "forward", 10**9, 10**13, "bfloat16", (1, 8192, 8192, 8192), times=4),
+)
 
 
 BROKEN = {"breaks": True}

@@ -165,5 +165,6 @@ def test_the_page_of_an_empty_set_says_so():
     assert Page(page.render(empty.to_json())).data == {"series": []}
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
     check_page(browser, page.render(pooled().to_json()))

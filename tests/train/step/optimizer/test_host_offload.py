@@ -13,6 +13,7 @@ from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.host_offload import KIND, is_hosted
 from bytescope.train.step.optimizer.partwise import PIECE, rows_of_table
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
+from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program
 
 TINY = {"model.d_model": 16, "model.d_ff": 16, "model.n_layers": 2, "batch.micro": 2}
@@ -30,9 +31,11 @@ def losses(overrides, devices=1):
     "overrides",
     [
         {"batch.accumulation": 2, "batch.micro": 1},
-        {"batch.accumulation": 2, "batch.mode": "scan"},
-        {"model.scan": False},
-        {"optimizer.name": "muon"},
+        *exhaustive(
+            {"batch.accumulation": 2, "batch.mode": "scan"},
+            {"model.scan": False},
+            {"optimizer.name": "muon"},
+        ),
     ],
     ids=str,
 )
@@ -41,7 +44,7 @@ def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
     np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
 def test_rules_over_whole_matrices_take_layers_in_turn(name):
     overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
     np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=1e-6)
@@ -135,7 +138,9 @@ def device_bytes(tree):
 
 
 @described
-@pytest.mark.parametrize(("name", "target"), [("adamw", "h100:8"), ("adamw_8bit", "h200"), ("adafactor", "h200")])
+@pytest.mark.parametrize(
+    ("name", "target"), [("adamw_8bit", "h200"), *exhaustive(("adamw", "h100:8"), ("adafactor", "h200"))]
+)
 def test_host_bytes_are_the_moments(name, target):
     assert name in OPTIMIZERS
     program, report = report_on({**OPTIMIZER, "optimizer.name": name, "mesh.fsdp": -1}, target)
@@ -162,6 +167,7 @@ def test_nothing_of_the_state_is_left_on_the_device():
     assert not layers  # no stack of all layers' masters, moments or gradients
 
 
+@pytest.mark.exhaustive
 @described
 def test_llama_8b_trains_on_a_gaming_card():
     config = load("llama_8b")

@@ -11,6 +11,7 @@ import pytest
 from bytescope.train.program.config_files import load
 from bytescope.train.step.optimizer import param_matrices
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
+from support.exhaustive import exhaustive
 
 
 def steps_of(transform, params, grads):
@@ -104,7 +105,7 @@ def test_experts_are_updated_each_on_its_own(name, off):
             np.testing.assert_allclose(one[layer, expert], other, rtol=1e-4, atol=off * float(jnp.abs(other).max()))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", ["muon", *exhaustive("adafactor")])
 def test_an_update_gathers_no_experts(name, devices):
     """Two layers of eight experts over four devices; layers may be gathered one at a time, experts never."""
     mesh = jax.make_mesh((4,), ("expert",), devices=devices[:4], axis_types=(jax.sharding.AxisType.Auto,))

@@ -12,6 +12,7 @@ from bytescope.model.frozen import dotted, joined, parted
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, portable
 from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.trainable import frozen_names
+from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program
 
 NAMES = (
@@ -74,13 +75,15 @@ def test_a_tree_is_parted_and_joined():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
-        {"remat.policy": "full"},
         {"remat.policy": "minimal"},
-        {"model.scan": "false", "remat.policy": "offload"},
         {"loss.kind": "full"},
-        {"model.mlp_chunk": 8},
-        {"remat.policy": "sqrt", "model.n_layers": 4},
+        *exhaustive(
+            {},
+            {"remat.policy": "full"},
+            {"model.scan": "false", "remat.policy": "offload"},
+            {"model.mlp_chunk": 8},
+            {"remat.policy": "sqrt", "model.n_layers": 4},
+        ),
     ],
     ids=str,
 )
@@ -132,7 +135,9 @@ def one_device():
     return run_losses(program, 3, state=made_state(program))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["data, fsdp and tensor", *exhaustive(*(name for name in LAYOUTS if name != "data, fsdp and tensor"))]
+)
 def test_losses_are_those_of_one_device_and_nothing_frozen_moves(name, one_device):
     overrides, devices = LAYOUTS[name]
     program = small_program({**MOST, "optimizer.clip_norm": "0", **overrides}, devices)

@@ -1,0 +1,63 @@
+"""The parts of `jax.stages` that this package uses, as protocols: other libraries wrap the stages in their classes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class CompiledStage(Protocol):
+    """An executable with its arguments, as `jax.stages.Compiled`."""
+
+    @property
+    def args_info(self) -> Any: ...
+
+    @property
+    def input_shardings(self) -> Any: ...
+
+    def memory_analysis(self) -> Any: ...
+
+    def runtime_executable(self) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class LoweredStage(Protocol):
+    """A program in StableHLO, as `jax.stages.Lowered`."""
+
+    @property
+    def args_info(self) -> Any: ...
+
+    @property
+    def out_info(self) -> Any: ...
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStage: ...
+
+    def compiler_ir(self, dialect: str | None = None) -> Any: ...
+
+
+class TracedStage(Protocol):
+    """A traced function, as `jax.stages.Traced`."""
+
+    @property
+    def jaxpr(self) -> Any: ...
+
+    @property
+    def args_info(self) -> Any: ...
+
+    @property
+    def in_tree(self) -> Any: ...
+
+    @property
+    def out_tree(self) -> Any: ...
+
+    @property
+    def fun_name(self) -> str: ...
+
+    # Private in jax: the parameters of the jit equation, and the types of the arguments' leaves with their shardings.
+    @property
+    def _params(self) -> dict[str, Any]: ...
+
+    @property
+    def _meta_tys_flat(self) -> Any: ...
+
+    def lower(self) -> LoweredStage: ...

@@ -1,0 +1,65 @@
+"""The layers of the packages: which module may import which. The only declaration; two readers use it.
+
+tests/test_rooms.py enforces it, tests/bench/structure.py counts imports against it in any tree. A room is a sub-package
+directly under a package, or a module at the top of a package.
+"""
+
+# Package -> packages that its modules may import.
+PACKAGES = {
+    "configs": {"configs"},
+    "model": {"model"},
+    "memory": {"memory"},
+    "train": {"configs", "memory", "model", "train"},
+}
+# Rooms from the lowest layer up; a room imports only rooms of the layers below its own.
+LAYERS = {
+    "memory": (
+        ("memory.errors", "memory.units", "memory.config_keys", "memory.files", "memory.jaxprs"),
+        ("memory.records",),
+        ("memory.pipeline",),
+        ("memory.hlo", "memory.formulas"),
+        ("memory.devices",),
+        ("memory.program",),
+        ("memory.peak",),
+        ("memory.cost",),
+        ("memory.seconds",),
+        ("memory.remat", "memory.findings"),
+        ("memory.analysis",),
+        ("memory.view",),
+        ("memory.report",),
+        ("memory.watching", "memory.profile"),
+        ("memory.compare",),
+        ("memory",),
+        ("memory.pytest_guard",),
+        ("memory.commands",),
+        ("memory.__main__",),
+    ),
+}
+# (importer, imported) -> why this import is allowed against the tables above.
+EXCEPTIONS = {
+    ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
+    ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
+}
+
+
+def declared() -> set[str]:
+    """Every room that a layer names."""
+    return {room for layers in LAYERS.values() for layer in layers for room in layer}
+
+
+def may_import(importer: str, imported: str) -> bool | None:
+    """Whether one module may import the other; None if a room of theirs is in no layer."""
+    if (importer, imported) in EXCEPTIONS:
+        return True
+    package, other = importer.split(".")[0], imported.split(".")[0]
+    if package not in PACKAGES or other not in PACKAGES:
+        return None
+    if package != other:
+        return other in PACKAGES[package]
+    room, other_room = (".".join(name.split(".")[:2]) for name in (importer, imported))
+    if room == other_room or package not in LAYERS:
+        return True
+    numbers = {each: number for number, layer in enumerate(LAYERS[package]) for each in layer}
+    if room not in numbers or other_room not in numbers:
+        return None
+    return numbers[other_room] < numbers[room]
