@@ -18,9 +18,15 @@ ROOT = TESTS.parent
 # Oracles that the README's line does not install: tests that need one are skipped there.
 NOT_INSTALLED = {"transformers", "peft"}
 # Files whose command lines are only parsed, or refused.
-ONLY_PARSED = {"test_mistakes.py", "test_readmes.py", "test_completion.py", "test_gpu_scripts.py", "test_config_records.py"}
-# Modules with a `main` of one subcommand.
-MAINS = {"bytescope.train.__main__": "train", "bytescope.train.data.prepare": "prepare"}
+ONLY_PARSED = {
+    "test_mistakes.py",
+    "test_readmes.py",
+    "test_completion.py",
+    "test_gpu_scripts.py",
+    "test_config_records.py",
+}
+# Module with a function for each of these subcommands, of the same name.
+COMMAND_LINES = "support.command_line"
 
 
 def commands() -> list[str]:
@@ -62,7 +68,9 @@ def definitions(path: Path) -> dict[str, ast.AST]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {name.id: node for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found |= {
+                name.id: node for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name: node for alias in node.names}
     return found
@@ -109,8 +117,8 @@ def commands_of(nodes: Iterable[ast.AST]) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple) and node.elts and isinstance(node.elts[0], ast.Constant):
             found |= names & {str(node.elts[0].value)}
-        elif isinstance(node, ast.ImportFrom) and node.module in MAINS and "main" in {one.name for one in node.names}:
-            found.add(MAINS[node.module])
+        elif isinstance(node, ast.ImportFrom) and node.module == COMMAND_LINES:
+            found |= {one.name for one in node.names}
     return found
 
 
