@@ -1,13 +1,11 @@
-"""`python -m bytescope.train` is the command `bytescope train`."""
+"""`python -m bytescope.train` is `bytescope train`."""
 
 import sys
 
-from bytescope.train.commands.train_command import main
-from bytescope.train.launch.signals import end_quietly
+from bytescope.train.cli import run_process
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    end_quietly()
+    code = run_process(["train", *sys.argv[1:]])
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)

@@ -1,36 +1,22 @@
-"""The command line `bytescope`: finds each command, whether it belongs to the trainer or to bytescope.memory."""
+"""The command line `bytescope`: finds each command, runs it, and turns its errors into exit codes."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from types import ModuleType
 
-from bytescope.memory import __main__ as memory_commands
+from bytescope.memory.commands.arguments import chosen_rates
 from bytescope.memory.errors import exit_code_of
-from bytescope.train.user_errors import UserError
+from bytescope.memory.view.console import settle_stdout
+from bytescope.train.commands import registry
+from bytescope.train.commands.registry import COMMANDS, GROUPS
+from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 
-# Command of the trainer -> (module with parse(argv) and main(argv) -> exit code, what it does); memory/__main__.py has
-# the others.
-TRAINER = {
-    "train": ("commands.train_command", "train a transformer, its memory known before the first step"),
-    "prepare": ("data.prepare", "turn text into token shards, which train reads fast"),
-    "generate": ("commands.generate_command", "text from a run or a folder of weights, with a paged cache"),
-    "score": ("commands.score_command", "log-probabilities and perplexity of texts under a run or a folder"),
-    "quantize": ("commands.quantize_command", "write a model in 4 bits with scales that a text asks for (AWQ)"),
-    "export": ("commands.export_command", "write the model of a run as a folder that transformers loads"),
-    "completion": ("commands.completion_command", "print a script that completes commands in bash, zsh or fish"),
-}
-GROUPS = {
-    "train": ("train", "prepare", "generate", "score", "quantize", "export"),
-    "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
-    "plan": ("compare", "levers", "front", "fit", "pipeline"),
-    "list": ("configs", "targets", "keys", "policies", "completion"),
-}
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of
 device memory holds."""
@@ -46,7 +32,7 @@ def overview() -> str:
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {name:<12}{summary(name)}" for name in names]
+        lines += [f"  {name:<12}{COMMANDS[name].summary}" for name in names]
     return "\n".join(
         [
             *lines,
@@ -57,16 +43,6 @@ def overview() -> str:
             EXIT_CODES,
         ]
     )
-
-
-def summary(command: str) -> str:
-    """What a command does, in a line."""
-    return (TRAINER.get(command) or memory_commands.COMMANDS[command])[1]
-
-
-def _module(command: str) -> ModuleType:
-    """The module of a command of the trainer, imported when it is needed: some bring jax along."""
-    return importlib.import_module(f"bytescope.train.{TRAINER[command][0]}")
 
 
 def version() -> str:
@@ -81,54 +57,63 @@ def version() -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of any command line, read and checked as when it runs, without running it.
-
-    Raises:
-      ValueError: an unknown command or argument; it has an `exit_code`.
-    """
-    command, *rest = argv or [""]
-    if command in TRAINER:
-        return _module(command).parse(rest)
-    from bytescope.train.plan.adapter import Adapter
-
-    args, args.overrides = memory_commands.parse(_known(argv), Adapter())
-    return args
-
-
-def _known(argv: Sequence[str]) -> Sequence[str]:
-    """The same command line. Raises UserError for an unknown command, with the nearest that exists."""
-    commands = [name for names in GROUPS.values() for name in names]
-    if not argv or argv[0] not in commands:
-        raise UserError(f"{memory_commands.unknown(argv[0] if argv else '', commands)}; see bytescope --help")
-    return argv
+    """The arguments of any command line; see `registry.parse`."""
+    return registry.parse(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process by default; returns the exit code."""
-    if argv is None:  # the process is this command line
-        from bytescope.train.launch.signals import INTERRUPTED, end_quietly
-
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it
-                stream.reconfigure(errors="backslashreplace")
-        try:
-            code = main(sys.argv[1:])
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            code = INTERRUPTED
-        end_quietly()
-        return code
+    if argv is None:
+        return run_process(sys.argv[1:])
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     if argv[0] in ("-V", "--version"):
         print(version())
         return 0
-    if argv[0] == "completion":  # which wants to know every other
-        return _module(argv[0]).main(argv[1:], {name: summary(name) for names in GROUPS.values() for name in names})
-    if argv[0] in TRAINER:
-        return _module(argv[0]).main(argv[1:])
+    return run(argv)
+
+
+def run_process(argv: Sequence[str]) -> int:
+    """Runs a command line in a process that does nothing else."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it
+            stream.reconfigure(errors="backslashreplace")
+    code = main(argv)
+    end_quietly()
+    return code
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command; returns its exit code. What a user can mend is printed in one line, with advice below it."""
     try:
-        return memory_commands.main(_known(argv))
-    except UserError as error:
-        return exit_code_of(error)
+        args = registry.parse(argv)
+        command = COMMANDS[args.command]
+        if command.group != "train":  # figures and tables stay in their columns
+            settle_stdout()
+        with chosen_rates(args):
+            return command.load().run(args)
+    except BrokenPipeError as error:
+        if not _reader_left():
+            return exit_code_of(error) or 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if (code := exit_code_of(error)) is None:
+            raise
+        for line in getattr(error, "advice", ()):  # what to try where memory does not suffice
+            print(line, file=sys.stderr)
+        return code
+
+
+def _reader_left() -> bool:
+    """Returns whether nobody reads standard output any more, as after `| head`."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # a system without poll; no real stream
+        return True

@@ -1,4 +1,4 @@
-"""What the commands share: the parser, arguments, checks before a compile and a progress bar during it."""
+"""What the commands share: the parser, arguments, and checks before a compile."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from bytescope.memory.config_keys import LORA_RANK
-from bytescope.memory.errors import ReportError, did_you_mean, disk_remedy, nearest, one_of, remedy_for
+from bytescope.memory.errors import ReportError, disk_remedy, nearest, one_of, remedy_for
 from bytescope.memory.files import write_whole
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from bytescope.memory.compare.trainer import Trainer
 
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
-LORA_DEFAULT_RANK = 16
-SET_KEY = "set a config key; bytescope keys lists them"
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
-NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,96 +92,6 @@ def user_path(text: str) -> Path:
     if path.startswith("~"):
         raise argparse.ArgumentTypeError(f"{text}: there is no such user; write ./{text} for a name with a ~")
     return Path(path)
-
-
-def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
-    """Adds the config and the target, by position or by flag.
-
-    Args:
-        overriding: the help of --config.KEY.
-    """
-    add_config(parser)
-    parser.add_argument(
-        "target_here",
-        nargs="?",
-        metavar="TARGET",
-        help="what to compile for, such as h200:8, "
-        "h100:2x8 (hosts x devices), v5e:4x4, cpu:8 or local, the devices of this machine (default); "
-        "bytescope targets lists the chips",
-    )
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
-    parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the config alone, by position or by flag."""
-    parser.add_argument(
-        "config_here", nargs="?", metavar="CONFIG", help="a config file, or a name that bytescope configs lists"
-    )
-    parser.add_argument("--config", metavar="CONFIG", help="the config, by flag")
-
-
-def settle_subject(args: argparse.Namespace) -> None:
-    """Merges the config and the target by position with those by flag, into `config` and `target`.
-
-    With a program in the place of a config, what stands first is the target.
-
-    Raises:
-      ReportError: one of them is given twice.
-    """
-    _settle_place(args)
-    for name in ("config", "target"):
-        by_position = vars(args).pop(f"{name}_here", None)
-        if by_position is None:
-            continue
-        if getattr(args, name) is not None:
-            raise ReportError(
-                f"{name} is given twice, as {by_position} and as --{name}={getattr(args, name)}: leave one out"
-            )
-        setattr(args, name, by_position)
-    if "target" in args and args.target is None:
-        args.target = "local"
-
-
-def _settle_place(args: argparse.Namespace) -> None:
-    """Takes the only argument by position for the target, where --program or --hlo is what a report is of."""
-    from bytescope.memory.devices.targets import names
-
-    flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
-    first = vars(args).get("config_here")
-    if flag is None or first is None:
-        return
-    if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
-        near = did_you_mean(first, names())
-        raise ReportError(
-            f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
-            f"with --{flag}: give either a config or --{flag}"
-        )
-    args.config_here, args.target_here = None, first
-
-
-def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flag for adapters; `more`: what else it does, in words."""
-    parser.add_argument(
-        "--lora",
-        action="store_true",
-        help=f"LoRA adapters over frozen weights, rank {LORA_DEFAULT_RANK} by default{more}",
-    )
-
-
-def with_lora(
-    args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer
-) -> Sequence[tuple[str, str]]:
-    """The overrides, with a rank where --lora asks for adapters and the config has none.
-
-    Raises:
-      ReportError: the command line says that there are none. The trainer's errors for a config.
-    """
-    if not args.lora or trainer.config(args.config, overrides)[LORA_RANK]:
-        return overrides
-    if LORA_RANK in dict(overrides):
-        raise ReportError(f"--lora with --config.{LORA_RANK}={dict(overrides)[LORA_RANK]}: leave one out")
-    return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
@@ -285,54 +186,6 @@ def shares_accelerator(names: Sequence[str]) -> bool:
     from bytescope.memory.devices.platform import choose_platform
 
     return "local" in names and choose_platform() != "cpu"
-
-
-class Bar:
-    """A progress bar; called with the labels of the programs under way and the number of finished ones."""
-
-    def __init__(self, bar: Progress, total: int | None) -> None:
-        self._bar, self._task = bar, bar.add_task("", total=total)
-
-    def __call__(self, labels: Sequence[str], done: int) -> None:
-        """Shows the labels and how many are done."""
-        self._bar.update(self._task, completed=done, description=" | ".join(labels))
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Takes the bar away while something is printed, so that the two never share a line."""
-        self._bar.stop()
-        try:
-            yield
-        finally:
-            self._bar.start()
-
-
-@contextmanager
-def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
-    """A progress bar on stderr, where that is a terminal, gone at the end. total: None where it is not known."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    from bytescope.memory.view.console import LineProgress, make_console
-
-    console = make_console(stderr=True)
-    columns = (
-        TextColumn(doing),
-        BarColumn(bar_width=15),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-    )  # the labels get what the figures leave
-    # What goes to stdout stays there, even if only stderr is a terminal.
-    with LineProgress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_interactive,
-        redirect_stdout=False,
-        expand=True,
-    ) as bar:
-        yield Bar(bar, total)
 
 
 def write(path: Path, text: str) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.arguments import check_files, progress, user_path, write
+from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+from bytescope.memory.view.progress_bar import progress
 
 SECONDS = 60.0
 
@@ -36,10 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and writes the file asked for."""
-    if overrides:
-        raise ReportError(f"calibrate takes no --config.{overrides[0][0]}: it measures devices")
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g}: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out",))

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import check_files, user_path, write
-from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_diff, report_record
 from bytescope.memory.report import diff_text
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +48,8 @@ def _percent(text: str) -> float:
     return value
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 when memory grew by more than --fail-above, else 0."""
-    if overrides:
-        raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)

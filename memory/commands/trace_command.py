@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import add_rates, check_files, user_path, write
-from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, profile_text, xplane
 from bytescope.memory.records import report_record
 from bytescope.memory.seconds import step_prediction
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints where the time went, without starting jax, and writes the file asked for."""
-    if overrides:
-        raise ReportError(f"trace takes no --config.{overrides[0][0]}: it reads a trace")
     check_files(args)
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
     report = report_record.load(args.report) if args.report else None

@@ -18,16 +18,14 @@ from bytescope.memory.compare.compare_rows import (
     Row,
     best_of_each,
     cost_of,
-    flags,
-    is_how,
     label,
+    task_keys,
     unit_of,
-    value_text,
     varying,
     why_slower,
     workload,
 )
-from bytescope.memory.compare.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, as_text
+from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
 from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import human
@@ -36,7 +34,6 @@ from bytescope.memory.view.elements import (
     HeaderFigure,
     PageTable,
     Section,
-    command,
     count,
     facts,
     figure,
@@ -115,16 +112,19 @@ FORMULA_NOTE = (
 )
 
 
-def render(comparison: Mapping[str, Any]) -> str:
-    """The page of a comparison's JSON (`memory.compare.compare_rows.to_json`), as text."""
-    rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
+def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
+    """The page of a comparison's JSON (`memory.compare.compare_rows.to_json`), as text.
+
+    row_type: the factory's rows, which know its keys.
+    """
+    rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     subject, target, several = _subject(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
     winner = next(iter(best_of_each(rows)), None) if not several else None
     with_formulas = any(row.formula for row in rows)
     return page(
         "compare",
         title(subject, target, "compared"),
-        page_data(comparison),
+        page_data(comparison, row_type),
         heading=f"{subject}, compared",
         where=where(target),
         facts=facts(comparison["rows"], comparison["given"]),
@@ -146,15 +146,15 @@ def render(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values.
+def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[str, Any]:
+    """Everything the script draws, as JSON values. row_type: as in `render`.
 
     `rows` hold their label, the text of each key in `keys`, the columns that any row fills, and the command that runs
     it; of the label, `group` is all but the policy, `section` what of it is the model and the target, `short` the
     rest; `rival` is what tells it from the rest of its task and `task_label` what it shares with them. Growth is drawn
     along one of `axes`.
     """
-    rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
+    rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
     lines = [
@@ -180,7 +180,7 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "axes": axes(rows, keys),
         "unit": unit_of(rows),
         "policies": policies,
-        "policy_key": POLICY,
+        "policy_key": rows[0].policy_key if rows else "",
         "cost": cost_of(rows)[0],
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
@@ -188,7 +188,7 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 def how_of(row: Row) -> str:
     """How a row runs its task, in words: its policy and what else of its combination is no part of the task."""
-    keys = [key for key in row.overrides if is_how(key) and key not in (SAVE, OFFLOAD)]
+    keys = [key for key in row.overrides if row.is_how(key) and key not in row.policy_parts]
     return label(row, keys) if keys else row.policy or "as configured"
 
 
@@ -201,14 +201,14 @@ def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _command(comparison: Mapping[str, Any], row: Row) -> str:
     """The command that runs a row; its own keys come last, where they win."""
-    config = "" if CONFIG in row.overrides else comparison["config"]
-    target = {"name": row.overrides[TARGET]} if TARGET in row.overrides else comparison["target"]
-    return command(config, target, comparison["given"], flags(row), fits=row.fits is not False and row.ok)
+    source = "" if CONFIG in row.overrides else comparison["config"]
+    target = row.overrides.get(TARGET) or comparison["target"].get("name", "")
+    return row.command(source, target, comparison["given"])
 
 
 def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
     """A row for each task, in their order: tasks are not ranked against each other."""
-    keys = [key for key in varying(rows) if not is_how(key)]
+    keys = task_keys(rows)
     found = [(label(members[0], keys), next(iter(best_of_each(members)), None)) for members in _tasks(rows).values()]
 
     def of(write: Callable[[Row], Cell | str], otherwise: Cell | str = "") -> Callable[[Any], Cell | str]:
@@ -239,7 +239,7 @@ def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     return [
         key
         for key in keys
-        if key != POLICY
+        if all(row.policy_key != key for row in rows)
         and all(number(row.overrides.get(key)) for row in rows)
         and len({row.overrides[key] for row in rows}) > 2
     ]
@@ -254,18 +254,18 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
         "real_bytes": measured.get("peak_bytes"),
     }
     values |= _by_formula(row)
-    how, where = [key for key in keys if is_how(key)], [key for key in keys if key in (CONFIG, TARGET)]
-    rest = [key for key in keys if key not in (POLICY, *where)]
+    how, where = [key for key in keys if row.is_how(key)], [key for key in keys if key in (CONFIG, TARGET)]
+    rest = [key for key in keys if key not in (row.policy_key, *where)]
     return {
         "label": label(row, keys),
         "keys": [row.overrides.get(key, "") for key in keys],
-        "texts": [value_text(row, key) for key in keys],
+        "texts": [row.value_text(key) for key in keys],
         "group": label(row, rest) if rest else "",
         "section": label(row, where) if where else "",
         "short": label(row, [key for key in keys if key not in where]),
         "rival": label(row, how) if how else "",
         "task_label": label(row, [key for key in keys if key not in how]),
-        "policy": value_text(row, POLICY) or "as configured",
+        "policy": row.value_text(row.policy_key) or "as configured",
         "values": values,
         "breakdown": dict(row.breakdown),
         "limit": row.limit_bytes,

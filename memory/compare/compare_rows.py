@@ -17,26 +17,14 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from bytescope.memory.compare.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, as_text
-from bytescope.memory.config_keys import (
-    LOSS,
-    MESH,
-    MODEL_ATTENTION,
-    MODEL_SCAN,
-    PRECISION,
-    REMAT,
-    REMAT_LAYERS,
-)
+from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
 from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit
 
 # What rows are ranked by -> the field that a picture shows of it.
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
-
-# Keys that say how a program runs, not what it trains: rows that differ in nothing else compete.
-_HOW = (REMAT, MESH, LOSS, PRECISION, MODEL_SCAN, MODEL_ATTENTION)
 
 
 # Terms of predicted seconds that need more words than their names.
@@ -50,6 +38,14 @@ TERM_WORDS = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One combination. Sizes are bytes on one device; FLOPs are of one call of the step, all devices together.
+
+    A factory that knows more of its keys has a subclass (`train.plan.config_row.ConfigRow`); it sets the class
+    attributes and the methods that are about keys.
+
+    Class attributes:
+        how: prefixes of keys that say how a program runs, not what it computes. Rows that differ only in these compete.
+        policy_key: the key that charts draw as one line per value; "" for none.
+        policy_parts: keys whose values are shown as a part of the policy's.
 
     Fields:
         overrides: dotted key -> value, the keys of the grid; `config` and `target` among them if they vary.
@@ -75,6 +71,10 @@ class Row:
             where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
     """
+
+    how: ClassVar[tuple[str, ...]] = ()
+    policy_key: ClassVar[str] = ""
+    policy_parts: ClassVar[tuple[str, ...]] = ()
 
     overrides: Mapping[str, Any]
     status: str = "ok"
@@ -126,51 +126,48 @@ class Row:
         return found["hardware_flops"] / found["model_flops"] if found.get("hardware_flops") else None
 
     @classmethod
-    def of(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Row:
+    def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
         """The row of a worker's answer, fresh or cached; keys that are not fields are left out."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
-        if settled := values.get("settled"):
-            row = dataclasses.replace(
-                row, batch=settled.get("batch", ""), policy=policy_words(settled.get("segments", ()))
-            )
         return dataclasses.replace(row, **ranking.fields(values))
 
+    @classmethod
+    def is_how(cls, key: str) -> bool:
+        """Returns whether a key says how a program runs, not what it computes: rows that differ only in such keys
+        compete."""
+        return key.startswith(cls.how) if cls.how else False
 
-def value_text(row: Row, key: str) -> str:
-    """A row's value of a grid key as people read it; `custom` stands with the names that it saves and offloads."""
-    text = as_text(row.overrides.get(key, ""))
-    if key != POLICY or text != "custom":
-        return text
-    save, offload = (as_text(row.overrides.get(name, ()))[1:-1] for name in (SAVE, OFFLOAD))
-    if save:
-        text += f"({save})"
-    if offload:
-        text += f"+offload({offload})"
-    return text
+    @classmethod
+    def flag(cls, key: str, value: Any) -> str:
+        """The flag that gives a key of the grid this value, not quoted."""
+        return f"--grid={key}={as_text(value)}"
 
+    def command(self, source: str, target: str, given: str) -> str:
+        """The command that shows this row again.
 
-def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
-    """What a program's layers keep, in words, by `Trainer.settled`: "full", or "29 x v+up, 3 x v+up@host"."""
+        source: the program, as --program takes it. target: its name. given: flags of the comparison.
+        """
+        words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
+        return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
-    def kept(segment: Mapping[str, Any]) -> str:
-        if segment["policy"] != "custom":
-            return segment["policy"]
-        return "+".join((*segment["save"], *(f"{name}@host" for name in segment["offload"]))) or "custom"
+    def value_text(self, key: str) -> str:
+        """The value of a grid key as people read it."""
+        return as_text(self.overrides.get(key, ""))
 
-    if len(segments) == 1:
-        return kept(segments[0])
-    return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
+    def names_a_policy(self) -> bool:
+        """Returns whether one policy with a name says how the program runs. Of equal rows such a row is preferred."""
+        return True
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Override keys with more than one value; the policy when nothing varies. The names that a custom policy saves and
-    offloads are part of the policy, not keys of their own."""
-    keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    if POLICY in keys:
-        keys = [key for key in keys if key not in (SAVE, OFFLOAD)]
-    found = [key for key in keys if len({(key in row.overrides, value_text(row, key)) for row in rows}) > 1]
-    return found or [key for key in keys if key == POLICY]
+    """Override keys with more than one value; the policy when nothing varies. Parts of the policy's value are not keys
+    of their own."""
+    keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
+    if any(row.policy_key in keys for row in rows):
+        keys = [key for key in keys if not any(key in row.policy_parts for row in rows)]
+    found = [key for key in keys if len({(key in row.overrides, row.value_text(key)) for row in rows}) > 1]
+    return found or [key for key in keys if any(key == row.policy_key for row in rows)]
 
 
 def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
@@ -182,8 +179,8 @@ def label(row: Row, keys: Sequence[str]) -> str:
     """What distinguishes a row from the others: "full, seq_len=4096"."""
     parts = []
     for key in (key for key in keys if key in row.overrides):
-        name = "" if key in (POLICY, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
-        parts.append(name + value_text(row, key))
+        name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
+        parts.append(name + row.value_text(key))
     return ", ".join(parts) or "as configured"
 
 
@@ -277,14 +274,8 @@ def thrift(row: Row) -> tuple[float, int, bool]:
     return (
         round(row.recompute_flops_fraction or 0.0, 2),
         (row.allocated_bytes or 0) + (row.host_bytes or 0),
-        not names_a_policy(row),
+        not row.names_a_policy(),
     )
-
-
-def names_a_policy(row: Row) -> bool:
-    """Returns whether all layers of a row are under one named policy, not under listed names or ranges of layers."""
-    layers = row.overrides.get(REMAT_LAYERS) or "()"
-    return as_text(layers) == "()" and row.overrides.get(POLICY) != "custom"
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
@@ -296,12 +287,9 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """What to add to a command to run this row, quoted for a shell."""
-    words = []
-    for key, value in row.overrides.items():
-        if key != TARGET:  # the trainer runs on the devices that it finds
-            words.append(f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}")
-    return shlex.join(words)
+    """What to add to a command to run this row, quoted for a shell. A run uses the devices that it finds, so the target
+    is left out."""
+    return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
 
 
 def to_json(
@@ -314,7 +302,7 @@ def to_json(
 ) -> dict[str, Any]:
     """The comparison as JSON values; see the module for the keys."""
     rows = mark_pareto(rows)
-    winner, tasks = best(rows), [key for key in varying(rows) if not is_how(key)]
+    winner, tasks = best(rows), task_keys(rows)
     return {
         "rows": [dataclasses.asdict(row) for row in rows],
         "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
@@ -331,13 +319,13 @@ def to_json(
 
 
 def workload(row: Row) -> str:
-    """What a row trains, and where: the overrides that change its task, in one string."""
-    return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not is_how(key)))
+    """What a row computes, and where: the overrides that change its task, in one string."""
+    return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not row.is_how(key)))
 
 
-def is_how(key: str) -> bool:
-    """Whether a key says how a program runs, not what it trains: rows that differ in such keys alone compete."""
-    return key.startswith(_HOW)
+def task_keys(rows: Sequence[Row]) -> list[str]:
+    """The varying keys that change what is computed."""
+    return [key for key in varying(rows) if not rows[0].is_how(key)]
 
 
 def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:

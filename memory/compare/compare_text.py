@@ -20,7 +20,6 @@ from bytescope.memory.compare.compare_rows import (
     label,
     tied,
     unit_of,
-    value_text,
     varying,
     why_slower,
 )
@@ -99,7 +98,7 @@ def render(
         mark = Text.assemble((word, style), (" ★" if row.pareto else "", "yellow"))
         cells = [_cell(read(row), form, size) for _, read, form in COLUMNS]
         table.add(
-            *(value_text(row, key) for key in keys),
+            *(row.value_text(key) for key in keys),
             mark,
             *cells,
             style="bold" if any(row is winner for winner in winners) else "",

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from bytescope.memory.compare.compare_rows import Row, best_of_each, is_how, label, unit_of, value_text, varying
-from bytescope.memory.compare.grids import CONFIG, POLICY, TARGET
+from bytescope.memory.compare.compare_rows import Row, best_of_each, label, unit_of, varying
+from bytescope.memory.compare.grids import CONFIG, TARGET
 
 # The share of the limit above which a combination is only just within it.
 NEAR = 0.9
@@ -57,8 +57,9 @@ class Grid(NamedTuple):
 
 def grid(rows: Sequence[Row]) -> Grid | None:
     """The table of a comparison's rows, None where either side would have one line only."""
-    keys = sorted(varying(rows), key=lambda key: key == POLICY)  # policies stand side by side
-    down, across = ([key for key in keys if is_how(key) is how] for how in (False, True))
+    policy = rows[0].policy_key if rows else ""
+    keys = sorted(varying(rows), key=lambda key: key == policy)  # policies stand side by side
+    down, across = ([key for key in keys if rows[0].is_how(key) is how] for how in (False, True))
     cells = {(_values(row, down), _values(row, across)): row for row in rows}
     names, columns = _ordered(rows, down), _ordered(rows, across)
     if min(len(names), len(columns)) < 2:
@@ -71,7 +72,7 @@ def grid(rows: Sequence[Row]) -> Grid | None:
         squares = [_square(cells.get((line, column)), keys, size, most, winners) for column in columns]
         new = before is not None and len(line) > 1 and before[0] != line[0]
         lines.append(Line(_names(line, before), squares, new))
-    return Grid(unit, _legend(rows), _heads(down, across, columns), lines)
+    return Grid(unit, _legend(rows), _heads(down, across, columns, policy), lines)
 
 
 def _legend(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -81,28 +82,37 @@ def _legend(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _values(row: Row, keys: Sequence[str]) -> Values:
-    return tuple(value_text(row, key) for key in keys)
+    return tuple(row.value_text(key) for key in keys)
 
 
 def _ordered(rows: Sequence[Row], keys: Sequence[str]) -> list[Values]:
     """What the rows hold under `keys`, sorted by each key's values in the order of the grid."""
-    order = [list(dict.fromkeys(value_text(row, key) for row in rows)) for key in keys]
+    order = [list(dict.fromkeys(row.value_text(key) for row in rows)) for key in keys]
     return sorted(
         {_values(row, keys) for row in rows},
         key=lambda values: [texts.index(text) for texts, text in zip(order, values)],
     )
 
 
-def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values]) -> list[HeadLine]:
-    """A line of headings for each key across; neighbours that share a value, and all above it, share a heading."""
+def _heads(down: Sequence[str], across: Sequence[str], columns: Sequence[Values], policy: str) -> list[HeadLine]:
+    """A line of headings for each key across; neighbours that share a value, and all above it, share a heading.
+
+    policy: the key of the policy, whose heading is "policy".
+    """
+
+    def short(key: str) -> str:
+        if key == policy:
+            return "policy"
+        return key if key in (CONFIG, TARGET) else key.rsplit(".", 1)[-1]
+
     heads = []
     for level, key in enumerate(across):
         last = level == len(across) - 1
         runs = groupby(values[: level + 1] for values in columns)
         heads.append(
             HeadLine(
-                [_short(name) if last else "" for name in down[:-1]],
-                f"{_short(down[-1])} \\ {_short(key)}" if last else _short(key),
+                [short(name) if last else "" for name in down[:-1]],
+                f"{short(down[-1])} \\ {short(key)}" if last else short(key),
                 [(values[-1], len(list(run))) for values, run in runs],
             )
         )
@@ -140,9 +150,3 @@ def _figure(value: float, whole: bool) -> str:
     if whole or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def _short(key: str) -> str:
-    if key == POLICY:
-        return "policy"
-    return key if key in (CONFIG, TARGET) else key.rsplit(".", 1)[-1]

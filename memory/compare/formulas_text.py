@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.compare.compare_rows import Row, unit_of, value_text, varying
+from bytescope.memory.compare.compare_rows import Row, unit_of, varying
 from bytescope.memory.formulas.reconcile import Formula, Line, share
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
@@ -52,7 +52,7 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
             for cell in _pair(getattr(row, name), found.get(name), size)
         ]
         ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
-        names = [value_text(row, key) for key in keys] or ["as configured"]
+        names = [row.value_text(key) for key in keys] or ["as configured"]
         table.add(
             *names, *cells, "" if ratio is None else f"{ratio:.3f}", "-" if by_formula is None else f"{by_formula:.3f}"
         )

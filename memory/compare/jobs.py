@@ -1,23 +1,19 @@
-"""The jobs of a search: a config with its overrides, resolved by the trainer and named for the cache."""
+"""The jobs of a search: overrides and a target, resolved by the factory and named for the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.compare import row_cache
+from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.compare.worker_pool import Job
-from bytescope.memory.config_keys import REMAT_POLICY
 from bytescope.memory.seconds import rates
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
-
-AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
 
 
 class Jobs:
-    """Makes the jobs of one search: the versions and the trainer's sources are those at its beginning.
+    """Makes the jobs of one search: the versions and the factory's sources are those at its beginning.
 
     A job is named by the key of its row in the cache, so two jobs of one name compile the same program.
 
@@ -25,51 +21,69 @@ class Jobs:
         versions: package -> version of what compiles, this environment's by default.
     """
 
-    def __init__(self, trainer: Trainer, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(self, factory: ProgramFactory, versions: Mapping[str, str] | None = None) -> None:
         from bytescope.memory.devices import compiler
 
-        self._trainer = trainer
+        self.factory = factory
         self._versions = compiler.versions() if versions is None else versions
-        self._sources = row_cache.source_digest(trainer.sources())
-        self._choosing: str | None = None
-
-    def resolve(self, config: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """The whole config, dotted key -> value. Raises the trainer's errors for an unknown key or a wrong value."""
-        return self._trainer.config(config, overrides)
-
-    def check(self, config: str, overrides: Sequence[tuple[str, str]]) -> None:
-        """Raises the trainer's errors for a value that no target could run."""
-        self._trainer.check(config, overrides)
+        self._sources = row_cache.digest_of([*row_cache.source_files(row_cache.making_rows()), *factory.sources()])
+        self._choosing: dict[tuple[str, ...], str] = {}
 
     def job(
         self,
-        config: str,
+        overrides: Mapping[str, Any],
         target: str,
-        overrides: Sequence[tuple[str, str]],
         label: str = "",
         *,
-        describe: bool = False,
+        method: str = "",
         measure: bool = False,
     ) -> Job:
-        """The job that compiles `config` with its overrides, pairs of (dotted key, text), for a target.
+        """The job that compiles the program of these overrides for a target.
 
         Args:
             label: what people see while it compiles.
-            describe: compile nothing; the answer is what a search has to know of the program's blocks.
+            method: compile nothing; this method of the factory answers.
             measure: run the step too, so that the row belongs to this machine.
 
-        Raises the trainer's errors for an unknown key or a wrong value.
+        Raises the factory's errors for an unknown key or a wrong value.
         """
-        flat = self.resolve(config, overrides)
-        choice = self._choice() if flat.get(REMAT_POLICY) == AUTO else ""
-        name = row_cache.key(flat, target, self._versions, self._sources, measure, choice=choice)
-        if describe:
-            name += "-block"
+        factory = self.factory
+        resolved = factory.resolve(overrides)
+        choice = self._choice(resolved)
+        name = row_cache.key(
+            resolved, target, self._versions, self._sources, measure, factory=factory.reference, choice=choice
+        )
+        if method:
+            name += f"-{method}"
         chosen = rates.chosen()
-        return Job(config, target, tuple(overrides), {}, name, label, flat, describe, chosen and str(chosen))
+        return Job(
+            factory.reference,
+            overrides,
+            target,
+            name,
+            label,
+            resolved,
+            method=method,
+            rates=str(chosen) if chosen else None,
+        )
 
-    def _choice(self) -> str:
-        """A digest of what settles a remat policy of `auto`: the modules that choose, and the rates chosen."""
-        if self._choosing is None:
-            self._choosing = row_cache.source_digest(self._trainer.sources(), choosing=True)
-        return self._choosing + rates.digest()
+    def _choice(self, resolved: Mapping[str, Any]) -> str:
+        """A digest of what settles what the keys leave open: the modules that choose, and the rates chosen; "" where
+        the keys leave nothing open."""
+        files = self.factory.choosing_sources(resolved)
+        if not files:
+            return ""
+        names = tuple(map(str, files))
+        if names not in self._choosing:
+            self._choosing[names] = row_cache.digest_of(files)
+        return self._choosing[names] + rates.digest()
+
+
+def with_cpu_devices(job: Job) -> Job:
+    """The job for a user's function, which makes its mesh of this process's devices: as many CPU devices are simulated
+    as a described target has. Raises ReportError for a target that does not exist."""
+    from bytescope.memory.devices import targets
+
+    if job.target.partition(":")[0] in ("local", "cpu"):
+        return job
+    return dataclasses.replace(job, cpu_devices=targets.parse(job.target).n_devices)

@@ -1,4 +1,6 @@
-"""Finished rows on disk, by program, target and versions, so that a search can be resumed.
+"""Finished rows on disk, by program, target, versions and sources, so that a search can be resumed.
+
+`making_rows` lists the modules of bytescope.memory that make a row; a factory adds the files of its own program.
 
 A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of everything that decides its
 figures. Files are written completely or not at all; each holds a digest of its answer, and a damaged one counts as
@@ -14,27 +16,17 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bytescope.memory.files import write_whole
 
 # Rises when a cached answer changes its meaning.
-LAYOUT = 6
+LAYOUT = 7
 
 # Variables that change what is compiled, or what a device has available.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
-
-# Folders of memory/ that search or show results: a change there leaves rows valid.
-_SHOWING = ("commands", "formulas", "report", "view")
-# Of these folders only the modules that make a row count; the others choose what is compiled, or predict from a row.
-_MAKING = {
-    "compare": ("row_cache", "worker"),
-    "remat": ("block_graph",),
-    "seconds": ("products", "reading", "step_schedule"),
-}
-# The folders that choose: what they chose is part of a row whose remat policy is `auto`.
-_CHOOSING = ("remat", "seconds")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
@@ -43,20 +35,36 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
-def source_digest(packages: Iterable[Path], choosing: bool = False) -> str:
-    """A digest, in hex, of this package's analysis and of every .py file under `packages`, names included.
+def making_rows() -> tuple[ModuleType, ...]:
+    """The modules, and packages with all their modules, whose code makes a row: what compiles, reads and attributes a
+    program. Modules that show rows, or that predict from a finished row, are not among them."""
+    from bytescope.memory import analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units
+    from bytescope.memory.compare import measured_steps, prepared_program, program_factory, row_cache, worker
+    from bytescope.memory.seconds import products, reading, step_schedule
 
-    choosing: of what chooses a plan, too.
-    """
-    memory = Path(__file__).parents[1]
-    own = [
-        path
-        for path in memory.rglob("*.py")
-        if (room := path.relative_to(memory).parts[0]) not in _SHOWING
-        and (path.stem in _MAKING.get(room, (path.stem,)) or (choosing and room in _CHOOSING))
-    ]
+    compare = (measured_steps, prepared_program, program_factory, row_cache, worker)
+    return (
+        *(analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units),
+        *compare,
+        *(products, reading, step_schedule),
+    )
+
+
+def source_files(modules: Iterable[ModuleType]) -> list[Path]:
+    """The .py files of modules; of a package those of all its modules."""
+    files: list[Path] = []
+    for module in modules:
+        if hasattr(module, "__path__"):
+            files += [path for folder in module.__path__ for path in Path(folder).rglob("*.py")]
+        elif module.__file__ is not None:
+            files.append(Path(module.__file__))
+    return sorted(files)
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest, in hex, of files: their names, with that of the folder, and what is in them."""
     digest = hashlib.sha256()
-    for path in sorted([*own, *(file for package in packages for file in package.rglob("*.py"))]):
+    for path in sorted(files):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -68,18 +76,19 @@ def key(
     sources: str,
     measure: bool,
     env: Mapping[str, str] | None = None,
+    factory: str = "",
     choice: str = "",
 ) -> str:
-    """The name of a row: a digest, in hex, of the resolved config, the target, versions, sources and environment.
+    """The name of a row: a digest, in hex, of the resolved keys, the target, versions, sources and environment.
 
-    choice: a digest of what chooses a part of the program, "" where the config says all of it. Rows that are
-    measured, or compiled for this machine's devices, carry its name too.
+    factory: the factory's reference. choice: a digest of what chooses a part of the program, "" where the keys say all
+    of it. Rows that are measured, or compiled for this machine's devices, carry its name too.
     """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     # A home folder may be shared by machines, and `local` is other devices on each.
     machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
-    parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
+    parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

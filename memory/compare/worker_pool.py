@@ -38,34 +38,39 @@ class Job:
     """One program to compile; `memory.compare.jobs.Jobs` makes it.
 
     Fields:
-        config, target: as the command line names them. overrides: (dotted key, text) for the trainer.
+        factory: `ProgramFactory.reference`. overrides: what the factory gets, key -> value.
+        target: as the command line names it.
+        name: the job's file in the cache. label: what people see while it compiles.
+        resolved: every key with its value.
         chosen: the values of a comparison's grid, for the row; {} elsewhere.
-        name: its file in the cache. label: what people see while it compiles.
-        flat: the whole config as the trainer resolved it, dotted key -> value.
-        describe: nothing is compiled; the answer is what a search has to know of the program's blocks.
-        rates: the file of --rates, by which a worker chooses what the config leaves to it; None for those of the table.
+        method: a method of the factory that answers in the place of a compilation, from the overrides and the target,
+            in JSON values; "" compiles.
+        rates: the file of --rates, by which a worker chooses what the keys leave open; None for those of the table.
+        cpu_devices: CPU devices that the worker simulates, for the mesh that a user's function makes; 0 for as many as
+            the pool's environment says.
     """
 
-    config: str
+    factory: str
+    overrides: Mapping[str, Any]
     target: str
-    overrides: tuple[tuple[str, str], ...]
-    chosen: Mapping[str, Any]
     name: str
     label: str
-    flat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    describe: bool = False
+    resolved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    method: str = ""
     rates: str | None = None
+    cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
         """The job as the line of JSON that a worker reads; `measure`: whether it runs the step too."""
         return (
             json.dumps(
                 {
-                    "config": self.config,
+                    "factory": self.factory,
+                    "overrides": dict(self.overrides),
                     "target": self.target,
-                    "overrides": self.overrides,
                     "measure": measure,
-                    "describe": self.describe,
+                    "method": self.method,
                     "rates": self.rates,
                 }
             )
@@ -74,9 +79,12 @@ class Job:
 
 
 class Worker:
-    """One worker process."""
+    """One worker process. `cpu_devices`: as in the jobs that it can do."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], cpu_devices: int = 0) -> None:
+        self.cpu_devices, env = cpu_devices, dict(env)
+        if cpu_devices:
+            simulate_devices([f"cpu:{cpu_devices}"], env)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
         self._process = subprocess.Popen(
@@ -84,7 +92,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=dict(env),
+            env=env,
             text=True,
             encoding="utf-8",
             start_new_session=True,
@@ -92,10 +100,12 @@ class Worker:
 
     def ask(self, message: str) -> dict[str, Any]:
         """The answer to a job's message; `{"status": why, "dead": True}` when the process ends first."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
         try:
-            self._process.stdin.write(message)
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            stdin.write(message)
+            stdin.flush()
+            line = stdout.readline()
         except (OSError, ValueError):  # the pipe is broken or closed
             line = ""
         if line.endswith("\n"):
@@ -113,7 +123,8 @@ class Worker:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError):
-                stream.close()
+                if stream is not None:
+                    stream.close()
 
     def _last_words(self) -> str:
         """Why the process ended: its signal or exit code, and the last line that it wrote to stderr."""
@@ -148,7 +159,8 @@ class Pool:
     def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._env, self._measure, self._most = env, measure, CEILING // count // 2
-        self._stopped, self._workers, self._lock = threading.Event(), set(), threading.Lock()
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._workers: set[Worker] = set()
         self.answers: queue.SimpleQueue[tuple[Job, dict[str, Any] | None]] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -177,14 +189,17 @@ class Pool:
             thread.join()
 
     def _serve(self) -> None:
-        worker = None
+        worker: Worker | None = None
         while not self._stopped.is_set():
             job = self._waiting.get()
             if job is None:
                 break
             self.answers.put((job, None))  # begun
             try:
-                worker = worker or self._hire()
+                if worker is not None and worker.cpu_devices != job.cpu_devices:
+                    self._dismiss(worker)
+                    worker = None
+                worker = worker or self._hire(job.cpu_devices)
                 answer = worker.ask(job.message(self._measure)) if worker else {}
             except Exception as error:  # no process could be started, or it does not speak JSON
                 answer = {"status": f"no worker: {error}", "dead": True}
@@ -197,11 +212,11 @@ class Pool:
                 worker = None
         self._dismiss(worker)
 
-    def _hire(self) -> Worker | None:
+    def _hire(self, cpu_devices: int) -> Worker | None:
         with self._lock:
             if self._stopped.is_set():
                 return None
-            worker = Worker(self._env)
+            worker = Worker(self._env, cpu_devices)
             self._workers.add(worker)
             return worker
 
@@ -235,12 +250,13 @@ def ask(
         jobs: with different names. cache: the folder of finished rows, None for no reading and no writing.
         progress: called with the labels of the jobs under way and the number of finished ones.
     """
-    answers = {}
+    answers: dict[str, dict[str, Any]] = {}
     for job in jobs:
         found = row_cache.read(cache, job.name) if cache else None
         if found:
             answers[job.name] = found
-    left, begun = [job for job in jobs if job.name not in answers], {}
+    left = [job for job in jobs if job.name not in answers]
+    begun: dict[str, str] = {}
     progress((), len(answers))
     pool.submit(left)
     try:

@@ -1,9 +1,11 @@
 """A step of anyone's repository, by the name of a function that makes it: `module:function` or `path/file.py:function`.
 
-The function takes no arguments and returns one of
+The function is called without arguments by `report`, and with the values of a grid by `compare`: each parameter with a
+default is a key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. It returns one of
 
     step, (state, batch)                                       # arrays or ShapeDtypeStructs
-    step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs" are the step's
+    step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs" are the step's,
+                                                               # "tokens" those of an update, over all devices
     jax.jit(step).trace(state, batch)                          # or .lower(...): a stage of jax
     config                                                     # an object or a dict with such a function as `program`
 """
@@ -27,7 +29,9 @@ from typing import Any
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
 # What the options of a program may be besides those of jax.jit.
-OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names")
+OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names", "tokens")
+# Parameters of a function that get the target, and all keys of the grid in one dict.
+TARGET, OVERRIDES = "target", "overrides"
 # What a config factory's result has the function as.
 FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
@@ -47,17 +51,42 @@ class UserProgram:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def load(name: str) -> UserProgram:
-    """The program of `module:function` or `file.py:function`, found from the current folder too.
+@dataclasses.dataclass(frozen=True)
+class UserFunction:
+    """A function of a user's that makes a program: its name as --program takes it, itself, and its module."""
 
-    Raises ReportError, in one line, for a module or function that is not there or fails, and for what it returns.
+    name: str
+    function: Any
+    module: ModuleType
+
+    def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
+        """Calls the function and reads what it returns. Raises ReportError, in one line, where either fails."""
+        with _own_arguments(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
+            return _made(self.name, _called(self.name, self.function, overrides, target), self.module)
+
+
+def load_function(name: str) -> UserFunction:
+    """The function `module:function` or `file.py:function`, found from the current folder too.
+
+    Raises ReportError, in one line, for a module or function that does not exist or fails.
     """
     where, function = split(name)
-    arguments, sys.argv = sys.argv, [where]  # ours are not those that a script of the user's may read
+    with _own_arguments(name), one_line_errors(name):
+        module = _module(where)
+        return UserFunction(name, _function(module, function), module)
+
+
+def load(name: str) -> UserProgram:
+    """The program of `module:function` or `file.py:function`, called without overrides; raises as `load_function`."""
+    return load_function(name).make()
+
+
+@contextlib.contextmanager
+def _own_arguments(name: str) -> Iterator[None]:
+    """A context in which a script of the user's does not read the arguments of this process."""
+    arguments, sys.argv = sys.argv, [split(name)[0]]
     try:
-        with one_line_errors(name):  # reading an attribute may run the user's code too
-            module = _module(where)
-            return _made(name, _called(name, _function(module, function)), module)
+        yield
     finally:
         sys.argv = arguments
 
@@ -209,21 +238,29 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
 # ---- what it returns -------------------------------------------------------------------------------------------------
 
 
-def _called(name: str, function: Any) -> Any:
-    """What a function without arguments returns; what is no function is taken as it is."""
+def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
+    """What a function returns that is called with overrides; what is no function is taken as it is."""
     from bytescope.memory.program.compilation import is_stage
 
     if not callable(function) or is_stage(function):
+        if overrides:
+            raise ReportError(f"{name} is no function, so it takes no {', '.join(overrides)}")
         return function
-    try:
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-    except (TypeError, ValueError):  # a function of C
-        needed = []
+    parameters = parameters_of(function)
+    given: dict[str, Any] = {}
+    if TARGET in parameters and target is not None:
+        given[TARGET] = target
+    if OVERRIDES in parameters:
+        given[OVERRIDES] = dict(overrides)
+    else:
+        given |= overrides
+    needed = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in given
+    ]
     if needed:
         raise ReportError(
             f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
@@ -231,13 +268,21 @@ def _called(name: str, function: Any) -> Any:
         )
     with one_line_errors(f"{name}() fails"):
         try:
-            return function()
+            return function(**given)
         except Exception as error:
             if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
                 raise
             raise ReportError(
                 f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or cpu:8"
             ) from error
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; none for a function of C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:

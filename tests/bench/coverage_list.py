@@ -25,8 +25,8 @@ ONLY_PARSED = {
     "test_gpu_scripts.py",
     "test_config_records.py",
 }
-# Modules with a `main` of one subcommand.
-MAINS = {"bytescope.train.__main__": "train", "bytescope.train.data.prepare": "prepare"}
+# Module with a function for each of these subcommands, of the same name.
+COMMAND_LINES = "support.command_line"
 
 
 def commands() -> list[str]:
@@ -117,8 +117,8 @@ def commands_of(nodes: Iterable[ast.AST]) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple) and node.elts and isinstance(node.elts[0], ast.Constant):
             found |= names & {str(node.elts[0].value)}
-        elif isinstance(node, ast.ImportFrom) and node.module in MAINS and "main" in {one.name for one in node.names}:
-            found.add(MAINS[node.module])
+        elif isinstance(node, ast.ImportFrom) and node.module == COMMAND_LINES:
+            found |= {one.name for one in node.names}
     return found
 
 

@@ -184,10 +184,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="what `bytescope validate` wrote")
     folder = parser.parse_args().folder
-    from bytescope.train.plan.adapter import Adapter
+    from bytescope.train.plan.config_factory import FACTORY
 
     rows = published_sets.rows("jax")
-    programs, answers = validation_runs.finished(rows, Adapter(), folder)
+    programs, answers = validation_runs.finished(rows, FACTORY, folder)
     found = measured(rows, answers, programs)
     if not any(one.fitted for one in found):
         raise SystemExit(f"{folder}: no compiled rows of this version: run bytescope validate --set=jax first")

@@ -12,11 +12,11 @@ import queue
 import re
 from types import SimpleNamespace
 
-from bytescope.memory.compare import variants
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait
 from bytescope.memory.remat.block_graph import Block, Step
+from bytescope.train.plan import trials
 from bytescope.train.plan.fit import fit_result, fit_space
 from bytescope.train.plan.fit import fit_walk as walks
 
@@ -198,19 +198,19 @@ class Pool:
             self.answers.put((job, self._answer(job)))
 
     def _answer(self, job):
-        if why := self._broken(job.flat):
+        if why := self._broken(job.resolved):
             return {"status": why}
-        if not job.describe:
-            return answer(job.flat, self._target)
-        micro, tensor = int(job.flat["batch.micro"]), int(job.flat["mesh.tensor"])
+        if not job.method:
+            return answer(job.resolved, self._target)
+        micro, tensor = int(job.resolved["batch.micro"]), int(job.resolved["mesh.tensor"])
         described = dataclasses.asdict(block(micro, tensor)) | {"bound": {}}
         return {
             "status": "ok",
             "block": described,
-            "micro_steps": int(job.flat["batch.accumulation"]),
+            "micro_steps": int(job.resolved["batch.accumulation"]),
             "policies": {},
             "moving": {},
-            "ranges": 1 if int(job.flat["mesh.stage"]) > 1 else 2,
+            "ranges": 1 if int(job.resolved["mesh.stage"]) > 1 else 2,
         }
 
 
@@ -242,8 +242,13 @@ def walk(
             **{key: text == "true" if isinstance(base[key], bool) else type(base[key])(text) for key, text in pairs},
         }
 
-    trainer = SimpleNamespace(config=config, sources=lambda: [])
-    one = variants.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)
+    factory = SimpleNamespace(
+        reference="none:none",
+        resolve=lambda keys: config("x", [pair for pair in keys.items() if pair[0] != "config"]),
+        sources=lambda: [],
+        choosing_sources=lambda resolved: [],
+    )
+    one = trials.Trials("x", target, given, Pool(target, broken), None, progress, most=most, factory=factory)
     space = fit_space.space_of(
         config("x", given),
         [key for key, _ in given],

@@ -29,7 +29,6 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
-        ("memory.generation",),
         ("memory",),
         ("memory.pytest_guard",),
         ("memory.commands",),
@@ -39,7 +38,7 @@ LAYERS = {
 # (importer, imported) -> why this import is allowed against the tables above.
 EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
-    ("memory.__main__", "train.plan.adapter"): "python -m bytescope.memory reads configs of the trainer",
+    ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
 }
 
 

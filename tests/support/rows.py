@@ -3,7 +3,6 @@
 import dataclasses
 import random
 
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.records.report_record import (
     ROWS,
     Buffer,
@@ -13,6 +12,7 @@ from bytescope.memory.records.report_record import (
     TimelinePoint,
     XlaStats,
 )
+from bytescope.train.plan.config_grid import ConfigRow as Row
 
 MIB, GIB = 2**20, 2**30
 PHASES = ("forward", "recompute", "backward", "optimizer")

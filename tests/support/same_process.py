@@ -7,20 +7,21 @@ import json
 from collections.abc import Mapping
 
 from bytescope.memory.compare import worker
-from bytescope.train.plan.adapter import Adapter
+from bytescope.memory.compare.program_factory import load_factory
 
 
 class SameProcess:
     """Stands for worker_pool.Worker: `monkeypatch.setattr(worker_pool, "Worker", SameProcess)`."""
 
-    def __init__(self, env: Mapping[str, str]):
-        pass
+    def __init__(self, env: Mapping[str, str], cpu_devices: int = 0):
+        self.cpu_devices = cpu_devices
 
     def ask(self, message: str) -> dict:
         try:
-            return worker.answer_to(json.loads(message), Adapter()) | {"rss_bytes": 0}
+            job = json.loads(message)
+            return worker.answer_to(job, load_factory(job["factory"])) | {"rss_bytes": 0}
         except Exception as error:
-            return {"status": worker.one_line(error)}
+            return {"status": worker.status_of(error)}
 
     def kill(self) -> None:
         pass

@@ -1,9 +1,6 @@
 """bytescope completion: prints the script that completes command lines in a shell."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-
-from bytescope.memory.errors import exit_code_of
 
 EPILOG = """\
 examples:
@@ -32,21 +29,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Raises ValueError with an `exit_code` for a mistake in it."""
-    return make_parser().parse_args(argv)
-
-
-def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
-    """Prints the script; returns the exit code. `commands`: every command and what it does."""
-    try:
-        shell = parse(argv).shell
-    except ValueError as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        return code
+def run(args: argparse.Namespace) -> int:
+    """Prints the script; returns the exit code."""
     from bytescope.train.commands.completion_shells import SHELLS
     from bytescope.train.commands.completion_words import gather
 
-    print(SHELLS[shell](gather(commands, make_parser())), end="")
+    print(SHELLS[args.shell](gather()), end="")
     return 0

@@ -64,39 +64,24 @@ class Words:
     targets: Mapping[str, tuple[str, ...]]
 
 
-def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns command -> parser. own: the parser of bytescope completion."""
-    from bytescope.memory import __main__ as memory_commands
-    from bytescope.train.commands import export_command as export
-    from bytescope.train.commands import generate_command as generate
-    from bytescope.train.commands import quantize_command as quantize
-    from bytescope.train.commands import score_command as score
-    from bytescope.train.commands import train_command as train
-    from bytescope.train.data import prepare
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Returns command -> parser."""
+    from bytescope.train.commands.registry import COMMANDS, make_parser
 
-    found = {
-        "train": train.make_parser(),
-        "prepare": prepare.make_parser(),
-        "generate": generate.make_parser(),
-        "score": score.make_parser(),
-        "quantize": quantize.make_parser(),
-        "export": export.make_parser(),
-        "completion": own,
-    }
-    return found | {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
+    return {name: make_parser(name) for name in COMMANDS}
 
 
-def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
-    """Returns the words that shell completion offers. commands: command -> description. own: the argument parser of the
-    command `bytescope completion`.
+def gather() -> Words:
+    """Returns the words that shell completion offers.
 
     Imports jax to read its tables of names, but starts no device.
     """
+    from bytescope.train.commands.registry import COMMANDS
     from bytescope.train.program import config_files
 
-    lists, each = _lists(), parsers(own)
+    lists, each = _lists(), parsers()
     return Words(
-        commands=commands,
+        commands={name: command.summary for name, command in COMMANDS.items()},
         flags={name: _flags(parser, lists) for name, parser in each.items()},
         places={
             name: tuple(_kind(action) for action in parser._actions if not action.option_strings)

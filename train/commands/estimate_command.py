@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
-    NO_CONFIG,
-    SET_KEY,
-    add_config,
     check_files,
     keep_old_flag,
     user_path,
@@ -25,12 +22,11 @@ from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, ass
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
+from bytescope.train.commands.config_arguments import SET_KEY, add_config
+from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 # What may be given beside a config and beside --params: flag -> what it is.
 WORK = {
@@ -129,28 +125,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the estimate and writes the files that were asked for. A config is read by the trainer, not compiled."""
     notes: tuple[str, ...] = ()
     check_files(args)
     if args.params is not None and args.config:
         raise ReportError("give either a config or --params")
     if args.params is None and not args.config:
-        raise ReportError(f"{NO_CONFIG}, or --params=7e9")
+        raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
     recompute = "none"
     if args.config:
-        config = trainer.config(args.config, overrides)
+        config = configs.load_flat(args.config, args.overrides)
         recompute = _recompute_of(config)
         question, notes = _configured(args, config), _notes_on(args, config)
-    elif overrides:
-        raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
+    elif args.overrides:
+        raise ReportError(f"--config.{args.overrides[0][0]} with --params: there is no config to change")
     else:
         question = assumed(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
-    _write(args, found, trainer, recompute)
+    _write(args, found, recompute)
     return 0
 
 
@@ -298,16 +294,15 @@ def _table(found: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer, recompute: str) -> None:
+def _write(args: argparse.Namespace, found: Estimate, recompute: str) -> None:
     """Writes the files asked for; the page offers every shipped config as a preset."""
     if args.json:
         write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
     if args.html:
-        from bytescope.memory.compare.trainer import called
         from bytescope.train.plan import estimate_page
 
-        name = called(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
-        write(args.html, estimate_page.render(found.question, name, _presets(trainer), recompute))
+        name = configs.title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
+        write(args.html, estimate_page.render(found.question, name, _presets(), recompute))
 
 
 def _recompute_of(config: Mapping[str, Any]) -> str:
@@ -316,15 +311,15 @@ def _recompute_of(config: Mapping[str, Any]) -> str:
     return policy if policy in RECOMPUTE else "none"
 
 
-def _presets(trainer: Trainer) -> dict[str, Preset]:
+def _presets() -> dict[str, Preset]:
     """The question and the recomputation of each shipped config that has formulas."""
     from bytescope.train.plan.estimate_page import Preset
 
     found = {}
-    for name in trainer.configs():
-        config = trainer.config(name, ())
+    for path in configs.shipped():
+        config = configs.load_flat(path.stem)
         try:
-            found[name] = Preset(check(question_of(config)), _recompute_of(config))
+            found[path.stem] = Preset(check(question_of(config)), _recompute_of(config))
         except ReportError:  # it names what no formula is known for
             continue
     return found

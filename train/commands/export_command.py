@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import ReportError, exit_code_of
+from bytescope.memory.errors import ReportError
 from bytescope.memory.units import human, parse_bytes
 from bytescope.train.export.out_folder import disk_told, move, refuse_used
 from bytescope.train.user_errors import UserError
@@ -80,16 +80,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code, 0 or 2."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
     # Arrays go from disk to disk: an accelerator that is here may be training.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        args = parse(argv)
-        with disk_told(args.out):
-            export(args)
-    except (UserError, ReportError) as error:
-        return exit_code_of(error)
+    with disk_told(args.out):
+        export(args)
     return 0
 
 

@@ -7,36 +7,31 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
-    NO_CONFIG,
-    Bar,
     add_compiling,
-    add_lora,
-    add_subject,
     check,
     keep_old_flag,
-    progress,
-    with_lora,
     write,
 )
 from bytescope.memory.compare import row_cache, worker_pool
-from bytescope.memory.compare.grids import given_flags
-from bytescope.memory.compare.variants import Trials
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
+from bytescope.memory.view.progress_bar import Bar, progress
+from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import levers
+from bytescope.train.plan.config_factory import check_config
+from bytescope.train.plan.config_grid import given_flags
 from bytescope.train.plan.fit import fit_result, fit_space, fit_text
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.fit.fit_step import Step
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+from bytescope.train.plan.trials import Trials
+from bytescope.train.program import config_files as configs
 
 # So many finalists are run with --measure.
 MOST_MEASURED = 3
@@ -68,16 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compiling(parser, "the fit, whether anything fits or not,")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the walk and its result; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
-    if not args.config:
-        raise ReportError(NO_CONFIG)
+    require_config(args)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target)
-    given, overrides = [key for key, _ in overrides], with_lora(args, overrides, trainer)
-    flat = trainer.config(args.config, overrides)
-    trainer.check(args.config, overrides)
+    given, overrides = [key for key, _ in args.overrides], with_lora(args, args.overrides)
+    flat = configs.load_flat(args.config, overrides)
+    check_config(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
     budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
@@ -98,7 +92,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             args.config,
             target,
             overrides,
-            trainer,
             pool,
             place,
             tell,
@@ -112,7 +105,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             reach.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
     measured = _measured(args, walk, place) if wanted else None
-    return _finish(args, walk, reach, flat, overrides, trainer, measured)
+    return _finish(args, walk, reach, flat, overrides, measured)
 
 
 def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
@@ -156,14 +149,13 @@ def _finish(
     reach: Reach | None,
     flat: Mapping[str, Any],
     overrides: Sequence[tuple[str, str]],
-    trainer: Trainer,
     measured: Mapping[str, Any] | None,
 ) -> int:
     """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
 
     def flags(keys: Mapping[str, str]) -> str:
-        values = trainer.config(args.config, [*overrides, *keys.items()])
+        values = configs.load_flat(args.config, [*overrides, *keys.items()])
         return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
-    NO_CONFIG,
     add_compiling,
-    add_lora,
-    add_subject,
     check,
     keep_old_flag,
-    progress,
-    with_lora,
     write,
 )
 from bytescope.memory.compare import row_cache, worker_pool
-from bytescope.memory.compare.grids import given_flags
-from bytescope.memory.compare.variants import Trials
 from bytescope.memory.config_keys import (
     REMAT_AUTO_OFFLOAD,
     REMAT_BUDGET,
@@ -35,10 +26,12 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes
+from bytescope.memory.view.progress_bar import progress
+from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import frontier
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+from bytescope.train.plan.config_factory import check_config
+from bytescope.train.plan.config_grid import given_flags
+from bytescope.train.plan.trials import Trials
 
 # Keys that the plans of a front set, or that a front has flags of its own for.
 OWN = (REMAT_POLICY, REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD, REMAT_BUDGET, REMAT_COST, REMAT_AUTO_OFFLOAD)
@@ -73,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=False)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    target, ends = _checked(args, overrides)
-    overrides = with_lora(args, overrides, trainer)
-    trainer.check(args.config, overrides)  # mistakes in it are reported before a worker starts
+    target, ends = _checked(args)
+    overrides = with_lora(args, args.overrides)
+    check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target)
     workers = worker_pool.worker_count(args.points, args.jobs)
     env = worker_pool.environment_for(compiled_for)
@@ -86,7 +79,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             args.config,
             compiled_for,
             overrides,
-            trainer,
             pool,
             None if args.no_cache else row_cache.folder(),
             lambda labels, done: tell(labels, trials.compiles + done),
@@ -97,19 +89,15 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     return INTERRUPTED if found.stopped else 0
 
 
-def _checked(
-    args: argparse.Namespace,
-    overrides: Sequence[tuple[str, str]],
-) -> tuple[str, tuple[int | None, int | None]]:
+def _checked(args: argparse.Namespace) -> tuple[str, tuple[int | None, int | None]]:
     """The target's name, and the smallest and the largest budget in bytes, None where they are not given.
 
     Raises ReportError for a mistake in the arguments, before anything is compiled.
     """
-    if not args.config:
-        raise ReportError(NO_CONFIG)
+    require_config(args)
     if args.points < 2:
         raise ReportError(f"--points={args.points}: give 2 or more")
-    for key, text in overrides:
+    for key, text in args.overrides:
         if key in OWN:
             raise ReportError(
                 f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "

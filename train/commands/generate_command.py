@@ -67,9 +67,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code."""
-    return generate_flags.run(argv, parse, generate)
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    generate_flags.start_devices(args)
+    return generate(args)
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -6,30 +6,27 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
-    NO_CONFIG,
     add_compiling,
-    add_subject,
     check,
     keep_old_flag,
-    progress,
     shares_accelerator,
     write,
 )
 from bytescope.memory.compare import row_cache, worker_pool
-from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.grids import given_flags
+from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.errors import ReportError
+from bytescope.memory.view.progress_bar import progress
+from bytescope.train.commands.config_arguments import add_subject, require_config
 from bytescope.train.plan import levers
+from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.config_grid import ConfigRow, given_flags
 from bytescope.train.plan.levers import Level
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,22 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=False)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    if not args.config:
-        raise ReportError(NO_CONFIG)
+    require_config(args)
     stages, target = levers.choose(args.savings), args.target.strip().lower()
     check(args, [target])
-    jobs_of, refused = Jobs(trainer), {}
-    config = jobs_of.resolve(args.config, overrides)
-    jobs_of.check(args.config, overrides)
+    jobs_of, refused = Jobs(FACTORY), {}
+    fixed = {CONFIG: args.config, **dict(args.overrides)}
+    config = FACTORY.resolve(fixed)
+    FACTORY.check(fixed)
     while True:
-        levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
+        levels, left_out = levers.climb(stages, config, (key for key, _ in args.overrides), refused)
         if not levels:
             raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-        jobs = [jobs_of.job(args.config, target, (*overrides, *level.keys.items()), level.title) for level in levels]
+        jobs = [jobs_of.job({**fixed, **level.keys}, target, level.title) for level in levels]
         levels = [
-            dataclasses.replace(level, flags=levers.differing(level.keys, job.flat, config))
+            dataclasses.replace(level, flags=levers.differing(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
         answers, interrupted = _compile(args, target, jobs)
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         for level, job in zip(levels, jobs)
         if answers.get(job.name, {}).get("status") == "ok"
     ]
-    _finish(args, done, left_out, answers, interrupted, given_flags(overrides))
+    _finish(args, done, left_out, answers, interrupted, given_flags(args.overrides))
     return INTERRUPTED if interrupted else 0
 
 
@@ -102,7 +99,9 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
     """The level with its figures, out of a worker's answer."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
-    return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"][MODEL_ATTENTION])
+    return dataclasses.replace(
+        level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"][MODEL_ATTENTION]
+    )
 
 
 def _finish(

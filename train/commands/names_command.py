@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path, write
+from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
-from bytescope.memory.errors import ReportError
+from bytescope.train.commands.config_arguments import add_subject, require_config
+from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+    from bytescope.train.program.program import Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,21 +24,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the table; nothing is compiled."""
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
+    from bytescope.train.plan.block_description import trace_gradient
+    from bytescope.train.plan.config_factory import build_program
 
-    if not args.config:
-        raise ReportError(NO_CONFIG)
+    require_config(args)
     check_files(args)
     choose_platform()
     simulate_devices([args.target])
-    jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))
-    tensors = named_tensors(jaxpr)
-    rows = [row(tensor, sharding) for tensor in tensors]
+    program = build_program(configs.load(args.config, args.overrides), targets.parse(args.target))
+    tensors = named_tensors(trace_gradient(program))
+    rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))
     for line in too_wide(tensors):
         put(Prose(line, "yellow"))
@@ -45,16 +48,26 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     return 0
 
 
-def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict[str, Any]:
+def sharding_of(program: Program, name: str) -> tuple[str, int]:
+    """(sharding as text, number of shards) of a named tensor."""
+    from bytescope.model.names import NAMES
+    from bytescope.train.parallel.axes import activation_axes
+
+    letters = NAMES[name][0]
+    dims = program.layout.split(activation_axes(letters))
+    text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
+    return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+
+
+def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
     """One name as plain values: its shape over all devices; bytes, and the FLOPs to recompute it, on one device.
 
-    sharding: name of a tensor -> (its sharding as text, number of shards).
+    sharding, shards: what `sharding_of` returns.
     """
-    text, shards = sharding(tensor.name)
     return {
         **dataclasses.asdict(tensor),
         "shape": list(tensor.shape),
-        "sharding": text,
+        "sharding": sharding,
         "bytes_per_layer": tensor.bytes_each // shards,
         "bytes": tensor.bytes // shards,
         "flops": tensor.flops * tensor.copies // shards,

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import check_files, user_path
 from bytescope.memory.errors import ReportError
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Writes the page, says what is missing or damaged, and where the page is; without starting jax."""
-    if overrides:
-        raise ReportError(f"page takes no --config.{overrides[0][0]}: it reads a run directory")
     check_files(args)
     from bytescope.train.run import run_directory_page as run_page
 

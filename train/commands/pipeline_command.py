@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
@@ -14,9 +14,6 @@ from bytescope.memory.pipeline.published_schedules import PUBLISHED
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
 from bytescope.memory.pipeline.stage_layers import divide_layers
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 ALL = "all"
 # More units than this take seconds to draw, and no page shows them.
@@ -46,13 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the schedule, or the table of all, and writes the files that were asked for."""
     from bytescope.memory.view.console import put
     from bytescope.train.plan.schedule_drawing import comparison, view
 
-    if overrides:
-        raise ReportError(f"pipeline takes no --config.{overrides[0][0]}: it reads no config")
     if missing := [flag for flag in ("stages", "micro-batches") if getattr(args, flag.replace("-", "_")) is None]:
         raise ReportError(f"give --{missing[0]}=N, as in bytescope pipeline --stages=8 --micro-batches=32")
     check_files(args)

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
-from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
-from bytescope.memory.generation.budget_arguments import add_dtype
+from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
+from bytescope.train.generate.budget_arguments import add_dtype
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -160,27 +160,21 @@ def _target(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.out_folder import disk_told
 
-    try:
-        args = parse(argv)
-        choose_platform()  # before jax is imported
-        simulate_devices([args.target or "cpu:1"])
-        from bytescope.configs import base
-        from bytescope.train.launch.runtime import prepare
+    choose_platform()  # before jax is imported
+    simulate_devices([args.target or "cpu:1"])
+    from bytescope.configs import base
+    from bytescope.train.launch.runtime import prepare
 
-        prepare(base.get_config())
-        if args.target is not None:
-            return plan(args)
-        with disk_told(args.out, "layers that are written are kept, and the same command goes on"):
-            quantize(args)
-    except (ValueError, OSError) as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        return code
+    prepare(base.get_config())
+    if args.target is not None:
+        return plan(args)
+    with disk_told(args.out, "layers that are written are kept, and the same command goes on"):
+        quantize(args)
     return 0
 
 

@@ -63,9 +63,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code."""
-    return generate_flags.run(argv, parse, score)
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    generate_flags.start_devices(args)
+    return score(args)
 
 
 def score(args: argparse.Namespace) -> int:

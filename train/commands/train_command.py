@@ -1,12 +1,10 @@
 """bytescope train: trains a transformer; its memory is known before the first step."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import exit_code_of
 from bytescope.train.user_errors import UserError
 
 DESCRIPTION = """\
@@ -23,7 +21,8 @@ exit codes: 0 done, or saved at the first Ctrl-C; 2 mistake, 3 does not fit,
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    from bytescope.memory.commands.arguments import Parser, add_lora, add_rates, user_path
+    from bytescope.memory.commands.arguments import Parser, add_rates, user_path
+    from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
 
     parser = Parser(
@@ -53,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
-    from bytescope.memory.commands.arguments import settle_subject
+    from bytescope.train.commands.config_arguments import settle_subject
     from bytescope.train.program.config_files import keys_named, split_overrides
     from bytescope.train.program.run_command import DEFAULT
 
@@ -62,33 +61,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.keys_named = keys_named
     args = parser.parse_args(rest)
     settle_subject(args)
-    args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
-    return args
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
-    from bytescope.memory.devices.platform import choose_platform
-    from bytescope.train.launch.signals import INTERRUPTED, surviving_output
-
-    try:
-        choose_platform()  # before jax is imported
-        with surviving_output():
-            return command(argv)
-    except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (ValueError, OSError) as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        for line in getattr(error, "advice", ()):  # what to try where memory does not suffice
-            print(line, file=sys.stderr)
-        return code
-
-
-def command(argv: Sequence[str]) -> int:
-    """The command itself; raises UserError for what the user can mend."""
-    args = parse(argv)
     if args.budget == "":
         raise UserError("--budget=: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:
@@ -96,23 +68,29 @@ def command(argv: Sequence[str]) -> int:
             f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
             f"--config.remat.budget={args.budget}"
         )
-    from bytescope.memory.commands.arguments import chosen_rates
-
-    with chosen_rates(args):
-        return _run(args)
+    args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
+    return args
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Trains as the arguments say; returns the exit code."""
+    from bytescope.memory.devices.platform import choose_platform
+    from bytescope.train.launch.signals import surviving_output
+
+    choose_platform()  # before jax is imported
+    with surviving_output():
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     from bytescope.train.launch.runtime import check_limits
     from bytescope.train.program.config_files import load
 
     check_limits()
     if args.lora:
-        from bytescope.memory.commands.arguments import with_lora
-        from bytescope.train.plan.adapter import Adapter
+        from bytescope.train.commands.config_arguments import with_lora
 
-        args.overrides = with_lora(args, args.overrides, Adapter())
+        args.overrides = with_lora(args, args.overrides)
     if args.fit:
         from bytescope.train.launch.processes import find
         from bytescope.train.plan.fit_before_training import fitted
@@ -139,17 +117,17 @@ def _run(args: argparse.Namespace) -> int:
     from bytescope.train.launch.signals import Stop
 
     with processes.together(), disk_explained():
-        from bytescope.memory.compare.trainer import called
         from bytescope.memory.devices.targets import parse as parse_target
         from bytescope.memory.seconds import rates
         from bytescope.memory.view.console import make_console
         from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
+        from bytescope.train.program.config_files import title_of
         from bytescope.train.program.run_command import Command
         from bytescope.train.run import loop
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
-        workdir = args.workdir or Path(processes.from_first(str(new_workdir(called(args.config)))))
+        workdir = args.workdir or Path(processes.from_first(str(new_workdir(title_of(args.config)))))
         with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
             try:
                 loop.run(

@@ -7,24 +7,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_rates,
     check_files,
     check_rates,
-    progress,
     user_path,
     write,
 )
 from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
+from bytescope.memory.view.progress_bar import progress
+from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.validation.measured_rows import Row
 from bytescope.train.plan.validation.published_sets import SETS
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,25 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write them as a page that opens offline")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints the scores and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    rows, folder = _checked(args, overrides)
+    rows, folder = _checked(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
 
     with progress(sum(not row.reason for row in rows)) as tell:
-        compiled = validation_runs.run(rows, trainer, folder, workers=args.jobs, progress=tell)
+        compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
     found = validation_result.of(args.set, rows, compiled)
     _finish(args, found)
     return INTERRUPTED if found.left else 0
 
 
-def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> tuple[list[Row], Path]:
+def _checked(args: argparse.Namespace) -> tuple[list[Row], Path]:
     """The rows asked for and the folder of compiled ones. Raises ReportError for a mistake, before anything is
     compiled."""
     from bytescope.train.plan.validation import published_sets
 
-    if overrides:
-        key, text = overrides[0]
+    if args.overrides:
+        key, text = args.overrides[0]
         raise ReportError(f"--config.{key}={text}: the rows of a set say their configs; leave it out")
     check_files(args)
     if args.jobs is not None and args.jobs < 1:

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import ReportError, disk_remedy, exit_code_of
+from bytescope.memory.errors import disk_remedy
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import Text
 from bytescope.train.data.record_texts import RecordTexts
@@ -175,9 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of the command line `argv` (default: that of the process). Raises ValueError for a mistake in
-    them; it has an `exit_code`."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the command line `argv`. Raises ValueError for a mistake in them; it has an `exit_code`."""
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
         raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
@@ -208,21 +206,11 @@ def _prepare(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: that of the process) and returns the exit code, 0 or 2."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code. Raises UserError for what a user can mend."""
     try:
-        _prepare(parse(argv))
-    except (UserError, ReportError) as error:
-        return exit_code_of(error)
+        _prepare(args)
     except OSError as error:  # a full disk, a folder without write permission
-        return exit_code_of(
-            UserError(
-                f"{error.filename or '--out'} cannot be written ({error.strerror}): "
-                f"{disk_remedy(error)}choose another --out"
-            )
-        )
+        place, remedy = error.filename or "--out", disk_remedy(error)
+        raise UserError(f"{place} cannot be written ({error.strerror}): {remedy}choose another --out") from error
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
 
 from bytescope.memory.commands.arguments import user_path
-from bytescope.memory.errors import ReportError, exit_code_of
-from bytescope.memory.generation import budget_arguments as pool
-from bytescope.memory.generation.budget_arguments import add_devices, add_dtype, add_pool
+from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
+from bytescope.train.generate import budget_arguments as pool
+from bytescope.train.generate.budget_arguments import add_devices, add_dtype, add_pool
 from bytescope.train.user_errors import UserError
 
 # TEMPERATURE also holds for the sample at the end of a run. At 0, models that were trained for minutes repeat their
@@ -117,24 +116,13 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--limit={args.limit}: give more than 0")
 
 
-def run(
-    argv: Sequence[str],
-    parse: Callable[[Sequence[str]], argparse.Namespace],
-    command: Callable[[argparse.Namespace], int],
-) -> int:
-    """Runs a command that takes weights, on the devices that it asks for; returns the exit code."""
+def start_devices(args: argparse.Namespace) -> None:
+    """Starts jax on the devices that a command asks for, which takes weights."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
-    try:
-        args = parse(argv)
-        if choose_platform() == "cpu":  # before jax is imported
-            simulate_devices([f"cpu:{args.fsdp * args.tensor}"])
-        from bytescope.configs import base
-        from bytescope.train.launch.runtime import prepare
+    if choose_platform() == "cpu":  # before jax is imported
+        simulate_devices([f"cpu:{args.fsdp * args.tensor}"])
+    from bytescope.configs import base
+    from bytescope.train.launch.runtime import prepare
 
-        prepare(base.get_config())
-        return command(args)
-    except (ValueError, OSError) as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        return code
+    prepare(base.get_config())

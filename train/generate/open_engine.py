@@ -13,20 +13,20 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from bytescope.memory.compare.trainer import called
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.generation.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.memory.generation.budget_arguments import KV
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import FORMATS
+from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
+from bytescope.train.generate.budget_arguments import KV
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import WIDE, Source, describe_model
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.program.config_files import title_of
 from bytescope.train.user_errors import UserError
 
 # Of a CPU's memory, which the system needs too.
@@ -130,7 +130,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
         f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
-    return Planned(called(name), facts, found, reports)
+    return Planned(title_of(name), facts, found, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:

@@ -1,6 +1,6 @@
 """The front of a config on a target: at each of several budgets the plan of least recomputation that fits.
 
-`Front` finds it with compiles of `memory.compare.variants.Trials`; the functions below it are pure.
+`Front` finds it with compiles of `train.plan.trials.Trials`; the functions below it are pure.
 
 The JSON of a front has these keys (sizes are bytes on ONE device, null where nothing is known):
 
@@ -27,12 +27,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare.compare_rows import Row, names_a_policy, thrift
-from bytescope.memory.compare.grids import POLICY, as_text
-from bytescope.memory.compare.variants import Stopped, Trials
+from bytescope.memory.compare.compare_rows import Row, thrift
+from bytescope.memory.compare.grids import as_text
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search
 from bytescope.memory.seconds import ranking
+from bytescope.train.plan.config_grid import POLICY, ConfigRow
+from bytescope.train.plan.trials import Stopped, Trials
 
 # Fields of a row that stand for a fixed policy in the JSON.
 FIGURES = (
@@ -131,7 +132,7 @@ class Front:
         keys = tried.plan.keys()
         answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
-        return Fixed(tried.plan.policy or str(tried.plan), flags, Row.of(keys, answer))
+        return Fixed(tried.plan.policy or str(tried.plan), flags, ConfigRow.from_answer(keys, answer))
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
@@ -224,7 +225,7 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
         return ranking.preferred(fitting, lambda point: getattr(point.row, field), lambda point: thrift(point.row))
     return min(
         fitting,
-        key=lambda point: (getattr(point.row, field), point.row.allocated_bytes, not names_a_policy(point.row)),
+        key=lambda point: (getattr(point.row, field), point.row.allocated_bytes, not point.row.names_a_policy()),
         default=None,
     )
 

@@ -12,10 +12,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.compare.trainer import WEIGHTS
 from bytescope.memory.errors import MOST_NEAR, did_you_mean, message_of, nearest, one_of
 from bytescope.train.user_errors import UserError
 
+# Begins the name of a config that is made from a folder of weights.
+WEIGHTS = "hf:"
+NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # Names in other programs or in our output -> the last part of our key.
 SYNONYMS = {
@@ -59,12 +61,28 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 }
 
 
+def title_of(name: str) -> str:
+    """What reports and run directories call a config: a file's stem; of `hf:FOLDER` the folder's name, and of a
+    snapshot in Hugging Face's cache, whose own name is a digest, the model's."""
+    if not name.startswith(WEIGHTS):
+        return Path(name).stem
+    folder = Path(os.path.abspath(os.path.expanduser(name.removeprefix(WEIGHTS))))
+    if folder.parent.name == "snapshots":
+        return folder.parents[1].name.rpartition("--")[2]
+    return folder.name
+
+
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {prefix + key: value}
     return flat
+
+
+def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """As `load`, dotted key -> value."""
+    return flatten(load(name, overrides))
 
 
 def find_file(name: str) -> Path:

@@ -14,11 +14,11 @@ import numpy as np
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.generation.budget import DoesNotFit
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.workdir import CHECKPOINTS
+from bytescope.train.generate.budget import DoesNotFit
 from bytescope.train.generate.model_source import precision_of
 from bytescope.train.generate.open_engine import limit_here
 from bytescope.train.program.config_files import load

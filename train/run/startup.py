@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from bytescope.memory.analysis import report_of, with_seconds
-from bytescope.memory.commands.report_command import subject
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.hlo.jax_stages import CompiledStage
@@ -25,7 +24,6 @@ from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS, joined, parted, router_biases
-from bytescope.model.names import NAMES
 from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
@@ -33,8 +31,7 @@ from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import remedies
-from bytescope.train.plan.adapter import Adapter
-from bytescope.train.plan.run_peak import loop_overhead
+from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
@@ -192,16 +189,12 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
-    report = report_of(
-        compilation, target=parse("local"), config=flatten(program.config), names=NAMES, loop=loop_overhead(program)
-    )
-    named = subject(
-        command.config or DEFAULT,
-        command.overrides,
-        program,
-        flatten(program.config),
-        Adapter().settled(program),
-        compilation.jaxpr,
+    target = parse("local")
+    prepared = prepare_program(program, target, flatten(program.config))
+    report = report_of(compilation, target=target, config=prepared.config, names=prepared.names, loop=prepared.loop)
+    named = dataclasses.replace(
+        subject_of(command.config or DEFAULT, command.overrides, prepared),
+        model_flops=round(prepared.model_flops(work.model_flops)),
     )
     report = with_seconds(dataclasses.replace(report, subject=named))
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -14,6 +13,7 @@ from bytescope import memory
 from bytescope.memory import __main__ as command
 from bytescope.memory.analysis import judge
 from bytescope.memory.commands import arguments as command_arguments
+from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.program.compilation import compilation_of
@@ -22,7 +22,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan import config_factory
 from support import programs
 from support.oracles import require
 
@@ -356,32 +356,20 @@ def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp
     assert "<html" in (tmp_path / "r.html").read_text() and (tmp_path / "x" / "m.hlo_proto.pb").exists()
 
 
-class Precompiled(Adapter):
-    """A trainer whose program is compiled already."""
-
-    def __init__(self, proto):
-        self._proto = proto
-
-    def program(self, name, overrides, target):
-        return SimpleNamespace(
-            compile_for_report=lambda exact: compilation_of(self._proto),
-            calls_per_update=1,
-            batch_shapes=[SimpleNamespace(size=64)],
+def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys, tiny_limit, monkeypatch):
+    def precompiled(program, target, config):
+        return PreparedProgram(
+            lambda: (compilation_of(step[0]), target),
+            config=config,
+            batch="1 micro-batch",
+            policy="none",
+            choices="attention [/b] (why)",
         )
 
-    def settled(self, program):
-        return {"batch": "1 micro-batch", "segments": [{"policy": "none", "save": [], "offload": [], "layers": 2}]}
-
-    def choices(self, program):
-        return "attention [/b] (why)"
-
-    def loop_overhead(self, program):
-        return None
-
-
-def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys, tiny_limit):
+    monkeypatch.setattr(config_factory, "build_program", lambda config, target: None)
+    monkeypatch.setattr(config_factory, "prepare_program", precompiled)
     words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64"]
-    assert command.main(words, Precompiled(step[0])) == 3
+    assert command.main(words) == 3
     out = capsys.readouterr().out
     assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out
     assert "attention [/b] (why)" in out and "EXCEEDS" in out

@@ -8,8 +8,8 @@ import pytest
 from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.compare import feasibility_grid as feasibility_grid_page
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.records.report_record import ROWS
+from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
 from support.pages.sweep import check_page
 from support.rows import row, some_rows
@@ -41,18 +41,18 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
         config=HOSTILE,
         given=HOSTILE,
     )
-    page = one_file(compare_page.render(out))
+    page = one_file(compare_page.render(out, Row))
     assert page.data["rows"][-1]["best"] is True and literally(page) > 4
     assert ("id", "map-card") in page.attributes
-    compare_page.render(plan_rows.to_json([], {}, {}))
+    compare_page.render(plan_rows.to_json([], {}, {}), Row)
 
 
 def test_what_growth_is_drawn_along(rows):
-    assert compare_page.page_data(plan_rows.to_json(growing(), {}, {}))["axes"] == ["data.seq_len"]
+    assert compare_page.page_data(plan_rows.to_json(growing(), {}, {}), Row)["axes"] == ["data.seq_len"]
     two = [one for one in growing() if one.overrides["data.seq_len"] != 8192]
-    assert compare_page.page_data(plan_rows.to_json(two, {}, {}))["axes"] == [], "two points are no curve"
-    assert compare_page.page_data(plan_rows.to_json(rows, {}, {}))["axes"] == []
-    assert {name for name, _ in compare_page.page_data(plan_rows.to_json(rows, {}, {}))["categories"]} <= set(ROWS)
+    assert compare_page.page_data(plan_rows.to_json(two, {}, {}), Row)["axes"] == [], "two points are no curve"
+    assert compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["axes"] == []
+    assert {name for name, _ in compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["categories"]} <= set(ROWS)
 
 
 def layouts():
@@ -105,7 +105,7 @@ def test_the_map_has_a_cell_for_every_combination():
 
 
 def test_the_map_of_the_page_is_escaped_and_has_one_unit():
-    text = with_style_attributes(compare_page.render(plan_rows.to_json(layouts(), {}, {})))
+    text = with_style_attributes(compare_page.render(plan_rows.to_json(layouts(), {}, {}), Row))
     text = text[text.index('<section class="card" id="map-card">') : text.index('id="pareto-card"')]
     assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
     assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]
@@ -116,7 +116,7 @@ def test_the_map_of_the_page_is_escaped_and_has_one_unit():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_rows", [growing, layouts])
 def test_the_page_is_sound_when_it_is_used(make_rows, browser):
-    check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {})))
+    check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}), Row))
 
 
 def test_a_map_of_one_line_is_none(rows):
@@ -143,7 +143,7 @@ def test_formulas_are_columns_of_the_page(rows):
     none, dots = (line["values"] for line in data["rows"])
     assert (dots["residuals_gap"], dots["peak_gap"], dots["formula_ratio"]) == (1.0, 0.0, 1.5)
     assert none["residuals_gap"] is none["formula_peak"] is none["formula_ratio"] is None
-    without = compare_page.page_data(plan_rows.to_json(rows, {}, {}))["columns"]
+    without = compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["columns"]
     assert not [name for name, *_ in without if "formula" in name or "gap" in name]
 
 
@@ -161,7 +161,7 @@ def test_the_browser_draws_all_of_it(tmp_path):
       const [panel] = charts.of("growth").spec.panels;
       document.title = [first, document.querySelectorAll("#rows tbody tr").length, panel.series[0].y.join(),
         panel.y.title, panel.limits.length].join(";");"""
-    document = browse(tmp_path, compare_page.render(out), script=script, options=["--dump-dom"])
+    document = browse(tmp_path, compare_page.render(out, Row), script=script, options=["--dump-dom"])
     seen = body(document)
     assert 'data-ready="yes"' in seen and 'aria-sort="descending"' in seen
     assert seen.count('class="stack over"') == sum(not r.fits for r in growing())
@@ -184,7 +184,7 @@ def many(count):
 
 
 def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
-    page = compare_page.render(plan_rows.to_json(many(240), {}, {}))
+    page = compare_page.render(plan_rows.to_json(many(240), {}, {}), Row)
     assert len(one_file(page).data["rows"]) == 240, "and within the weight of a page"
     script = """
       const count = () => document.querySelectorAll(".stack:not(.group):not(.note)").length;
@@ -200,7 +200,7 @@ def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
 
 def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):
     hostile = plan_rows.to_json([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
-    seen = body(browse(tmp_path, compare_page.render(hostile), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, compare_page.render(hostile, Row), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen and 'id="growth-card" hidden' in seen
-    empty = compare_page.render(plan_rows.to_json([], {}, {}))
+    empty = compare_page.render(plan_rows.to_json([], {}, {}), Row)
     assert 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))

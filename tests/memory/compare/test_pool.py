@@ -1,10 +1,10 @@
 """Running a comparison: the cache, jobs, worker processes that die or are stopped, and the command end to end."""
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -16,17 +16,23 @@ import pytest
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.commands import compare_command
+from bytescope.memory.compare import compare_page, compare_text, row_cache, worker, worker_pool
 from bytescope.memory.compare import compare_rows as plan_rows
-from bytescope.memory.compare import row_cache, worker, worker_pool
 from bytescope.memory.compare.jobs import Jobs
-from bytescope.memory.compare.variants import Trials
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
-from bytescope.train.plan.adapter import Adapter
-from bytescope.train.program.config_files import split_overrides
+from bytescope.memory.view import elements
+from bytescope.train.commands import compare_configs
+from bytescope.train.plan import config_factory, levers_text
+from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.fit import fit_walk
+from bytescope.train.plan.trials import Trials
+from bytescope.train.program.config_files import load_flat, split_overrides
+from bytescope.train.run import loop
 from bytescope.train.user_errors import UserError
 
+ROOT = Path(row_cache.__file__).parents[2]
 SMALL = [
     "--config.model.n_layers=2",
     "--config.model.d_model=32",
@@ -73,23 +79,87 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_is_none(tmp_path):
     assert row_cache.folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bytescope" / "compare"
 
 
-def test_the_sources_that_matter(tmp_path):
-    (tmp_path / "a.py").write_text("1")
-    first = row_cache.source_digest([tmp_path])
-    (tmp_path / "a.py").write_text("2")
-    assert row_cache.source_digest([tmp_path]) != first
+def listed_modules():
+    """Every list of modules of whose files a row's name is a digest, by what they do."""
+    return {
+        "row": row_cache.making_rows(),
+        "program": config_factory.making_programs(),
+        "plan": config_factory.choosing_plans(),
+    }
 
 
-def test_what_reads_a_schedule_makes_a_row_and_what_predicts_from_it_does_not():
-    """New rates and constants leave rows valid; whatever the reading is made of does not."""
-    memory = Path(row_cache.__file__).parents[1]
-    found, left = set(), ["reading"]
+@pytest.fixture
+def changed(monkeypatch):
+    """Changes one byte of a file, as far as the digest sees it; "" for none."""
+    real, wanted = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: real(path) + (b"#" if path in wanted else b""))
+
+    def change(file):
+        wanted[:] = [Path(file)] if file else []
+
+    return change
+
+
+def named(policy):
+    return Jobs(FACTORY).job({"config": "tiny", "remat.policy": policy}, "h200:8").name
+
+
+def test_a_change_in_each_listed_module_changes_the_name_of_a_row(changed):
+    before = {policy: named(policy) for policy in ("full", "auto")}
+    for what, modules in listed_modules().items():
+        for module in modules:
+            file = row_cache.source_files([module])[-1]  # of a package any of its files
+            changed(file)
+            assert named("auto") != before["auto"], file
+            assert (named("full") != before["full"]) == (what != "plan" or "block_graph" in str(file)), file
+    changed("")
+    assert named("full") == before["full"]
+
+
+def test_a_change_in_a_view_or_a_search_leaves_rows_valid(changed):
+    before = {policy: named(policy) for policy in ("full", "auto")}
+    for module in (compare_text, compare_page, compare_command, elements, compare_configs, fit_walk, levers_text, loop):
+        changed(module.__file__)
+        assert {policy: named(policy) for policy in before} == before, module.__name__
+
+
+def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
+    """A worker and the trainer's factory import these modules, themselves or through others; a new one is listed, or
+    named here because no row depends on it."""
+    no_part = (
+        "memory.compare.compare_rows",  # keys and rows of the parent process
+        "memory.compare.grids",
+        "memory.compare.jobs",
+        "memory.findings",  # what a report says of a row's program
+        "memory.files",
+        "memory.remat",  # chooses, or describes a block
+        "memory.seconds",  # predicts from a row
+        "memory.view",
+        "train.user_errors",
+        "train.data",
+        "train.weights",  # what a run begins with
+        "train.plan",
+        "train.generate.training_sample",  # another program of a run
+        "train.run",
+        "train.launch",
+    )
+    listed = {file for name in ("row", "program") for file in row_cache.source_files(listed_modules()[name])}
+    left, seen = ["memory.compare.worker", "train.plan.config_factory", "train.program.program"], set()
     while left:
-        found.add(name := left.pop())
-        text = (memory / "seconds" / f"{name}.py").read_text()
-        named = re.findall(r"^from bytescope.memory.seconds(?:\.(\w+) import| import (.*))", text, re.M)
-        left += {one.strip() for pair in named for one in (pair[0] or pair[1]).split(",")} - found
-    assert set(row_cache._MAKING["seconds"]) == found >= {"reading"} and "rates" not in found
+        if (name := left.pop()) in seen:
+            continue
+        seen.add(name)
+        file = ROOT / (name.replace(".", "/") + ".py")
+        file = file if file.exists() else file.with_suffix("") / "__init__.py"
+        if name.startswith(no_part) and file not in listed:
+            continue
+        assert file in listed or file.name == "__init__.py", name
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bytescope."):
+                module = node.module.removeprefix("bytescope.")
+                inner = [f"{module}.{alias.name}" for alias in node.names]
+                left += [one if (ROOT / (one.replace(".", "/") + ".py")).exists() else module for one in inner]
+    assert len(seen) > 60
 
 
 # ---- jobs and workers -------------------------------------------------------------------------------
@@ -97,29 +167,38 @@ def test_what_reads_a_schedule_makes_a_row_and_what_predicts_from_it_does_not():
 
 def options(**more):
     return argparse.Namespace(
-        **({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False} | more)
+        **({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False, "overrides": []} | more)
+    )
+
+
+def make_jobs(args):
+    return compare_command.make_jobs(
+        args, Jobs(FACTORY), compare_configs.fixed_overrides(args), compare_configs.asked_grids(args)
     )
 
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
-    args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
-    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Jobs(Adapter()))
+    args = options(
+        remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"], overrides=[("model.n_layers", "2")]
+    )
+    jobs = make_jobs(args)
     assert [tuple(job.chosen.values()) for job in jobs] == [
         (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")
     ], "policies last: rivals side by side"
-    assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
+    assert jobs[0].overrides["model.n_layers"] == "2" and jobs[0].overrides["config"] == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
-            compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [], Jobs(Adapter()))
+            make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]))
     with pytest.raises(ReportError, match="no config"):
-        compare_command.make_jobs(options(config=None), [], Jobs(Adapter()))
+        make_jobs(options(config=None))
 
 
 def test_policies_with_names_of_their_own():
     """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
     args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
     own = [("remat.policy", "custom"), ("remat.save", "context")]
-    jobs = compare_command.make_jobs(args, own, Jobs(Adapter()))
+    args.overrides = own
+    jobs = make_jobs(args)
     names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
     assert list(zip([job.label for job in jobs], names)) == [
         ("none", {"remat.save": []}),
@@ -127,25 +206,23 @@ def test_policies_with_names_of_their_own():
         ("custom(v,up)+offload(block_in)", {"remat.save": ["v", "up"], "remat.offload": ["block_in"]}),
         ("custom(v)", {"remat.save": ["v"], "remat.offload": []}),
     ]
-    assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
+    assert [job.resolved["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
     # Where a range of layers is custom, its names are for it.
     ranges = [*own, ("remat.layers", "0-2:custom")]
-    assert compare_command.make_jobs(options(remat="none"), ranges, Jobs(Adapter()))[0].flat["remat.save"] == (
-        "context",
-    )
+    assert make_jobs(options(remat="none", overrides=ranges))[0].resolved["remat.save"] == ("context",)
 
 
 def test_the_flags_of_a_policy_run_it():
     """What compare prints goes through a shell into the same config."""
-    (job,) = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Jobs(Adapter()))
+    (job,) = make_jobs(options(remat="custom(v,up)+offload(block_in)"))
     _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
-    assert Adapter().config("tiny", pairs) == job.flat
+    assert load_flat("tiny", pairs) == job.resolved
 
 
 def test_searches_share_rows():
     """One program has one name in the cache, whichever command asks for it; what describes its blocks has another."""
-    (row,) = compare_command.make_jobs(options(target="h100", remat="full"), [("model.n_layers", "2")], Jobs(Adapter()))
-    trials = Trials("tiny", targets.parse("h100"), [("model.n_layers", "2")], Adapter(), None, None)
+    (row,) = make_jobs(options(target="h100", remat="full", overrides=[("model.n_layers", "2")]))
+    trials = Trials("tiny", targets.parse("h100"), [("model.n_layers", "2")], None, None)
     assert trials.job({"remat.policy": "full"}).name == row.name
     others = [
         trials.job({"remat.policy": "full"}, **more).name
@@ -166,7 +243,7 @@ def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_ra
     """The others stay valid: they are predicted again. Workers get the file."""
 
     def named(policy):
-        return Jobs(Adapter()).job("tiny", "h200:8", [("remat.policy", policy)])
+        return Jobs(FACTORY).job({"config": "tiny", "remat.policy": policy}, "h200:8")
 
     before = {policy: named(policy).name for policy in ("auto", "full")}
     assert named("auto").name == before["auto"] and json.loads(named("auto").message(False))["rates"] is None
@@ -183,17 +260,12 @@ def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_ra
     assert named("auto").name not in (job.name, before["auto"])
 
 
-def test_what_chooses_is_a_source_of_policies_that_a_search_settles():
-    assert row_cache.source_digest([]) != row_cache.source_digest([], choosing=True)
-    assert set(row_cache._CHOOSING) == set(row_cache._MAKING) - {"plan"}
-
-
 def test_a_worker_takes_the_rates_of_its_job(file_of_rates):
     class Chooser:
-        def describe(self, config, overrides, target):
+        def describe(self, overrides, target):
             return {"source": rates.of(target).source}
 
-    job = {"config": "tiny", "overrides": [], "target": "h200", "describe": True}
+    job = {"overrides": {"config": "tiny"}, "target": "h200", "method": "describe"}
     listed = worker.answer_to(job, Chooser())["source"]
     slower = json.loads(file_of_rates.read_text()) | {"source": "measured here"}
     file_of_rates.write_text(json.dumps(slower))
@@ -213,12 +285,12 @@ FAKE = """
 import json, os, sys, time
 for line in sys.stdin:
     job = json.loads(line)
-    if job["config"] == "die":
+    if job["overrides"]["config"] == "die":
         print("the last words", file=sys.stderr, flush=True)
         os._exit(7)
-    if job["config"] == "hang":
+    if job["overrides"]["config"] == "hang":
         time.sleep(600)
-    print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["config"]}), flush=True)
+    print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["overrides"]["config"]}), flush=True)
 """
 
 
@@ -232,7 +304,10 @@ def fake(monkeypatch):
 
 
 def jobs_of(*configs):
-    return [worker_pool.Job(config, "cpu:1", (), {}, f"{config}-{i}", config) for i, config in enumerate(configs)]
+    return [
+        worker_pool.Job("a:factory", {"config": config}, "cpu:1", f"{config}-{i}", config)
+        for i, config in enumerate(configs)
+    ]
 
 
 def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
@@ -245,7 +320,7 @@ def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
 
 
 def test_workers_that_cannot_start_fail_every_row(monkeypatch):
-    def refuse(env):
+    def refuse(env, cpu_devices):
         raise OSError("no more processes")
 
     monkeypatch.setattr(worker_pool, "Worker", refuse)
@@ -262,7 +337,7 @@ def test_what_is_cached_starts_no_worker(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
     jobs = jobs_of("a", "b")
     for job in jobs:
-        row_cache.write(tmp_path, job.name, {"status": "ok", "config": job.config})
+        row_cache.write(tmp_path, job.name, {"status": "ok", "config": job.overrides["config"]})
     answers, _ = worker_pool.run(jobs, workers=2, env=os.environ, cache=tmp_path)
     assert [answers[job.name]["config"] for job in jobs] == ["a", "b"]
 

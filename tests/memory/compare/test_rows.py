@@ -9,7 +9,6 @@ from rich.console import Console
 
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.compare import compare_text, grids, worker
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import schedule_records
@@ -17,6 +16,8 @@ from bytescope.memory.records.report_record import Buffer, ReportRecord, Timelin
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.view.elements import rates_notes
+from bytescope.train.plan.config_grid import ConfigRow as Row
+from bytescope.train.plan.config_grid import policy_keys, policy_words
 from support.rows import GIB, row, some_rows
 
 pytestmark = pytest.mark.quick
@@ -110,15 +111,15 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
         "model_flops": 8 * 10**15,
         "calls_per_update": 2,
         "tokens_per_update": 4096,
-        "settled": {
-            "batch": "1 x 2",
-            "segments": [
+        "batch": "1 x 2",
+        "policy": policy_words(
+            [
                 {"layers": 4, "policy": "custom", "save": ["v", "up"], "offload": ["q"]},
                 {"layers": 1, "policy": "none"},
-            ],
-        },
+            ]
+        ),
     }
-    found = Row.of({}, answer)
+    found = Row.from_answer({}, answer)
     wanted = step_prediction.of(steps, target, 2, 4096, 8 * 10**15)
     assert (found.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high) == (
         wanted.seconds,
@@ -129,9 +130,9 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
     assert found.least_seconds == pytest.approx(2e15 / peak) and found.least_seconds < found.predicted_seconds
     assert found.rates == wanted.rates and "h100" in found.rates
     assert (found.batch, found.policy) == ("1 x 2", "4 x v+up+q@host, 1 x none")
-    kept = Row.of({}, json.loads(json.dumps(dataclasses.asdict(found))))
+    kept = Row.from_answer({}, json.loads(json.dumps(dataclasses.asdict(found))))
     assert kept == found, "out of its own JSON"
-    bound = Row.of({}, {**answer, "schedule": []})
+    bound = Row.from_answer({}, {**answer, "schedule": []})
     assert bound.predicted_seconds is bound.predicted_mfu is None and bound.least_seconds == found.least_seconds
 
 
@@ -269,7 +270,7 @@ def test_a_policy_stands_with_its_names():
     ],
 )
 def test_policies_as_keys(text, keys):
-    assert grids.policy_keys(text) == keys
+    assert policy_keys(text) == keys
 
 
 def test_lists_of_policies_split_outside_parentheses():
@@ -393,11 +394,11 @@ def test_a_row_without_predicted_seconds_says_why():
         "allocated_bytes": GIB,
         "schedule": [],
     }
-    found = [Row.of({"remat.policy": name}, answer) for name in "ab"]
+    found = [Row.from_answer({"remat.policy": name}, answer) for name in "ab"]
     why = "the schedule of this program is not known, or has too many operations"
     assert f"a and 1 more: no seconds are predicted: {why}" in " ".join(printed(found).split())
     assert rates_notes(plan_rows.to_json(found, {}, {})["rows"]) == [f"Rows without predicted seconds: {why}."]
-    assert Row.of({}, answer | {"status": "no such mesh"}).unpredicted == ""
+    assert Row.from_answer({}, answer | {"status": "no such mesh"}).unpredicted == ""
 
 
 def test_a_wide_table_goes_on_below_and_leaves_nothing_out():

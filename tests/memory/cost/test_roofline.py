@@ -16,7 +16,6 @@ from rich.console import Console
 from bytescope import memory
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.compare import worker
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost import roofline
 from bytescope.memory.cost.flops import count
 from bytescope.memory.cost.roofline import Figures, Prediction, seconds
@@ -27,7 +26,8 @@ from bytescope.memory.report import report_page, report_text
 from bytescope.memory.seconds import rates, step_schedule
 from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from bytescope.memory.view import prediction_text as times
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.program import build
 from support.described import described
 from support.toy import small_config, small_program
@@ -308,30 +308,30 @@ def test_a_row_has_the_least_seconds_of_an_update():
         "tokens_per_update": 96,
         "target": json.loads(json.dumps(targets.parse("h200").to_json())),
     }
-    row = Row.of({}, answer)
+    row = Row.from_answer({}, answer)
     assert row.least_seconds == pytest.approx(3.0) and row.tokens_per_update == 96
     assert row.predicted_seconds is row.predicted_mfu is None, "a bound is no prediction"
-    assert Row.of({}, {"least_seconds": 2.0}).least_seconds == 2.0  # of a comparison's JSON
-    assert Row.of({}, answer | {"work": {}}).least_seconds is None
-    assert Row.of({}, answer | {"target": {"platform": "rocm"}}).least_seconds is None
+    assert Row.from_answer({}, {"least_seconds": 2.0}).least_seconds == 2.0  # of a comparison's JSON
+    assert Row.from_answer({}, answer | {"work": {}}).least_seconds is None
+    assert Row.from_answer({}, answer | {"target": {"platform": "rocm"}}).least_seconds is None
 
 
 def test_the_worker_answers_with_work():
 
-    small = [
-        ("model.n_layers", "2"),
-        ("model.d_model", "32"),
-        ("model.d_ff", "64"),
-        ("data.seq_len", "16"),
-        ("batch.micro", "2"),
-        ("batch.accumulation", "3"),
-        ("batch.mode", "multisteps"),
-    ]
-    answer = worker.answer_to({"config": "tiny", "overrides": small, "target": "cpu:1", "measure": False}, Adapter())
+    small = {
+        "model.n_layers": "2",
+        "model.d_model": "32",
+        "model.d_ff": "64",
+        "data.seq_len": "16",
+        "batch.micro": "2",
+        "batch.accumulation": "3",
+        "batch.mode": "multisteps",
+    }
+    answer = worker.answer_to({"overrides": {"config": "tiny", **small}, "target": "cpu:1", "measure": False}, FACTORY)
     assert (answer["calls_per_update"], answer["tokens_per_update"]) == (3, 3 * 2 * 16)
     assert sum(sum(part["flops"].values()) for part in answer["work"].values()) == answer["hardware_flops"]
     once = roofline.of_answer(json.loads(json.dumps(answer)))
-    row = Row.of({}, answer)
+    row = Row.from_answer({}, answer)
     assert row.least_seconds == 3 * once.total > 0 and row.predicted_seconds > 0
     assert row.predicted_tokens_per_s == pytest.approx(96 / row.predicted_seconds)
 

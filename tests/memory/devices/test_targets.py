@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bytescope.memory.commands import listings
 from bytescope.memory.devices import chips, limits, platform, targets, topologies
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
+from bytescope.memory.watching import device_tables
 
 pytestmark = pytest.mark.quick
 
@@ -155,7 +155,7 @@ def test_a_gpu_that_cuda_13_has_left_needs_the_compiler_of_cuda_12(monkeypatch):
 
 
 def test_the_listing_says_what_old_cards_lack():
-    _, rows = listings.targets(None)
+    rows = device_tables.targets().cells()
     notes = {row[0]: row[-1] for row in rows if row[-1]}
     assert notes == {
         "t4": "no bf16 units; fp16 65 TFLOP/s",

@@ -18,7 +18,7 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick
 
@@ -175,7 +175,7 @@ def test_mistakes_are_one_line(capsys, arguments, words):
 
 
 def test_a_config_says_its_adapters():
-    config = Adapter().config("llama_8b", [])
+    config = load_flat("llama_8b", [])
     assert question_of(config).model.adapters is None
     config |= {"lora.rank": 8, "lora.targets": ("q", "v"), "lora.base": "int8"}
     assert check(question_of(config)).model.adapters == Adapters(8, ("q", "v"), "int8")

@@ -22,7 +22,7 @@ from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
 from bytescope.train.plan import estimate_page
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
 
 LLAMA_8B = Question(
@@ -106,7 +106,7 @@ def test_llama_8b_by_hand():
 
 
 def test_the_shipped_config_asks_that_question():
-    config = Adapter().config
+    config = load_flat
     asked = question_of(config("llama_8b", [("mesh.fsdp", "8")]))
     assert asked == LLAMA_8B
     assert question_of(config("tiny", [("precision.preset", "fp32")])).attention == "naive"
@@ -277,7 +277,7 @@ def test_a_config_says_its_levers(capsys):
         ("mesh.fsdp", "8"),
     ]
     keys += [("optimizer.clip", "layer")]
-    assert question_of(Adapter().config("llama_8b", keys)) == LEVERS
+    assert question_of(load_flat("llama_8b", keys)) == LEVERS
     _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 
@@ -342,9 +342,7 @@ document.title = JSON.stringify(seen);"""
 
 def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     """Of a shipped config, of one that was changed, of presets for model and card, and of a shape of its own."""
-    presets = {
-        name: estimate_page.Preset(question_of(Adapter().config(name, ())), "full") for name in ("llama_8b", "gpt2_xl")
-    }
+    presets = {name: estimate_page.Preset(question_of(load_flat(name, ())), "full") for name in ("llama_8b", "gpt2_xl")}
     page = estimate_page.render(presets["llama_8b"].question, "llama_8b", presets)
     document = browse(tmp_path, page, script=CHOICES, options=["--dump-dom"])
     seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
@@ -374,9 +372,9 @@ def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
     path = tmp_path / "e.html"
     assert run(capsys, "llama_1b", "--data=4", f"--html={path}")[0] == 0
     page = one_file(path.read_text())
-    assert set(page.data["models"]) == set(Adapter().configs()) and set(page.data["cards"]) == set(CHIPS)
+    assert set(page.data["models"]) == set(purposes()) and set(page.data["cards"]) == set(CHIPS)
     assert page.data["cards"]["h100"]["memory"] == round(limits.limit_bytes(targets.parse("h100")) / 2**30, 2)
-    assert page.data["inputs"]["recompute"] == Adapter().config("llama_1b", ())["remat.policy"] == "full"
+    assert page.data["inputs"]["recompute"] == load_flat("llama_1b", ())["remat.policy"] == "full"
     assert "llama_1b · training memory by formula" in path.read_text() and page.data["inputs"]["data"] == 4
 
 

@@ -12,7 +12,7 @@ from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.config_factory import settle
 from bytescope.train.program.config_files import flatten
 from support.toy import small_config, small_program
 
@@ -89,7 +89,7 @@ def step(request):
     overrides = {**MOE, **dict(zip(("mesh.dispatch", "model.moe_kernel", "remat.policy"), request.param))}
     program, config = small_program(overrides, 8), flatten(small_config(overrides))
     compilation = program.compile_for_report()
-    formula = reconcile.formula_of(config, Adapter().settled(program), "cpu")
+    formula = reconcile.formula_of(config, settle(program), "cpu")
     return formula, report_of(compilation, config=config, names=NAMES), flops.count(compilation.jaxpr)
 
 

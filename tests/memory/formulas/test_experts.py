@@ -27,7 +27,7 @@ from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
 pytestmark = pytest.mark.quick
@@ -210,11 +210,11 @@ def test_a_config_says_its_experts_and_its_attention():
         ("model.moe_every", "2"),
         ("mesh.expert", "4"),
     ]
-    asked = question_of(Adapter().config("tiny", keys))
+    asked = question_of(load_flat("tiny", keys))
     assert asked.model.experts == Experts(8, 3, 64, 1, 1, 2) and asked.layout == Layout(data=8, zero=3, expert=4)
-    capacity = question_of(Adapter().config("tiny", [*keys, ("model.moe_kernel", "capacity")]))
+    capacity = question_of(load_flat("tiny", [*keys, ("model.moe_kernel", "capacity")]))
     assert capacity.model.experts.capacity == 1.25 and capacity.model.experts.slots
-    latent = question_of(Adapter().config("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
+    latent = question_of(load_flat("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
     assert latent.model.latent == Latent(48, 512, 64, 128)
 
 
@@ -230,7 +230,7 @@ def test_a_config_says_its_experts_and_its_attention():
 )
 def test_a_runs_utilization_counts_the_same_flops(overrides):
     """Of active parameters: what `train` divides by the peak is the formula."""
-    config = Adapter().config("tiny", list(overrides.items()))
+    config = load_flat("tiny", list(overrides.items()))
     model = ModelConfig.from_dict(
         {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
     )
@@ -243,7 +243,7 @@ def test_a_runs_utilization_counts_the_same_flops(overrides):
 
 def test_capacity_and_padding_are_no_model_flops():
     """A step as it is settled: 8 sequences a rank of data, fsdp and expert."""
-    config = Adapter().config("tiny", [("model.experts", "8"), ("model.moe_kernel", "capacity")])
+    config = load_flat("tiny", [("model.experts", "8"), ("model.moe_kernel", "capacity")])
     settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
     length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
     expected = training_flops.model_flops(question_of(config).model, length, sequences)

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.compare import formulas_text, worker_pool
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import Line
 from bytescope.memory.records.report_record import load
+from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.same_process import SameProcess
 
 MIB = 2**20

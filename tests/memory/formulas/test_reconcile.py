@@ -10,7 +10,7 @@ from bytescope.memory.formulas import reconcile, rematerialized
 from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.config_factory import settle
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from support.described import described
@@ -100,7 +100,7 @@ def test_the_papers_selective_row_from_names():
 def both(overrides, *, compiled=False):
     """(formula, FLOPs counted, the report or None) of a small program on the CPU."""
     program = small_program(overrides)
-    formula = reconcile.formula_of(flatten(small_config(overrides)), Adapter().settled(program), "cpu")
+    formula = reconcile.formula_of(flatten(small_config(overrides)), settle(program), "cpu")
     if compiled:
         compilation = program.compile_for_report()
         return formula, flops.count(compilation.jaxpr), report_of(compilation)
@@ -166,7 +166,7 @@ def test_what_stages_hold(overrides):
     devices = 2 * overrides.get("mesh.tensor", 1)
     program = small_program(overrides, devices)
     compilation = program.compile_for_report()
-    formula = reconcile.formula_of(flatten(small_config(overrides)), Adapter().settled(program), "cpu")
+    formula = reconcile.formula_of(flatten(small_config(overrides)), settle(program), "cpu")
     report, counted = report_of(compilation), flops.count(compilation.jaxpr)
     assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.01)
     assert (counted.model_flops, counted.hardware_flops) == (formula.model_flops, formula.hardware_flops)
@@ -252,7 +252,7 @@ def test_levers_have_formulas(keys):
     fused backward pass holds no more gradients than the formula."""
     config = small_config({**WIDE, "model.attention": "cudnn", **keys})
     program = build(config, described("h200"))
-    found = reconcile.formula_of(flatten(config), Adapter().settled(program), "cuda")
+    found = reconcile.formula_of(flatten(config), settle(program), "cuda")
     report = report_of(program.compile_for_report(), names=NAMES)
     lines = {
         line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {}, report.host_bytes)
@@ -266,7 +266,7 @@ def test_levers_have_formulas(keys):
 
 
 def settled(program, **changes):
-    return {**Adapter().settled(program), **changes}
+    return {**settle(program), **changes}
 
 
 @pytest.mark.parametrize(

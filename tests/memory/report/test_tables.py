@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from bytescope import memory
-from bytescope.memory.commands import listings
 from bytescope.memory.devices import live as live_memory
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.records.report_record import Buffer
 from bytescope.memory.report import buffer_tables
+from bytescope.memory.watching import device_tables
 from support.browser import Page
 from support.rows import MIB, make_report
 
@@ -119,7 +119,8 @@ def test_targets_are_a_table_and_the_command_prints_the_same():
     assert rows["h200"]["device_memory_bytes"] == CHIPS["h200"].device_memory_bytes
     assert rows["h100"]["bf16_flops"] == 989.4e12 and rows["t4"]["bf16_flops"] is None
     assert "no bf16 units" in rows["t4"]["note"] and "139.8" in repr(table) and "no bf16" in table._repr_html_()
-    headings, cells = listings.targets(None)
+    table = device_tables.targets()
+    headings, cells = [column.title for column in table.columns], table.cells()
     assert headings == ["target", "device", "GiB", "TB/s", "bf16 TFLOP/s", "note"]
     assert ["h200", "NVIDIA H200", "139.8", "4.80", "989", ""] in cells
 

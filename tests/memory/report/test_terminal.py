@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from bytescope.memory.commands.arguments import progress
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.view.console import make_console, put
+from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.text_layout import Prose
 from support.screen import seen, terminal
 

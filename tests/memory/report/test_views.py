@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bytescope.memory.commands import listings
+from bytescope.memory.commands import targets_command
 from bytescope.memory.compare import compare_rows, compare_text, formulas_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
@@ -346,7 +346,7 @@ def show_names(console, name):
 
 
 def show_listing(console, name):
-    listings.show(("key", "GiB", "meaning"), [(name, "79.1", f"{name} " * 5), ("b", "139.8", "short")], console)
+    targets_command.show(("key", "GiB", "meaning"), [(name, "79.1", f"{name} " * 5), ("b", "139.8", "short")], console)
 
 
 def show_estimate(console, name):

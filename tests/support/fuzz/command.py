@@ -67,12 +67,13 @@ def override_lines() -> list[bytes]:
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
-    from bytescope.train.plan.adapter import Adapter
-    from bytescope.train.program import config_files
+    from bytescope.train.plan.config_factory import check_config
+    from bytescope.train.program import config_files as config
+    from bytescope.train.program.config_files import load_flat
 
-    _, overrides = config_files.split_overrides(words(data).split("\n"))
-    Adapter().check(CONFIG, overrides)
-    strict(Adapter().config(CONFIG, overrides))
+    _, overrides = config.split_overrides(words(data).split("\n"))
+    check_config(CONFIG, overrides)
+    strict(load_flat(CONFIG, overrides))
 
 
 def read_target(data: bytes, folder: Path) -> None:
@@ -88,12 +89,13 @@ def read_words(data: bytes, folder: Path) -> None:
     from bytescope.memory.formulas.assumed import parse_count
     from bytescope.memory.units import human, parse_bytes
     from bytescope.train.plan import levers
+    from bytescope.train.plan.config_grid import policy_keys
     from bytescope.train.plan.fit import fit_space
     from bytescope.train.run.profile import Asked
 
     def every_policy(text: str) -> None:
         for policy in grids.split_values(text):
-            grids.policy_keys(policy)
+            policy_keys(policy)
 
     readers: dict[str, Callable[[str], object]] = {
         "s": lambda text: human(parse_bytes(text)),

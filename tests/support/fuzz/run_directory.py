@@ -112,4 +112,5 @@ def read_row(data: bytes, folder: Path) -> None:
     (folder / "row.json").write_bytes(data)
     answer = row_cache.read(folder, "row")
     if answer is not None:
-        strict(rows.to_json([rows.Row.of({"remat.policy": "full"}, answer)], answer["target"], answer["versions"]))
+        row = rows.Row.from_answer({"remat.policy": "full"}, answer)
+        strict(rows.to_json([row], answer["target"], answer["versions"]))

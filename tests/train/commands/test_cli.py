@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescope.memory.__main__ import COMMANDS
 from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS, GROUPS
 
 pytestmark = pytest.mark.quick
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.quick
 def test_every_command_is_in_the_overview_once(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    names = [name for group in cli.GROUPS.values() for name in group]
-    assert sorted(names) == sorted([*cli.TRAINER, *COMMANDS])
+    names = [name for group in GROUPS.values() for name in group]
+    assert names == list(COMMANDS)
     assert all(f"\n  {name} " in text for name in names) and max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", [*cli.TRAINER, *COMMANDS])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command(name, capsys, monkeypatch):
     """Within 80 columns, with two examples, and without lists of choices in braces."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -34,8 +34,8 @@ def test_help_of_every_command(name, capsys, monkeypatch):
 
 
 def test_examples_of_the_help_parse():
-    for name, (_, _, examples) in COMMANDS.items():
-        for example in examples:
+    for name, subcommand in COMMANDS.items():
+        for example in subcommand.examples:
             assert cli.parse([name, *example.split()]).command == name
 
 
@@ -120,7 +120,7 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
 def test_values_are_checked_without_a_device():
     """A search checks its configs before workers start; a client of its own would take an accelerator's memory."""
     code = (
-        "from bytescope.train.plan.adapter import Adapter; Adapter().check('tiny', ()); "
+        "from bytescope.train.plan.config_factory import check_config; check_config('tiny', ()); "
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.completion_command import make_parser
 from bytescope.train.commands.completion_shells import SHELLS
 from bytescope.train.commands.completion_words import gather, parsers
+from bytescope.train.commands.registry import COMMANDS
 
 pytestmark = pytest.mark.quick
 
@@ -78,6 +78,7 @@ MEANINGS = {
     "--lora": "LoRA adapters over frozen weights",
     "--measure": "on this machine",
     "--out": "write|append|a new or empty folder",
+    "--program": "of your own instead of a config",
     "--step": "the checkpoint of this step",
     "--tensor": "number of devices to split heads, MLP width and vocabulary over",
 }
@@ -85,7 +86,7 @@ MEANINGS = {
 
 def test_a_flag_means_the_same_in_every_command():
     flags = {}
-    for command, parser in parsers(make_parser()).items():
+    for command, parser in parsers().items():
         for action in parser._actions:
             if action.help != argparse.SUPPRESS:
                 for flag in action.option_strings:
@@ -116,12 +117,12 @@ def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, words, ca
     name, other = old.partition("=")[0], now.partition("=")[0]
     assert capsys.readouterr().err == f"note: {name} is now {other}; the next version no longer has the old name\n"
     assert other in words.flags[command[0]] and name not in words.flags[command[0]]
-    assert f" {name} " not in parsers(make_parser())[command[0]].format_help()
+    assert f" {name} " not in parsers()[command[0]].format_help()
 
 
 @pytest.fixture(scope="module")
 def words():
-    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names}, make_parser())
+    return gather()
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +210,10 @@ def test_fish(folder):
 
 def test_every_word_is_one_that_is_taken(words):
     """A flag, key, target or name that has gone, or a value of another table, would fail here."""
-    from bytescope.memory.compare.trainer import WEIGHTS
     from bytescope.memory.devices import targets
-    from bytescope.train.program.config_files import describe_keys, find_file
+    from bytescope.train.program.config_files import WEIGHTS, describe_keys, find_file
 
-    assert set(words.commands) == {name for names in cli.GROUPS.values() for name in names} == set(words.flags)
+    assert set(words.commands) == set(COMMANDS) == set(words.flags)
     assert set(words.keys) == {key for key, _, _ in describe_keys()}
     assert all(find_file(name) for name in words.configs)
     assert all(f"{WEIGHTS}*" in script(words) for script in SHELLS.values())

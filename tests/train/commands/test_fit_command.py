@@ -101,12 +101,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 class Worker:
     """Answers in the place of a process. Asked what auto has to know, it sends this process SIGINT, and is silent."""
 
-    def __init__(self, env):
+    cpu_devices = 0
+
+    def __init__(self, env, cpu_devices):
         self._killed = threading.Event()
 
     def ask(self, message):
         job = json.loads(message)
-        if job["describe"]:
+        if job["method"]:
             os.kill(os.getpid(), signal.SIGINT)
             self._killed.wait(60)
             return {"status": "the worker died", "dead": True}
@@ -137,7 +139,7 @@ class Refusing(Worker):
     """As Worker, but what auto has to know is not told."""
 
     def ask(self, message):
-        return {"status": "not [/b] today"} if json.loads(message)["describe"] else super().ask(message)
+        return {"status": "not [/b] today"} if json.loads(message)["method"] else super().ask(message)
 
 
 def test_on_a_terminal_the_bar_and_the_walk_never_share_a_line(monkeypatch):

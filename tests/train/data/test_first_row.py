@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bytescope.train.commands.train_command import main
+from support.command_line import train as main
 from support.text_data import write
 
 pytestmark = pytest.mark.quick

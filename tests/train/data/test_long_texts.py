@@ -10,9 +10,9 @@ from bytescope.train.data import documents, long_texts, tokenizer
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
 from bytescope.train.data.documents import texts
-from bytescope.train.data.prepare import main
 from bytescope.train.data.tokenizer import load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
+from support.command_line import prepare as main
 from support.text_data import config, write
 
 pytestmark = pytest.mark.quick

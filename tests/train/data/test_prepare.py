@@ -10,9 +10,9 @@ import pytest
 
 from bytescope.train.data import prepare
 from bytescope.train.data.batches import open_data
-from bytescope.train.data.prepare import main
 from bytescope.train.export.out_folder import disk_told
 from bytescope.train.user_errors import UserError
+from support.command_line import prepare as main
 from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick
@@ -255,6 +255,7 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
 
 KILLED = """
 import os, sys
+from bytescope.train import cli
 from bytescope.train.data import prepare
 real, left = os.replace, [int(sys.argv.pop())]
 def replace(*args):
@@ -263,7 +264,7 @@ def replace(*args):
     left[0] -= 1
     real(*args)
 prepare.os.replace = replace
-sys.exit(prepare.main(sys.argv[1:]))
+sys.exit(cli.main(["prepare", *sys.argv[1:]]))
 """
 
 
@@ -287,7 +288,7 @@ def test_help_is_short_and_needs_no_jax(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
+            "import sys; from bytescope.train import cli\ntry: cli.main(['prepare', '--help'])\n"
             "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)",
         ],
         capture_output=True,

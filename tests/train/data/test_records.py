@@ -14,9 +14,9 @@ import pytest
 from bytescope.train.data import records
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
-from bytescope.train.data.prepare import main
 from bytescope.train.data.records import RecordFiles
 from bytescope.train.user_errors import UserError
+from support.command_line import prepare as main
 from support.text_data import config, write
 
 pytestmark = pytest.mark.quick

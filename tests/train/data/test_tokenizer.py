@@ -11,9 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from bytescope.train.data import tokenizer as module
 from bytescope.train.data.batches import open_data
-from bytescope.train.data.prepare import main
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
+from support.command_line import prepare as main
 from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick

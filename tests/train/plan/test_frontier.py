@@ -12,16 +12,16 @@ from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
-from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.variants import Stopped
 from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.memory.remat.ilp import Passes
 from bytescope.memory.remat.patterns import Rates
 from bytescope.memory.remat.problem import Compiled, Problem
 from bytescope.memory.remat.search import Search, spread
 from bytescope.train.plan import frontier, frontier_page, frontier_text
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
+from bytescope.train.plan.trials import Stopped
+from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.same_process import SameProcess
 
@@ -339,7 +339,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert again["points"] == points and again["fixed"] == out["fixed"] and again["compiled"] == 0
     # What a point's flags say is what was compiled for it.
     flags = re.findall(r"--config\.(\S+?)=([^'\s]*)", points[1]["flags"])
-    config = Adapter().config("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
+    config = load_flat("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
     assert config["remat.policy"] == points[1]["overrides"]["remat.policy"]
     layers = points[1]["overrides"]["remat.layers"].strip("()")
     assert list(config["remat.layers"]) == (layers.split(",") if layers else [])

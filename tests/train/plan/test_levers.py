@@ -10,11 +10,11 @@ from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
-from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ROWS
 from bytescope.train.plan import levers, levers_page, levers_text
-from bytescope.train.plan.adapter import Adapter
+from bytescope.train.plan.config_grid import ConfigRow as Row
+from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.same_process import SameProcess
 
@@ -94,7 +94,7 @@ def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
 
 def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_out():
     """A key that is renamed would drop its stage in silence: only those still to come may be missing."""
-    config = Adapter().config("tiny", ())
+    config = load_flat("tiny", ())
     _, left_out = levers.climb(list(levers.STAGES), config, (), {})
     assert set(left_out) <= {"fused_backward", "offload", "offload_params", "mlp_chunk"}
 

@@ -14,6 +14,7 @@ from bytescope.train.plan import estimate_page, frontier_page, levers_page
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
 from bytescope.train.plan import schedule_page as pipeline_page
+from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_page
 from bytescope.train.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
@@ -131,8 +132,8 @@ def fitted(budget=24):
 
 def pages():
     return {
-        "policies": compare_page.render(policies()),
-        "tasks": compare_page.render(tasks()),
+        "policies": compare_page.render(policies(), ConfigRow),
+        "tasks": compare_page.render(tasks(), ConfigRow),
         "levers": levers_page.render(staircase()),
         "front": frontier_page.render(fronted()),
         "fit": fit_page.render(fitted()),
@@ -203,7 +204,7 @@ def test_titles_and_headers_say_what_and_where():
 
 
 def test_the_best_row_says_its_policy_what_it_takes_and_how_it_is_run():
-    text = compare_page.render(policies())
+    text = compare_page.render(policies(), ConfigRow)
     said, kept = words(text), "custom(" + ",".join(LONG) + ")+offload(block_in)"
     assert f"best that fits 30.00 GiB {kept}" in said and f"Best that fits: {kept}" in said
     for expected in ("step, predicted 0.7500 s 0.68 to 0.85 s", "tokens/s, predicted 87,381", "MFU, predicted 43.2 %"):
@@ -213,7 +214,7 @@ def test_the_best_row_says_its_policy_what_it_takes_and_how_it_is_run():
 
 
 def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star():
-    text = compare_page.render(tasks())
+    text = compare_page.render(tasks(), ConfigRow)
     said, lines = words(text), one_file(text).data["rows"]
     assert "Best that fits" not in said and "Least recomputation" not in said and "best that fits 3" not in said
     _, rows, commands = table(text, "each")
@@ -228,7 +229,7 @@ def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star
     ]
     assert any(not line["fits"] for line in lines) and any(line["pareto"] for line in lines)
     assert all(line["fits"] for line in lines if line["pareto"] or line["best"])
-    none = compare_page.render(compared([row("none", 60, keys={"data.seq_len": n}) for n in (1, 2)]))
+    none = compare_page.render(compared([row("none", 60, keys={"data.seq_len": n}) for n in (1, 2)]), ConfigRow)
     assert "None of these fits" in words(none) and table(none, "each")[1][0][1] == "none of them fits"
 
 

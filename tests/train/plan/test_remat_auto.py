@@ -12,10 +12,10 @@ from bytescope.memory.devices import targets
 from bytescope.memory.remat.patterns import Rates, kept_under
 from bytescope.memory.seconds import rates
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.commands.train_command import main
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import NOMINAL, figures_of, settle, settled_program
 from bytescope.train.user_errors import DoesNotFit
+from support.command_line import train as main
 from support.described import WIDE_GPU, compile_described
 from support.exhaustive import exhaustive
 from support.toy import run_losses, small_config, small_program

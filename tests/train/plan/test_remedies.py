@@ -8,7 +8,6 @@ import pytest
 from bytescope.memory.findings.remedies.open_levers import open_levers, together
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
-from bytescope.train.commands.train_command import main
 from bytescope.train.launch.failures import explained
 from bytescope.train.plan import remedies
 from bytescope.train.plan.remat_auto import with_keys
@@ -16,6 +15,7 @@ from bytescope.train.program.choices import check
 from bytescope.train.program.program import build
 from bytescope.train.program.run_command import Command
 from bytescope.train.user_errors import DoesNotFit
+from support.command_line import train as main
 from support.described import described
 from support.toy import small_config, small_program
 
@@ -88,7 +88,7 @@ def test_advice_stands_below_the_line(monkeypatch, capsys):
     def refuse(*_):
         raise DoesNotFit("too much", ["compiled:", "  --config.remat.policy=full"])
 
-    monkeypatch.setattr("bytescope.train.commands.train_command.command", refuse)
+    monkeypatch.setattr("bytescope.train.commands.train_command.run", refuse)
     assert main([]) == 3
     assert capsys.readouterr().err == "error: too much\ncompiled:\n  --config.remat.policy=full\n"
     assert small_config().remat.policy  # the toy's own

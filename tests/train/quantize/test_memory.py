@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from bytescope.memory.devices import targets
-from bytescope.memory.generation.budget_arguments import WEIGHTS
 from bytescope.model.quantized import groups
 from bytescope.model.quantized.quantized_formats import BASES, FORMATS
 from bytescope.train.commands import quantize_command
+from bytescope.train.generate.budget_arguments import WEIGHTS
 from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.steps import Sizes, Steps
 from bytescope.train.quantize.quantize_work import METHODS

@@ -12,6 +12,7 @@ from bytescope.train.program import config_files as configs
 from bytescope.train.program.program import build
 from bytescope.train.run import initial_weights, loop
 from bytescope.train.user_errors import UserError
+from support.command_line import train
 from support.models import weights
 from support.toy import compiled_once
 
@@ -111,10 +112,8 @@ def test_the_state_around_given_parameters_is_the_initial_one(folder, keys):
 
 
 def test_a_page_and_a_run_directory_have_the_name_of_the_folder(folder, monkeypatch, tmp_path):
-    from bytescope.train.commands.train_command import command
-
     monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(loop, "run", lambda *_, workdir, **__: seen.append(workdir))
-    command([f"hf:{folder}", "--config.train.cache_dir=none"])
+    assert train([f"hf:{folder}", "--config.train.cache_dir=none"]) == 0
     assert seen[0].parent.name == "runs" and seen[0].name.startswith("Llama-3.2 x-2")

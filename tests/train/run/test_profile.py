@@ -11,10 +11,10 @@ from rich.console import Console
 
 from bytescope.memory.__main__ import main as memory_main
 from bytescope.memory.profile import xplane
-from bytescope.train.commands.train_command import main
 from bytescope.train.run import loop
 from bytescope.train.run.profile import Asked
 from bytescope.train.user_errors import UserError
+from support.command_line import train as main
 from support.toy import small_config
 
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")

@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare.variants import Stopped
 from bytescope.memory.config_keys import (
     BATCH_ACCUMULATION,
     BATCH_MICRO,
@@ -32,6 +31,7 @@ from bytescope.memory.remat.ilp import remat_keys
 from bytescope.memory.remat.search import FULL
 from bytescope.train.plan.fit.fit_step import Step, judged
 from bytescope.train.plan.fit.fit_walk import Walk
+from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried beside the config's.
 RANKS = (8, 16, 64, 256)

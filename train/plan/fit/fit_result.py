@@ -29,8 +29,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.grids import given_flags
+from bytescope.train.plan.config_grid import ConfigRow, given_flags
 from bytescope.train.plan.fit.fit_layouts import standings
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.fit.fit_walk import Walk
@@ -50,7 +49,7 @@ def to_json(
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
-        row = Row.of(dict(walk.best.keys), walk.best.answer)
+        row = ConfigRow.from_answer(dict(walk.best.keys), walk.best.answer)
         best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
             "flags": flags(walk.best.keys),
             "what": walk.best.what,

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.compare.compare_rows import Row, thrift
-from bytescope.memory.compare.variants import Trials
+from bytescope.memory.compare.compare_rows import thrift
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
+from bytescope.train.plan.config_grid import ConfigRow
+from bytescope.train.plan.trials import Trials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Step:
     def thrift(self) -> tuple[float, int, bool]:
         """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
         return thrift(
-            Row.of(
+            ConfigRow.from_answer(
                 self.keys,
                 {key: self.answer.get(key) for key in ("recompute_flops_fraction", "allocated_bytes", "host_bytes")},
             )

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare.variants import Stopped, Trials
 from bytescope.memory.config_keys import REMAT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
@@ -25,6 +24,7 @@ from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words
 from bytescope.train.plan.fit.fit_step import Step, judged
+from bytescope.train.plan.trials import Stopped, Trials
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4

@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.config_keys import MODEL_N_LAYERS, MODEL_SCAN
 from bytescope.train.plan.validation.measured_rows import Row
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
 
 # Hex digits of a digest in a file's name: enough to tell programs and versions apart.
 _DIGITS = 16
@@ -29,7 +28,7 @@ class Runs:
     """What became of rows, by `Row.id`.
 
     Fields:
-        answers: those of workers (`plan.worker.answer_to`), with the schedule and the bytes of each program.
+        answers: those of workers (`memory.compare.worker.answer_to`), with the schedule and the bytes of each program.
         failed: why a row has none. left: rows that were not compiled when Ctrl-C came, or for which nothing was asked.
         compiled: how many programs were compiled now; the others were found in the folder.
         programs: the name of each answer's file; rows of one name are one program.
@@ -44,34 +43,34 @@ class Runs:
     elsewhere: tuple[str, ...] = ()
 
 
-def jobs_of(rows: Sequence[Row], trainer: Trainer) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
+def jobs_of(rows: Sequence[Row], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
     """(jobs, reasons why a config is refused), both by `Row.id`, of the rows without a reason of their own.
 
     A job's name, that of its file, is the set's with two digests: of the resolved config, the target and the sources
     that make an answer, and of these with the versions.
     """
-    jobs, programs, refused = Jobs(trainer), Jobs(trainer, {}), {}
+    jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
     found: dict[str, worker_pool.Job] = {}
     for row in rows:
         if row.reason:
             continue
-        overrides = tuple(row.overrides.items())
+        overrides = {CONFIG: row.config, **row.overrides}
         try:
-            jobs.check(row.config, overrides)
-            job = jobs.job(row.config, row.target, overrides, f"{row.model} on {row.target} {row.setup}".rstrip())
+            factory.check(overrides)
+            job = jobs.job(overrides, row.target, f"{row.model} on {row.target} {row.setup}".rstrip())
         except ValueError as error:
             if not hasattr(error, "exit_code"):
                 raise
             refused[row.id] = " ".join(str(error).split())
             continue
-        program = programs.job(row.config, row.target, overrides).name
+        program = programs.job(overrides, row.target).name
         found[row.id] = dataclasses.replace(job, name=f"{row.set}-{program[:_DIGITS]}-{job.name[:_DIGITS]}")
     return found, refused
 
 
 def run(
     rows: Sequence[Row],
-    trainer: Trainer,
+    factory: ProgramFactory,
     folder: Path,
     *,
     workers: int | None = None,
@@ -80,10 +79,11 @@ def run(
     """Compiles the rows whose files are not in the folder yet, in worker processes; Ctrl-C keeps what is finished.
 
     Args:
+        factory: makes the programs.
         workers: how many processes; by default as many as cores and memory allow, two at most.
         progress: called with the labels of the rows under way and how many are done.
     """
-    jobs, refused = jobs_of(rows, trainer)
+    jobs, refused = jobs_of(rows, factory)
     gpus = {row.id: row.gpus for row in rows}
     distinct = {jobs[key].name: jobs[key] for key in sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))}
     found = {name for name in distinct if row_cache.read(folder, name)}
@@ -119,17 +119,17 @@ def run(
 
 
 def finished(
-    rows: Sequence[Row], trainer: Trainer, folder: Path
+    rows: Sequence[Row], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
     """(names of the programs, answers), both by `Row.id`, of what the folder has; nothing is compiled."""
-    jobs, _ = jobs_of(rows, trainer)
+    jobs, _ = jobs_of(rows, factory)
     answers = {key: row_cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}
     return {key: job.name for key, job in jobs.items()}, {key: answer for key, answer in answers.items() if answer}
 
 
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
     """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
-    return 1 if job.flat.get(MODEL_SCAN, True) else int(job.flat[MODEL_N_LAYERS]), gpus
+    return 1 if job.resolved.get(MODEL_SCAN, True) else int(job.resolved[MODEL_N_LAYERS]), gpus
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.variants import Stopped, Trials
 from bytescope.memory.remat.search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
+from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.fit import fit_result, fit_text
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_space import SQUEEZES
 from bytescope.train.plan.fit.fit_step import Step
+from bytescope.train.plan.trials import Stopped, Trials
 from support.fit_trials import GIB, SEQ, as_json, walk
 
 pytestmark = pytest.mark.quick
@@ -346,7 +346,7 @@ def test_the_json_has_every_key():
         "predicted_seconds_low",
         "rates",
     } <= set(best)
-    assert Row.of(best["overrides"], best).ok and best["overrides"] == dict(done.best.keys)
+    assert Row.from_answer(best["overrides"], best).ok and best["overrides"] == dict(done.best.keys)
     assert [step["keys"] for step in out["walk"]].count(best["overrides"]) == 1
     assert set(as_json(walk(5))["certificate"]) == {
         "keys",

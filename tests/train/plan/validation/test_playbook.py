@@ -130,8 +130,8 @@ def test_rows_that_ran_out_of_memory_are_those_slower_than_half_their_micro_batc
 
 
 def test_every_row_is_a_config_of_ours():
-    from bytescope.train.plan.adapter import Adapter
+    from bytescope.train.plan.config_factory import check_config
 
     for row in setups_playbook.rows()[::7]:
         if row.config:
-            Adapter().check(row.config, list(row.overrides.items()))
+            check_config(row.config, list(row.overrides.items()))

@@ -25,17 +25,22 @@ class Refused(ValueError):
     exit_code = 2
 
 
-class Trainer:
+class Factory:
     """Says which configs it knows; nothing is compiled."""
 
-    def config(self, name, overrides):
-        return {"name": name, **dict(overrides)}
+    reference = "a:factory"
 
-    def check(self, name, overrides):
-        if name == "wrong":
+    def resolve(self, overrides):
+        return overrides
+
+    def check(self, overrides):
+        if overrides["config"] == "wrong":
             raise Refused("no config\nwrong")
 
     def sources(self):
+        return []
+
+    def choosing_sources(self, resolved):
         return []
 
 
@@ -56,9 +61,9 @@ class Pool:
     def submit(self, jobs):
         from bytescope.memory.devices import targets
 
-        Pool.asked = [job.config for job in jobs]
+        Pool.asked = [job.overrides["config"] for job in jobs]
         for job in jobs:
-            if job.config == "stops":
+            if job.overrides["config"] == "stops":
                 raise KeyboardInterrupt
             good = {
                 "status": "ok",
@@ -68,7 +73,7 @@ class Pool:
                 "calls_per_update": 2,
                 "versions": {"jax": "1"},
             }
-            self.answers.put((job, {"status": "too large"} if BROKEN.get(job.config) else good))
+            self.answers.put((job, {"status": "too large"} if BROKEN.get(job.overrides["config"]) else good))
 
 
 def row(number, config="tiny", **more):
@@ -83,17 +88,17 @@ def pool(monkeypatch):
 def test_a_program_is_compiled_once(tmp_path):
     again = dataclasses.replace(row(6), measured_seconds=0.7)  # measured twice
     rows = [row(1), row(2, "small"), row(3, "breaks"), row(4, "wrong"), row(5, reason="suspect"), again]
-    first = validation_runs.run(rows, Trainer(), tmp_path)
+    first = validation_runs.run(rows, Factory(), tmp_path)
     assert sorted(Pool.asked) == ["breaks", "small", "tiny"]
     assert sorted(first.answers) == ["1", "2", "6"] and first.compiled == 2 and first.left == ()
     assert first.failed == {"3": "too large", "4": "no config wrong"}
     assert first.programs["1"] == first.programs["6"] != first.programs["2"]
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted({first.programs["1"], first.programs["2"]})
-    second = validation_runs.run(rows, Trainer(), tmp_path)
+    second = validation_runs.run(rows, Factory(), tmp_path)
     assert Pool.asked == ["breaks"] and second.compiled == 0 and second.answers == first.answers
-    assert validation_runs.finished(rows, Trainer(), tmp_path) == (first.programs, first.answers)
+    assert validation_runs.finished(rows, Factory(), tmp_path) == (first.programs, first.answers)
     changed = dataclasses.replace(rows[0], overrides={"train.seed": "3"})
-    assert validation_runs.run([changed, rows[1]], Trainer(), tmp_path).compiled == 1
+    assert validation_runs.run([changed, rows[1]], Factory(), tmp_path).compiled == 1
 
 
 def test_small_programs_come_first(tmp_path):
@@ -103,7 +108,7 @@ def test_small_programs_come_first(tmp_path):
         dataclasses.replace(row(2, "wide"), gpus=64),
         row(3, "small"),
     ]
-    validation_runs.run(rows, Trainer(), tmp_path)
+    validation_runs.run(rows, Factory(), tmp_path)
     assert Pool.asked == ["small", "wide", "unrolled"]
 
 
@@ -113,10 +118,10 @@ def test_another_environment_answers_where_this_one_has_no_compiler(tmp_path, mo
     rows = [row(1, "breaks"), row(2)]
     monkeypatch.setattr(compiler, "versions", lambda: {"jax": "1", "jax-cuda12-plugin": "1"})
     monkeypatch.setitem(BROKEN, "breaks", False)
-    validation_runs.run(rows, Trainer(), tmp_path)
+    validation_runs.run(rows, Factory(), tmp_path)
     monkeypatch.setattr(compiler, "versions", lambda: {"jax": "1", "jax-cuda13-plugin": "1"})
     monkeypatch.setitem(BROKEN, "breaks", True)
-    found = validation_runs.run(rows, Trainer(), tmp_path)
+    found = validation_runs.run(rows, Factory(), tmp_path)
     # Both are compiled again, for the versions are others; the one that fails is answered by the other file.
     assert sorted(Pool.asked) == ["breaks", "tiny"] and found.compiled == 1
     assert found.elsewhere == ("1",) and sorted(found.answers) == ["1", "2"] and found.failed == {}
@@ -128,13 +133,13 @@ def test_what_ctrl_c_leaves_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(
         worker_pool, "ask", lambda pool, jobs, **_: ({jobs[0].name: {"status": "ok", "schedule": []}}, True)
     )
-    found = validation_runs.run([row(1), row(2, "small")], Trainer(), tmp_path)
+    found = validation_runs.run([row(1), row(2, "small")], Factory(), tmp_path)
     assert list(found.answers) == ["1"] and found.left == ("2",)
 
 
 def test_the_result_holds_every_row_with_its_reason(tmp_path):
     rows = [row(1), row(2, "breaks"), row(3, reason="suspect"), row(4, "small", launch_seconds=9.0, host_bound=True)]
-    found = validation_result.of("s", rows, validation_runs.run(rows, Trainer(), tmp_path))
+    found = validation_result.of("s", rows, validation_runs.run(rows, Factory(), tmp_path))
     assert [one.row.id for one in found.scored] == ["1", "4"]
     assert {why: [each.id for each in some] for why, some in found.unsaid} == {"too large": ["2"], "suspect": ["3"]}
     plain, bound = found.scored

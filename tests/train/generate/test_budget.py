@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from bytescope.memory.generation import budget_arguments
-from bytescope.memory.generation import budget_page as page
-from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.model.paged import page_pool
 from bytescope.model.paged.paged_kernels import KERNELS
 from bytescope.train import cli
+from bytescope.train.generate import budget_arguments
+from bytescope.train.generate import budget_page as page
+from bytescope.train.generate.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.train.generate.model_source import DTYPES
 from support.browser import body
 from support.described import described

@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
+from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.block_graph import Block
@@ -19,9 +21,7 @@ from bytescope.memory.remat.problem import Compiled, Tried, problem_of
 from bytescope.memory.remat.search import FULL, Search
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
-
-if TYPE_CHECKING:
-    from bytescope.memory.compare.trainer import Trainer
+from bytescope.train.plan.config_factory import FACTORY
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
@@ -41,6 +41,7 @@ class Trials:
         progress: called with the labels of the jobs under way and the number of finished ones.
         most, seconds: `Stopped` is raised instead of one more compile after so many (those in the cache do not count)
             or after so many seconds.
+        factory: makes the programs of configs.
         compiles: programs compiled so far, those in the cache left out.
 
     Raises ReportError for a target whose rates are unknown.
@@ -49,25 +50,25 @@ class Trials:
     config: str
     target: Target
     overrides: Sequence[tuple[str, str]]
-    trainer: Trainer
     pool: worker_pool.Pool
     cache: Path | None
     progress: worker_pool.Progress = lambda labels, done: None
     most: float = math.inf
     seconds: float = math.inf
+    factory: ProgramFactory = FACTORY
 
     def __post_init__(self) -> None:
         self.compiles, self._began = 0, time.monotonic()
-        self._jobs = Jobs(self.trainer)
+        self._jobs = Jobs(self.factory)
         self._done: dict[str, dict[str, Any]] = {}
         rates = ranking.large(self.target)
         if rates is None:
             raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
         self.rates = rates
 
-    def flat(self, keys: Keys) -> dict[str, Any]:
-        """The whole config of a variant, dotted key -> value. Raises the trainer's errors."""
-        return self._jobs.resolve(self.config, [*self.overrides, *keys.items()])
+    def flat(self, keys: Keys) -> Mapping[str, Any]:
+        """The whole config of a variant, dotted key -> value. Raises UserError."""
+        return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
         """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
@@ -81,13 +82,15 @@ class Trials:
         """What compiles a variant, for another target than the search's where one is given."""
         label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
         return self._jobs.job(
-            self.config,
+            self._overrides(keys),
             target or self.target.name,
-            [*self.overrides, *keys.items()],
             label[:60],
-            describe=describe,
+            method="describe" if describe else "",
             measure=measure,
         )
+
+    def _overrides(self, keys: Keys) -> dict[str, str]:
+        return {CONFIG: self.config, **dict(self.overrides), **keys}
 
     def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
         new = list({job.name: job for job in jobs if job.name not in self._done}.values())
@@ -102,7 +105,7 @@ class Trials:
             now = left[: int(min(self.most - self.compiles, len(left)))]
             answers, interrupted = worker_pool.ask(self.pool, now, cache=self.cache, progress=self.progress)
             self._done |= answers
-            self.compiles += sum(not job.describe for job in now if job.name in answers)
+            self.compiles += sum(not job.method for job in now if job.name in answers)
             if interrupted:
                 raise Stopped("Ctrl-C")
             if now != left:

@@ -3,10 +3,10 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.generation.budget import Planned, lengths_of
 from bytescope.memory.units import human
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
+from bytescope.train.generate.budget import Planned, lengths_of
 
 BAR = 40  # columns of the longest bar
 

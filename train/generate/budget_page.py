@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bytescope.memory.generation.budget import Budget, Planned, lengths_of
-from bytescope.memory.generation.budget_text import lengths, rows_of
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import table, versions, where
 from bytescope.memory.view.frame import page
+from bytescope.train.generate.budget import Budget, Planned, lengths_of
+from bytescope.train.generate.budget_text import lengths, rows_of
 
 # The drawing of sequences against length, in its own units; both axes are logarithmic.
 WIDE, HIGH, LEFT, BELOW = 860, 260, 60, 30

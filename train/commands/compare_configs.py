@@ -1,0 +1,77 @@
+"""bytescope compare: `memory.commands.compare_command`, and combinations of the keys of a config."""
+
+from __future__ import annotations
+
+import argparse
+
+from bytescope.memory.commands import compare_command
+from bytescope.memory.commands.arguments import add_compiling
+from bytescope.memory.compare import grids
+from bytescope.memory.compare.grids import CONFIG
+from bytescope.memory.errors import ReportError
+from bytescope.memory.program import user_program
+from bytescope.train.commands.config_arguments import add_subject
+from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.config_grid import POLICY, given_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser, "set a config key in every combination")
+    compare_command.add_program(parser)
+    parser.add_argument(
+        "--remat",
+        metavar="P,P",
+        help="remat policies to compare, short for --grid=remat.policy=P,P; "
+        "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'",
+    )
+    parser.add_argument(
+        "--grid",
+        metavar="KEY=V,V",
+        action="append",
+        default=[],
+        help="values to compare of a config key, of config or of target; several grids are compared "
+        "in every combination",
+    )
+    parser.add_argument("--measure", action="store_true", help="also run each step on this machine's devices, timed")
+    parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict")
+    add_compiling(parser, "the comparison")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    if args.program is not None:
+        _check_program(args)
+        return compare_command.run(args)
+    return compare_command.compare(
+        args, FACTORY, fixed_overrides(args), asked_grids(args), args.config or "", given_flags(args.overrides)
+    )
+
+
+def fixed_overrides(args: argparse.Namespace) -> dict[str, str]:
+    """The overrides of every combination: the config's name and the keys of the command line."""
+    return {**({CONFIG: args.config} if args.config else {}), **dict(args.overrides)}
+
+
+def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """The grids of the command line. Raises ReportError for a grid or a list of policies that cannot be read."""
+    asked = [grids.parse_grid(text) for text in args.grid]
+    if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
+        policies = grids.split_values(args.remat)
+        if not all(policies):
+            raise ReportError(f"--remat={args.remat}: write --remat=P1,P2, such as --remat=none,full")
+        asked.append((POLICY, policies))
+    return asked
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    """Raises ReportError for what belongs to a config."""
+    user_program.split(args.program)
+    if args.config:
+        raise ReportError("give either a config or --program")
+    if args.overrides:
+        key, text = args.overrides[0]
+        raise ReportError(f"--config.{key} with --program: there is no config to change; write --grid={key}={text}")
+    for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "it needs a config; leave it out")):
+        if getattr(args, flag):
+            raise ReportError(f"--{flag} with --program: {remedy}")

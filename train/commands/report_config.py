@@ -1,0 +1,185 @@
+"""bytescope report: `memory.commands.report_command`, and the step of a config.
+
+A config's report has more: the published formulas, the other programs of a run, and the memory of generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.commands import report_command
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
+from bytescope.memory.errors import ReportError
+from bytescope.memory.program import user_program
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.commands.config_arguments import add_subject
+from bytescope.train.generate import budget_arguments
+from bytescope.train.program import config_files as configs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser)
+    report_command.add_program(parser)
+    parser.add_argument(
+        "--formulas",
+        action="store_true",
+        help="also show what the published formulas predict, and by how much the compiler differs (needs a config)",
+    )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also compile the other programs of a run, which are init, "
+        "evaluation and the final sample, and show their peaks (needs a config)",
+    )
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="report on generating from the config's model in the "
+        "place of training it: weights, pool of keys and values, sequences that fit",
+    )
+    generating = parser.add_argument_group("with --generate")
+    budget_arguments.add_dtype(generating)
+    budget_arguments.add_weights(generating)
+    budget_arguments.add_devices(generating)
+    budget_arguments.add_pool(generating)
+    report_command.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report and writes the files that were asked for; returns the exit code."""
+    _check(args)
+    if not args.config:
+        return report_command.run(args)
+    report_command.start_platform(args)
+    return _report_generation(args) if args.generate else _report_step(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ReportError unless there is either a config, or a program that no flag asks for a config, and the files
+    can be written."""
+    check_files(args)
+    given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
+    if given and args.config:
+        raise ReportError(f"give either a config or --{given[0]}")
+    if len(given) > 1:
+        raise ReportError("give either --program or --hlo")
+    if not given and not args.config:
+        raise ReportError(f"{configs.NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
+    if given and args.overrides:
+        raise ReportError(f"--config.{args.overrides[0][0]} with --{given[0]}: there is no config to change")
+    budget_arguments.check(args)
+    for flag, value in budget_arguments.given(args):
+        if not args.generate:
+            raise ReportError(f"--{flag}={value} belongs to --generate: give both, or leave it out")
+    for flag in ("formulas", "run", "github", "export"):
+        if args.generate and getattr(args, flag):
+            raise ReportError(f"--{flag} with --generate: it is of a training step; leave one of them out")
+    for flag in ("formulas", "run", "generate"):
+        if given and getattr(args, flag):
+            raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give one in the place of --{given[0]}")
+    if args.program is not None:
+        user_program.split(args.program)
+
+
+def _report_step(args: argparse.Namespace) -> int:
+    from bytescope.memory.devices import targets
+    from bytescope.train.plan import run_peak
+    from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+
+    config = configs.load(args.config, args.overrides)
+    flat, target = configs.flatten(config), targets.parse(args.target)
+    program = build_program(config, target)
+    prepared = prepare_program(program, target, flat)
+    report, compilation = report_command.make_report(prepared, subject_of(args.config, args.overrides, prepared))
+    report_command.show(report, args.verbose, prepared.choices)
+    more: dict[str, Any] = {"batch": prepared.batch}
+    if args.formulas:
+        more["formula"] = _show_formulas(report, flat, prepared.settled, compilation.jaxpr)
+    if args.run:
+        more["run"] = _show_run(report, run_peak.peaks(program))
+    report_command.write_files(args, report, compilation.proto, more)
+    code = report_command.verdict(args, report)
+    if code == DOES_NOT_FIT:
+        _advise(report, args)
+    return code
+
+
+def _report_generation(args: argparse.Namespace) -> int:
+    from bytescope.memory.devices import targets
+    from bytescope.memory.view.console import put
+    from bytescope.train.generate import budget_page, budget_text
+    from bytescope.train.generate.open_engine import plan
+
+    planned = plan(args.config, configs.load(args.config, args.overrides), targets.parse(args.target), args)
+    put(budget_text.view(planned))
+    if args.json:
+        reports = {name: report.to_json() for name, report in planned.reports.items()}
+        write(
+            args.json,
+            json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports}, indent=1) + "\n",
+        )
+    if args.html:
+        write(args.html, budget_page.render(planned))
+    return 0
+
+
+def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
+    """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
+    from rich.text import Text
+
+    from bytescope.memory.findings.remedies import advice
+    from bytescope.memory.view.text_layout import CopyCommand, Prose
+
+    parts: list[Any] = [Prose(line) for line in advice.lines(report, advice.open_levers(report), [])]
+    if command := advice.fit_command(args.config, args.target, args.overrides, report):
+        parts += [Text("the fastest that fits, found by compiling:", style="bold"), CopyCommand(command)]
+    report_command.show_missing(report, parts)
+
+
+def _show_formulas(
+    report: ReportRecord, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
+) -> dict[str, Any] | None:
+    """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.compare import formulas_text
+    from bytescope.memory.cost import flops
+    from bytescope.memory.formulas import reconcile
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    formula = reconcile.formula_of(config, settled, report.target.get("platform", ""))
+    if isinstance(formula, str):
+        put(Group(Text(), Prose(f"no formula: {formula}")))
+        return None
+    counted = flops.count(jaxpr)
+    formulas_text.show_report(
+        formula,
+        reconcile.lines(
+            formula,
+            report.peak_bytes,
+            report.breakdown,
+            {"model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops},
+            report.host_bytes,
+        ),
+    )
+    return dataclasses.asdict(formula)
+
+
+def _show_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
+    """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
+    from bytescope.memory.units import human
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    sizes = {"step": report.predicted_bytes, **others}
+    most = max(sizes, key=sizes.__getitem__)
+    parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
+    put(Prose(f"peaks of the programs of a run, state included: {parts}; the largest is that of {most}"))
+    return sizes

@@ -1,0 +1,273 @@
+"""The trainer's programs for `report` and `compare`: from the overrides of a config and a target to a program.
+
+Overrides are dotted key -> text; the key `config` names the config. Nothing here starts jax before it has to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.compare import row_cache
+from bytescope.memory.compare.grids import CONFIG
+from bytescope.memory.compare.prepared_program import PreparedProgram
+from bytescope.memory.compare.program_factory import ProgramFactory
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import Subject
+from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
+from bytescope.train.program import config_files as configs
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from bytescope.memory.devices.compiler import Compilation
+    from bytescope.memory.devices.targets import Target
+    from bytescope.train.program.program import Program
+
+AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
+
+
+class ConfigFactory(ProgramFactory):
+    """Makes the programs of configs."""
+
+    reference = "bytescope.train.plan.config_factory:FACTORY"
+    row = ConfigRow
+
+    def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
+        """The program of a config on a target's devices, nothing compiled yet."""
+        name, pairs = split(overrides)
+        config = configs.load(name, pairs)
+        return prepare_program(build_program(config, target), target, configs.flatten(config))
+
+    def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
+        """The keys of a combination, with its policy as config keys.
+
+        A config's own names for `custom` are an error under any other policy, so those combinations clear them.
+        """
+        if POLICY not in chosen:
+            return chosen
+        name, pairs = split({**fixed, **{key: text for key, text in chosen.items() if key == CONFIG}})
+        flat = configs.load_flat(name, pairs)
+        out = {**chosen, **policy_keys(chosen[POLICY])}
+        ranges = any(str(text).endswith(":custom") for text in flat.get(LAYERS, ()))
+        if out[POLICY] != "custom" and not ranges:
+            out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}
+        return out
+
+    def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
+        name, pairs = split(overrides)
+        return configs.load_flat(name, pairs)
+
+    def check(self, overrides: Mapping[str, Any]) -> None:
+        """Raises ValueError with an `exit_code` for a config that could run on no target."""
+        check_config(*split(overrides))
+
+    def sources(self) -> Sequence[Path]:
+        """The files of the model, and of the trainer as far as it makes the step."""
+        return row_cache.source_files(making_programs())
+
+    def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
+        """The files that settle a remat policy of `auto`."""
+        return row_cache.source_files(choosing_plans()) if resolved.get(POLICY) == AUTO else ()
+
+    def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What the published formulas give for a row, a `formulas.reconcile.Formula` as JSON."""
+        from bytescope.memory.formulas import reconcile
+
+        found = reconcile.formula_of(resolved, answer["settled"], answer["target"].get("platform", ""))
+        return None if isinstance(found, str) else dataclasses.asdict(found)
+
+    def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
+        """What the search for the least recomputation needs of a config on a target; nothing is compiled.
+
+        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call
+        of the step; `ranges`: ranges of layers with patterns of their own at most; `policies`: policy -> names that it
+        keeps, null where only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
+        `tokens_per_update`: over all devices.
+        """
+        from bytescope.train.plan.block_description import describe_block, most_ranges
+        from bytescope.train.plan.remat_auto import fixed_policies
+
+        name, pairs = split({**overrides, "model.scan": "true"})
+        program = build_program(configs.load(name, pairs), target)
+        return {
+            "block": dataclasses.asdict(describe_block(program)),
+            "micro_steps": program.batch.accumulation if program.scanned else 1,
+            "ranges": most_ranges(program),
+            "policies": fixed_policies(),
+            "moving": fixed_policies(moving=True),
+            "tokens_per_update": tokens_of(program),
+        }
+
+
+FACTORY = ConfigFactory()
+
+
+def making_programs() -> tuple[ModuleType, ...]:
+    """The modules, and packages with all their modules, whose code makes the step of a config or what a row says of it.
+    Searches, views, commands and whatever runs around the step are not among them."""
+    from bytescope import model
+    from bytescope.memory import formulas
+    from bytescope.memory import pipeline as schedules
+    from bytescope.memory.remat import block_graph
+    from bytescope.train import parallel, pipeline, program, step
+    from bytescope.train.data import batch_algebra
+    from bytescope.train.plan import block_description, config_factory, run_peak
+
+    return (
+        *(model, formulas, schedules, block_graph),
+        *(parallel, pipeline, program, step, batch_algebra),
+        *(block_description, config_factory, run_peak),
+    )
+
+
+def choosing_plans() -> tuple[ModuleType, ...]:
+    """The modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
+    from bytescope.memory import remat, seconds
+    from bytescope.train.plan import remat_auto
+
+    return remat, seconds, remat_auto
+
+
+def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """(the config's name, the other overrides). Raises ReportError where no config is named."""
+    if not overrides.get(CONFIG):
+        raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
+    return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
+
+
+@contextlib.contextmanager
+def config_mistakes() -> Iterator[None]:
+    """A context in which what a config cannot be becomes a ReportError: the message says what to change."""
+    try:
+        yield
+    except ValueError as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise ReportError(" ".join(str(error).split())) from error
+
+
+def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
+    from bytescope.train.program.checks import check_without_devices
+
+    with config_mistakes():
+        check_without_devices(configs.load(name, overrides))
+
+
+def build_program(config: ConfigDict, target: Target) -> Program:
+    """The program of a config on a target's devices; `remat.policy=auto` is settled.
+
+    Raises ValueError with an `exit_code` for a config that cannot run there.
+    """
+    from bytescope.train.plan.remat_auto import settled_program
+
+    with config_mistakes():
+        return settled_program(config, target.devices())
+
+
+def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
+    """A program with what the trainer knows of it, for `report` and `compare`.
+
+    config: dotted key -> value, as it is to be reported.
+    """
+    from bytescope.memory.formulas import reconcile
+    from bytescope.model.names import NAMES
+    from bytescope.train.plan.run_peak import loop_overhead
+
+    settled = settle(program)
+
+    def compile_program() -> tuple[Compilation, Target]:
+        with config_mistakes():
+            return program.compile_for_report(exact=True), target
+
+    (kernel, why), (matmul, how) = program.kernel, program.matmul
+    return PreparedProgram(
+        compile_program,
+        config=config,
+        names=tuple(NAMES),
+        loop=loop_overhead(program),
+        calls_per_update=program.calls_per_update,
+        tokens_per_update=tokens_of(program),
+        model_flops=lambda counted: reconcile.model_flops(config, settled, counted),
+        settled=settled,
+        batch=settled["batch"],
+        policy=policy_words(settled["segments"]),
+        choices=f"attention {kernel} ({why})\nproducts {matmul} ({how})",
+        measure=lambda compilation: measure_program(program, compilation.compiled),
+    )
+
+
+def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram) -> Subject:
+    """What the report of a config's step calls it, without its model FLOPs.
+
+    name, overrides: as the command line gives them.
+    """
+    return Subject(
+        name=configs.title_of(name),
+        changes=tuple(f"{key}={value}" for key, value in overrides),
+        batch=program.batch,
+        policy=program.policy,
+        tokens=program.tokens_per_update or 0,
+        calls=program.calls_per_update,
+    )
+
+
+def settle(program: Program) -> dict[str, Any]:
+    """What a program made of its config, as JSON values: the kernel under `model.attention`, the mesh's axes without
+    -1, `batch` in words, and `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"},
+    the last two the names of tensors."""
+    from bytescope.model.remat.policies import POLICIES
+
+    segments = []
+    for segment in program.remat.segments(program.model.n_layers):
+        moved = segment.policy.moved
+        segments.append(
+            {
+                "layers": segment.stop - segment.start,
+                "policy": segment.name if segment.name in POLICIES else "custom",
+                "groups": segment.groups,
+                "save": [name for name in segment.policy.names if name not in moved],
+                "offload": list(moved),
+            }
+        )
+    mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
+    return {"model.attention": program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
+
+
+def tokens_of(program: Program) -> int:
+    """Tokens per optimizer update, over all devices."""
+    import jax
+
+    return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
+
+
+def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
+    """Runs updates of the executable on batches of zeros, from the program's initial state."""
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    from bytescope.memory.compare.measured_steps import time_updates
+
+    state = program.init()
+    zeros = jax.tree.map(
+        lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)(),
+        program.batch_shapes,
+    )
+
+    def update() -> float:
+        nonlocal state
+        began = time.perf_counter()
+        for _ in range(program.calls_per_update):
+            state, metrics = compiled(state, zeros)
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - began
+
+    return time_updates(update, program.mesh.local_devices, tokens_of(program))
