@@ -55,7 +55,7 @@ def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]
     shapes = collections.Counter(
         _type(leaf) for leaf in arguments if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape")
     )
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     places: set[int] = set()
     # A part of an array is an array too, in the same memory: the whole ones count.
     for array in sorted(jax.live_arrays(), key=lambda array: (id(array) not in own, -len(array.sharding.device_set))):

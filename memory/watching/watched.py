@@ -128,7 +128,7 @@ class Watched:
         """The first call, or any call of a step whose static arguments are checked here."""
         return self._with(self._key_of(args, kwargs), args, kwargs)
 
-    def _other(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _other(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the executable refused: compiles for its arguments; re-raises the error if that was done."""
         key = self._key_of(args, kwargs)
         if key == self._key:
@@ -139,7 +139,7 @@ class Watched:
             self._explain(other, args, kwargs)
             raise other from None
 
-    def _with(self, key: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _with(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the executable of a key; compiles it if there is none."""
         if key is None:  # inside another transformation: the step itself is traced
             return self._step(*args, **kwargs)
@@ -162,7 +162,7 @@ class Watched:
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
 
-    def _key_of(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the tree structure, shapes, dtypes, shardings and static values that an executable is compiled for;
         None for arguments that are being traced."""
         import jax
@@ -180,7 +180,7 @@ class Watched:
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
-    def _compile(self, args: tuple, kwargs: dict[str, Any]) -> _Known:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
         """Compiles the step for arguments and analyzes it. A step that cannot be analyzed is called without a watch."""
         import jax
 
@@ -221,7 +221,7 @@ class Watched:
         self._reporter.exhausted(error, self.calls, device, arguments, limited)
         raise error
 
-    def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
+    def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
         """Reports the post-mortem of an out-of-memory error, once per error; ignores other errors."""
         if not failure.is_exhausted(error) or getattr(error, "_bytescope_told", False):
             return

@@ -50,7 +50,7 @@ class CalibrationCase:
     """
 
     part: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     work: float
     links: int
@@ -164,7 +164,7 @@ def chain(
     link: Callable[..., Any],
     links: int,
     inputs: Sequence[tuple[tuple[int, ...], Any, float]],
-    prepare: Callable[..., tuple] | None = None,
+    prepare: Callable[..., tuple[Any, ...]] | None = None,
     unroll: int = UNROLLED,
 ) -> Chain:
     """`links` runs of `link(x, *others) -> x` on one device.

@@ -57,7 +57,7 @@ class Sample:
     spread of its turns, the distance of the quartiles over the median; None where it had one at most."""
 
     part: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     work: float
     seconds: float
@@ -293,9 +293,9 @@ def _work_seconds(sample: Sample, floor: float) -> float:
     return max(sample.seconds - floor, _LEAST_SHARE * sample.seconds)
 
 
-def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple, Curve]:
+def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
     """Key -> work per second over the size."""
-    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         found[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
     return {key: tuple(sorted(points.items())) for key, points in found.items()}
@@ -317,7 +317,7 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     """Bus bandwidth over payload bytes by kind and group; the shortest payloads tell of hops alone."""
-    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
