@@ -346,11 +346,18 @@ MEASURED_TEXT = [
     ("training/*", r"compiled +in [\d.]+ s", "compiled <seconds>"),
     ("training/*", r"^tokens/s [\d,]+ [\d.]+ m?s per update, medians", "<speed>"),
     ("training/*", r"^measured memory .* of the process; predicted .*", "<process>"),
+    ("plans/compare*", r"(\s\d\.\d{3}\s+)\d+\.\d(?=\s|$)", r"\1<seconds>"),
+    ("plans/compare*", r"comp s", "comp s"),  # the heading of that column
+    ("plans/fit*", r"^ *\d+\.\d s  ", "<elapsed> "),
+    ("plans/fit*", r"programs compiled, [\d.]+ s", "programs compiled, <seconds>"),
+    ("plans/fit*", r"^search took [\d.]+ s", "search took <seconds>"),
 ]  # fmt: skip
 # (cases, file, JSON path): measured values in JSON; the path is a regular expression.
 MEASURED_JSON = [
     ("*", "*", r".*\.versions\.\w[\w-]*"),
     ("*", "*", r".*\.compile_seconds"),
+    ("plans/fit*", "*fit*.json", r"\$\.seconds"),
+    ("plans/fit*", "*nothing.json", r"\$\.seconds"),
     (ON_CPU, "*", r".*\.(limit|limit_bytes|device_memory_bytes|host_memory_bytes)"),
     ("training/*", "*metrics.jsonl", r".*\.(tokens_per_s|step_time_s|data_wait_s|mfu|hfu)"),
     ("training/*", "*metrics.jsonl", r".*\.memory\.\w+"),
@@ -373,17 +380,16 @@ def is_one_of(case: str, cases: str) -> bool:
 
 
 def mask_line(line: str, case: str, paths: dict[str, str]) -> str | None:
-    masked = line
+    """Returns the line with masks, None if nothing is left of it."""
+    masked, replaced = line, 0
     for name, path in paths.items():
-        masked = masked.replace(path, name)
-    for pattern, replacement in TEXT_MASKS:
-        masked = re.sub(pattern, replacement, masked)
-    for cases, pattern, replacement in MEASURED_TEXT:
-        if is_one_of(case, cases):
-            masked = re.sub(pattern, replacement, masked)
-    if masked == line:
-        return line
-    return " ".join(masked.split()) or None
+        masked, count = masked.replace(path, name), masked.count(path)
+        replaced += count
+    case_masks = [(pattern, mask) for cases, pattern, mask in MEASURED_TEXT if is_one_of(case, cases)]
+    for pattern, mask in (*TEXT_MASKS, *case_masks):
+        masked, count = re.subn(pattern, mask, masked)
+        replaced += count
+    return (" ".join(masked.split()) or None) if replaced else line
 
 
 def masked_json(value: Any, case: str, file: str, paths: dict[str, str], at: str = "$") -> Any:
@@ -479,6 +485,10 @@ def differences(before: Path, after: Path, only: str) -> Iterator[Difference]:
     for case in sorted(saved_cases(before) | saved_cases(after)):
         if not is_selected(case, only):
             continue
+        missing = [not (folder / case / "exit.txt").is_file() for folder in (before, after)]
+        if any(missing):
+            yield Difference(case, "all files", "case", "only after" if missing[0] else "only before")
+            continue
         paths = [read_paths(folder / case) for folder in (before, after)]
         files = [saved_files(folder / case) for folder in (before, after)]
         for file in sorted(files[0].keys() | files[1].keys()):
@@ -537,8 +547,11 @@ def parsed(file: str, text: str) -> Any:
 
 
 def line_differences(before: list[str], after: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields "line N" and the lines of each difference; the same words with masks at another line break are equal."""
     for tag, i, j, k, end in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if tag != "equal":
+        words = [" ".join(lines).split() for lines in (before[i:j], after[k:end])]
+        is_rewrapped = words[0] == words[1] and any(re.fullmatch(r".*<\w+>.*", word) for word in words[0])
+        if tag != "equal" and not is_rewrapped:
             lines = [f"\n    -{line}" for line in before[i:j]] + [f"\n    +{line}" for line in after[k:end]]
             yield f"line {i + 1}", "".join(lines)
 
