@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.view.progress_bar import progress
 from bytescope.train.export.out_folder import disk_told, move, refuse_used
 from bytescope.train.user_errors import UserError
 
@@ -142,10 +139,10 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     tokenizer_files.write_text_files(out, text, run.config, folder and folder.path)
     tokenizer_files.write_generation_config(out, raw, folder and folder.path)
     files = Files(out, planned, shard_bytes)
-    with _bar(files.nbytes) as tell:
+    with progress(files.nbytes, "writing weights", "bytes") as bar:
         for tensor, pieces in tensors.arrays(planned, parameters, model):
             files.write(tensor, pieces)
-            tell(tensor.nbytes)
+            bar.advance(tensor.nbytes)
     files.sync()
     count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
     lines = [
@@ -186,19 +183,3 @@ def _most(planned: Sequence[Tensor]) -> str:
     """The dtype that most bytes have, as config.json calls it."""
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes written on a terminal; gives the function that advances it."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("writing weights"),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)

@@ -21,7 +21,7 @@ from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
-from bytescope.memory.view.progress_bar import Bar, progress
+from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import check_config
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     return _finish(args, walk, reach, flat, overrides, measured)
 
 
-def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
+def _told(bar: ProgressBar, lines: fit_text.Lines, step: Step) -> None:
     with bar.aside():
         lines.show(step)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
+from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.budget_arguments import add_dtype
 from bytescope.train.user_errors import UserError
 
@@ -184,8 +184,8 @@ def plan(args: argparse.Namespace) -> int:
     from bytescope.train.quantize import quantize_text as shown
     from bytescope.train.quantize.quantize_setup import planned
 
-    with _bar() as tell:
-        title, found = planned(args, tell)
+    with progress(None, "opening", "share") as bar:
+        title, found = planned(args, _tell(bar))
     put(shown.plan(title, found))
     return 0 if found.fits else 3
 
@@ -206,8 +206,8 @@ def quantize(args: argparse.Namespace) -> None:
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
         raise UserError(f"{args.out} is the folder that is quantized: give another one")
-    with _bar() as tell:
-        opened = open_work(args, tell)
+    with progress(None, "opening", "share") as bar:
+        opened = open_work(args, _tell(bar))
         put(shown.memory(opened.memory))
         outcome = opened.work.run()
         opened.work.output.finish()
@@ -219,14 +219,6 @@ def quantize(args: argparse.Namespace) -> None:
         write(args.json, result.to_json())
 
 
-@contextlib.contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar of the calls done on a terminal, with what is done now; gives the function that is told of them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("opening", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total or None, description=what)
+def _tell(bar: ProgressBar) -> Callable[[int, int, str], None]:
+    """The function that is told of calls done, of all calls, and of what is done now."""
+    return lambda done, total, what: bar.show(done, total or None, what)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import disk_remedy
+from bytescope.memory.view.progress_bar import progress
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import Text
 from bytescope.train.data.record_texts import RecordTexts
@@ -194,11 +193,8 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenizing", total=text.bytes)
-        index = write_shards(text, tokenizer, args.out, args.shard_tokens, lambda size: progress.advance(task, size))
+    with progress(text.bytes, "tokenizing", "bytes") as bar:
+        index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
     print(
         f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "

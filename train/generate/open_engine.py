@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
@@ -161,8 +161,8 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
             f"largest step {human(found.step)}; {human(found.limit)} available",
             highlight=False,
         )
-    with _bar(console) as tell:
-        params = source.read(steps.model, tell)
+    with progress(None, "reading weights", "bytes", console) as bar:
+        params = source.read(steps.model, bar.show)
     return Engine(steps, params, with_pages(sizes, found.pages))
 
 
@@ -181,20 +181,5 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
             f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
             "devices (--tensor=N or --fsdp=N)"
         )
-    with _bar(Console(stderr=True)) as tell:
-        return scorer, source.read(steps.model, tell)
-
-
-@contextlib.contextmanager
-def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the bytes read on a terminal; gives the function that is told of them."""
-    columns = (
-        TextColumn("reading weights"),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with progress(None, "reading weights", "bytes") as bar:
+        return scorer, source.read(steps.model, bar.show)

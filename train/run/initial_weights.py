@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from bytescope.memory.view.progress_bar import progress
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.program.program import Program
 from bytescope.train.weights.adapter_folder import adapter_leaves
@@ -63,20 +63,12 @@ def frozen_params(program: Program, console: Console) -> Any:
 
 
 def _loaded(program: Program, shapes: Any, console: Console) -> Any:
-    columns = (
-        TextColumn("loading weights"),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
-        task = bar.add_task("", total=None)
+    with progress(None, "loading weights", "bytes", console) as bar:
         return load_params(
             Folder.open(program.config.init.folder),
             program.model,
             shapes,
-            lambda done, total: bar.update(task, completed=done, total=total),
+            bar.show,
             quantized_weights(program.abstract()),
             program.order,
         )
