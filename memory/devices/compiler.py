@@ -22,7 +22,7 @@ from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
-from bytescope.memory.hlo.jax_stages import CompiledStage, LoweredStage
+from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage
 from bytescope.memory.jaxprs import bodies, opened
 from bytescope.memory.records.report_json import one_line
 from bytescope.memory.records.report_record import XlaStats
