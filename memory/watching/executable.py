@@ -12,7 +12,7 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
-from bytescope.memory.hlo.jax_stages import CompiledStage
+from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles

@@ -16,11 +16,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.program.in_place import LostUpdateError
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
@@ -40,7 +41,7 @@ class _Known:
 
     run: Callable[..., Any]
     report: Report | None = None
-    device: Any = None
+    device: JaxDevice | None = None
     leaves: tuple[Any, ...] = ()
 
 
@@ -113,7 +114,7 @@ class Watched:
         return self._now.report
 
     @property
-    def compiled(self) -> Any:
+    def compiled(self) -> Executable | None:
         """The executable that runs; None before the first call and for a step without a watch."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
@@ -209,7 +210,7 @@ class Watched:
         self._reporter.predicted(report, len(self._known) + 1)
         return known
 
-    def _refuse(self, report: Report, limit: int, device: Any, arguments: list[Any]) -> None:
+    def _refuse(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
         """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes."""
         import jax
 
@@ -231,6 +232,36 @@ class Watched:
         self._reporter.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
 
 
+@overload
+def watch(
+    step: Callable[..., Any],
+    *,
+    every: int = ...,
+    limit: int | str | None = ...,
+    folder: str | Path = ...,
+    tell: Callable[[str], None] = ...,
+    config: Mapping[str, Any] | None = ...,
+    roles: Iterable[tuple[str, str]] = ...,
+    names: Iterable[str] = ...,
+    **options: Any,
+) -> Watched: ...
+
+
+@overload
+def watch(
+    step: None = None,
+    *,
+    every: int = ...,
+    limit: int | str | None = ...,
+    folder: str | Path = ...,
+    tell: Callable[[str], None] = ...,
+    config: Mapping[str, Any] | None = ...,
+    roles: Iterable[tuple[str, str]] = ...,
+    names: Iterable[str] = ...,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Watched]: ...
+
+
 def watch(
     step: Callable[..., Any] | None = None,
     *,
@@ -242,7 +273,7 @@ def watch(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
-) -> Any:
+) -> Watched | Callable[[Callable[..., Any]], Watched]:
     """Watches the memory of a step; the result is called as the step. Can be used as a decorator.
 
     The first call compiles the step and prints its predicted bytes; arguments of other shapes compile again, as under

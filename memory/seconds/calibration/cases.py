@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.units import human
 
 # Parts of what is measured, in the order in which they are shown.
@@ -160,7 +161,7 @@ class Chain:
 
 
 def chain(
-    device: Any,
+    device: JaxDevice,
     link: Callable[..., Any],
     links: int,
     inputs: Sequence[tuple[tuple[int, ...], Any, float]],

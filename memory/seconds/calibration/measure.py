@@ -20,6 +20,7 @@ from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.seconds.calibration import kernel_cases, links
 from bytescope.memory.seconds.calibration.cases import (
     ACCELERATOR,
@@ -179,7 +180,7 @@ def _reason(error: Exception) -> str:
     return in_one_line(str(error))[:200] or type(error).__name__
 
 
-def cases_of(devices: Sequence[Any], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
+def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
     """What to measure, the needed first, then by turns a case of each part."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     flops, moved = (
