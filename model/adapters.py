@@ -10,13 +10,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from bytescope.model.layers import dropout, enter, leave, multiply
 from bytescope.model.names import tag
+from bytescope.model.placement import Placement
 
 # Target, which is the matrix `w_<target>` -> how many of its axes are inputs.
 TARGETS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
@@ -55,12 +58,20 @@ class Lora:
         return self.alpha / self.rank
 
 
+class Adaptable(Protocol):
+    """A module whose matrices may have adapters: attention or an MLP."""
+
+    lora: Lora | None
+    place: Placement
+    again: bool
+
+
 def is_adapter(name: str) -> bool:
     """Whether the dotted path of a parameter is that of an adapter."""
     return bool(_ADAPTER.search(name))
 
 
-def add_adapters(module: nnx.Module, lora: Lora, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
     """Gives `module`, attention or MLP, the adapters of those targets that it has.
 
     After all parameters of the block, so that these have the values that they have without adapters.
@@ -87,7 +98,7 @@ def _rank(lora: Lora, others: Sequence[str]) -> str:
 
 
 def adapted(
-    module: nnx.Module,
+    module: Adaptable,
     spec: str,
     x: jax.Array,
     outs: Sequence[jax.Array],
@@ -103,12 +114,13 @@ def adapted(
     """
     lora, place = module.lora, module.place
     own = [target for target in targets if lora and target in lora.targets]
-    if not own:
+    if not own or lora is None:
         return list(outs)
     (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
     contracted = "".join(letter for letter in right if letter in left)
     kept = "".join(letter for letter in right if letter not in left)
     x = dropout(x, key_B, lora.dropout, mask)
+    low: Sequence[jax.Array]
     halves = {f"lora_{target}": getattr(module, f"w_{target}_a") for target in own}
     down = f"{left},{contracted}r->blr"
     if len(contracted) == 1 and left == "bld":

@@ -161,7 +161,11 @@ class Block(nnx.Module):
 
         `key_B`: dropout keys, None for no dropout. `packed`: examples and padding of the rows.
         """
-        return self._feed(self._attend(x_BLD, key_B, packed), key_B, packed and packed.real_BL)
+        return self._feed(self._attend(x_BLD, key_B, packed), key_B, _real(packed))
+
+
+def _real(packed: Packed | None) -> jax.Array | None:
+    return None if packed is None else packed.real_BL
 
 
 Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
@@ -175,21 +179,23 @@ def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
 
 def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     x_BLD = wrap(lambda x, key, packed: read()._attend(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
-    return wrap(lambda x, key, real: read()._feed(x, key, real))(x_BLD, key_B, packed and packed.real_BL)
+    return wrap(lambda x, key, real: read()._feed(x, key, real))(x_BLD, key_B, _real(packed))
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
-    inputs = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B)
+    inputs: tuple[jax.Array, jax.Array, jax.Array] = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(
+        x_BLD, packed, key_B
+    )
     context_BLHK = read()._core(*inputs, key_B, packed)
 
     def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None) -> Out:
         block = read()
         return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B, real_BL)
 
-    return wrap(rest)(x_BLD, context_BLHK, key_B, packed and packed.real_BL)
+    return wrap(rest)(x_BLD, context_BLHK, key_B, _real(packed))
 
 
 # How a block is cut into pieces, each with a `wrap`, such as a checkpoint, around it.

@@ -1,7 +1,7 @@
 """Parameters on their way into products, activations, dropout; tables where there is a choice."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -299,7 +299,11 @@ def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: 
     return jnp.einsum(spec, x, _read_for(p, x, place))
 
 
-ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
 # kind -> (gated, activation): GELU in its tanh form as in GPT-2, or by the error function (Hendrycks & Gimpel 2016,
 # arXiv 1606.08415); SwiGLU, and GeGLU with the tanh form as in Gemma, after Shazeer 2020 (arXiv 2002.05202)
 MLPS = {"gelu": (False, "gelu"), "gelu_exact": (False, "gelu_exact"), "swiglu": (True, "silu"), "geglu": (True, "gelu")}

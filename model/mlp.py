@@ -5,7 +5,7 @@ import math
 import jax
 from flax import nnx
 
-from bytescope.model.adapters import adapted
+from bytescope.model.adapters import Lora, adapted
 from bytescope.model.layers import ACTIVATIONS, MLPS, enter, fold, leave, param, read
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
@@ -18,7 +18,8 @@ class Mlp(nnx.Module):
     `config.d_ff`."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
+        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.lora: Lora | None = None
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, width or config.d_ff, config.init_std, precision.param
         if self.gated:

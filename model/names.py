@@ -108,8 +108,10 @@ def names_in(jaxpr: core.Jaxpr) -> set[str]:
     found = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                found |= names_in(getattr(value, "jaxpr", value))
+            if isinstance(value, core.ClosedJaxpr):
+                found |= names_in(value.jaxpr)
+            elif isinstance(value, core.Jaxpr):
+                found |= names_in(value)
     return found
 
 

@@ -92,4 +92,4 @@ def split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
         return [state_N]
     leaves, tree = jax.tree.flatten(state_N)
     pieces = [jax.lax.split(leaf, sizes) for leaf in leaves]
-    return [tree.unflatten(piece) for piece in zip(*pieces)]
+    return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces)]

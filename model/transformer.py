@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,8 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(config, precision, place)
         key_N = jax.random.split(rngs.params(), config.n_layers)
         if not config.scan:
-            self.blocks = nnx.List(
+            # A list of blocks, or with `scan` one block whose parameters are stacked.
+            self.blocks: Any = nnx.List(
                 [self._init_block(key, config.has_experts(layer), base) for layer, key in enumerate(key_N)]
             )
             return

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.adapters import adapted
+from bytescope.model.adapters import Lora, adapted
 from bytescope.model.attention.attention_kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.layers import enter, fold, leave, param, read
@@ -25,8 +25,9 @@ class Attention(nnx.Module):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a row of KERNELS."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
-        self.layer = None  # its number, from 0; see Block.set
+        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.lora: Lora | None = None
+        self.layer: jax.Array | int | None = None  # its number, from 0; see Block.set
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         std, dtype = config.init_std, precision.param
         self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std, contracted=True)
@@ -118,7 +119,7 @@ class Attention(nnx.Module):
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> jax.Array:
         """The kernel's context [B, L, H, K]."""
-        config, segments_BL = self.config, packed and packed.ids_BL
+        config, segments_BL = self.config, None if packed is None else packed.ids_BL
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do so inside.
             if ring := self.place.ring:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bytescope.model.adapters import Lora
 from bytescope.model.attention.grouped_query import Attention
 from bytescope.model.layers import STREAM, WITHIN, enter, move, multiply, param
 from bytescope.model.model_config import ModelConfig
@@ -30,8 +31,9 @@ class LatentAttention(Attention):
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
-        self.layer = None
+        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.lora: Lora | None = None
+        self.layer: jax.Array | int | None = None
         D, H, K, V = config.d_model, config.n_heads, config.score_width, config.value_width
         down, up = ("d_model", "latent"), ("latent_state", "heads", "d_head")
 

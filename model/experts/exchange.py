@@ -6,7 +6,7 @@ several.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ def _plan_gathered(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
     return rows.make_plan(_own(peers.gather(expert_TK), shape, peers), shape)
 
 
-GATHERED = {
+GATHERED: Mapping[str, Callable[..., Any]] = {
     "plan": _plan_gathered,
     "to_rows": lambda x_TD, plan, peers: rows.rows_of_tokens(peers.gather(x_TD), plan),
     "to_tokens": lambda y_XD, plan, peers: peers.scatter(rows.tokens_of_rows(y_XD, plan)),
@@ -106,7 +106,7 @@ def _returned(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
     return peers.exchange(jnp.moveaxis(parts, 1, 0)).reshape(held.shape)
 
 
-SLOTS = {
+SLOTS: Mapping[str, Callable[..., Any]] = {
     "plan": _plan_slots,
     "to_rows": lambda x_TD, plan, peers: _sent(rows.rows_of_tokens(x_TD, plan), plan, peers),
     "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_returned(y_XD, plan, peers), plan),
@@ -180,7 +180,7 @@ def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
     return ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 
-RAGGED = {
+RAGGED: Mapping[str, Callable[..., Any]] = {
     "plan": _plan_ragged,
     "to_rows": lambda x_TD, plan, peers: _ragged_to(rows.rows_of_tokens(x_TD, plan), plan, peers),
     "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_ragged_back(y_XD, plan, peers), plan),

@@ -142,10 +142,14 @@ def rows_of_tokens(x_TD: jax.Array, plan: Plan) -> jax.Array:
 
 def tokens_of_rows(y_XD: jax.Array, plan: Plan) -> jax.Array:
     """For each token the sum of its rows, [T, D] in the dtype of `y`, added in float32."""
-    total_TD = None
-    for place_T in plan.place_TK.T:  # one choice after the other: no [T, K, D]
-        one_TD = jnp.take(y_XD, place_T, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
-        total_TD = one_TD if total_TD is None else total_TD + one_TD
+
+    def rows_of(place_T: jax.Array) -> jax.Array:
+        return jnp.take(y_XD, place_T, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+
+    first_T, *others = plan.place_TK.T
+    total_TD = rows_of(first_T)
+    for place_T in others:  # one choice after the other: no [T, K, D]
+        total_TD = total_TD + rows_of(place_T)
     return total_TD.astype(y_XD.dtype)
 
 

@@ -1,6 +1,7 @@
 """Which experts a token goes to, and their weights: scores as rows of a table, in float32 whatever the precision."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -13,7 +14,10 @@ SMALL = 1e-20
 
 # Scores of experts from logits [B, L, E], each between 0 and 1. softmax: Switch (arXiv 2101.03961), Mixtral, Qwen3;
 # sigmoid: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
-ROUTERS = {"softmax": partial(jax.nn.softmax, axis=-1), "sigmoid": jax.nn.sigmoid}
+ROUTERS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,19 +67,20 @@ class Pool:
         """A pool without contents. value_width: 0 for latents."""
         narrow = jnp.dtype(stored).itemsize == 1
 
-        def array(width: int) -> jax.Array | None:
-            return jnp.zeros((pages, PAGE, groups, width), stored) if width else None
+        def array(width: int) -> jax.Array:
+            return jnp.zeros((pages, PAGE, groups, width), stored)
 
         def scales(width: int) -> jax.Array | None:
             return jnp.ones((pages, PAGE, groups), jnp.float32) if width and narrow else None
 
-        return cls(array(key_width), array(value_width), scales(key_width), scales(value_width), compute)
+        values = array(value_width) if value_width else None
+        return cls(array(key_width), values, scales(key_width), scales(value_width), compute)
 
     def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "Pool":
         """The pool with the keys and values of the tokens of a step."""
         at = view.places
         keys, key_scales = _put(self.keys, self.key_scales, k_BTGK, at)
-        if v_BTGV is None:
+        if v_BTGV is None or self.values is None:
             return dataclasses.replace(self, keys=keys, key_scales=key_scales)
         values, value_scales = _put(self.values, self.value_scales, v_BTGV, at)
         return Pool(keys, values, key_scales, value_scales, self.compute)

@@ -165,9 +165,17 @@ FORMATS: Mapping[str, Format | None] = {
 }
 
 
+def format_of(name: str) -> Format:
+    """Returns the row of FORMATS by which quantized weights are stored. Raises ValueError for unquantized weights."""
+    row = FORMATS[name]
+    if row is None:
+        raise ValueError(f"{name} stores weights unquantized")
+    return row
+
+
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
     """Raises ValueError where the inputs of a weight `name`, shared by so many devices, are not whole blocks."""
-    block, inputs = FORMATS[base].block or 1, matrix.sizes[0]
+    block, inputs = format_of(base).block or 1, matrix.sizes[0]
     if inputs % (block * shards):
         over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
         shown, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
@@ -178,7 +186,7 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
     """The arrays that a weight is stored as."""
-    return FORMATS[base].parts(matrix)
+    return format_of(base).parts(matrix)
 
 
 def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
@@ -188,7 +196,10 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
       pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Beyond
         a piece and what its quantization takes, nothing wide is held.
     """
-    row, done = BASES[base], []
+    row = BASES[base]
+    if row is None:
+        raise ValueError(f"lora.base={base} stores weights unquantized")
+    done: list[tuple[np.ndarray, np.ndarray]] = []
     at_once = max(CHUNK // matrix.sizes[0], 1)
     with ThreadPoolExecutor() as pool:  # NumPy's loops run beside each other
         for piece_IO in pieces:
@@ -200,14 +211,14 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
 
 def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
     """The arrays of a weight that is on a device; the same numbers on every mesh."""
-    found = FORMATS[base].on_device(w.reshape(matrix.sizes))
-    return {name: found[name].reshape(part.shape) for name, part in FORMATS[base].parts(matrix).items()}
+    found = format_of(base).on_device(w.reshape(matrix.sizes))
+    return {name: found[name].reshape(part.shape) for name, part in format_of(base).parts(matrix).items()}
 
 
 def dequantize(
     base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
 ) -> jax.Array:
     """The weight in `dtype` and its own shape. Devices that share it in storage alone (ZeRO-3) exchange the codes."""
-    row = FORMATS[base]
+    row = format_of(base)
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

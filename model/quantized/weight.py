@@ -1,12 +1,21 @@
 """A frozen weight in the place of a parameter of a block: its codes and scales are parameters that nothing trains."""
 
+from typing import TypeVar
+
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Placement
-from bytescope.model.quantized.quantized_formats import FORMATS, Matrix, check_blocks, dequantize, quantize_on_device
+from bytescope.model.quantized.quantized_formats import (
+    Matrix,
+    check_blocks,
+    dequantize,
+    format_of,
+    quantize_on_device,
+)
 
+AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 # The matrices of a block that are quantized, as bitsandbytes has it: all but adapters, norms and biases.
 WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
@@ -16,20 +25,20 @@ class Quantized(nnx.Module):
 
     def __init__(self, base: str, matrix: Matrix, w: jax.Array):
         self.base, self.matrix = base, matrix
-        parts = FORMATS[base].parts(matrix)
+        parts = format_of(base).parts(matrix)
         for name, array in quantize_on_device(base, matrix, w).items():
             setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
 
     def arrays(self) -> dict[str, jax.Array]:
         """What is stored, by name."""
-        return {name: getattr(self, name)[...] for name in FORMATS[self.base].parts(self.matrix)}
+        return {name: getattr(self, name)[...] for name in format_of(self.base).parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
         """The weight in `dtype`, gathered for the computation; no gradient goes to what is stored."""
         return dequantize(self.base, self.matrix, jax.lax.stop_gradient(self.arrays()), dtype, place)
 
 
-def quantized(block: nnx.Module, base: str) -> nnx.Module:
+def quantized(block: AnyModule, base: str) -> AnyModule:
     """The block with the weights of its products stored as the row `base` of FORMATS says; in place.
 
     Raises:

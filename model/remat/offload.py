@@ -1,11 +1,13 @@
 """Host memory: fetching parameters that are stored there, and the order of copies to it in unrolled layers."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from flax import nnx
 
 HOST = jax.memory.Space.Host
+Result = TypeVar("Result")
 
 
 def here(w: jax.Array) -> jax.Array:
@@ -18,7 +20,7 @@ def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
     return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 
-def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def settle(layer: Callable[..., Result]) -> Callable[..., Result]:
     """`layer(x, state, *rest)` with two guarantees on order: its offloaded residuals are in host memory before its
     result is read, and its gradients are computed together. Frozen parameters of `state` get none.
 

@@ -94,7 +94,7 @@ class RematPolicy:
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
-        return jax.checkpoint(piece, policy=self.saveable, prevent_cse=not scanned)
+        return jax.checkpoint(piece, policy=self.saveable, prevent_cse=not scanned)  # type: ignore[arg-type]  # offload policies return more than bools
 
 
 def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> RematPolicy:
@@ -149,9 +149,17 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
     )
 
 
+def _saving(name: str, saveable: Callable[..., object] | None) -> RematPolicy:
+    """Returns the row of POLICIES with another `jax.checkpoint` policy."""
+    row = POLICIES[name]
+    if row is None:
+        raise ValueError(f"{name} has no row of its own")
+    return dataclasses.replace(row, saveable=saveable)
+
+
 # Rows of POLICIES where products are in fp8.
 IN_FP8: Mapping[str, RematPolicy] = {
-    name: dataclasses.replace(POLICIES[name], saveable=saveable)
+    name: _saving(name, saveable)
     for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _core_products)),
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
@@ -163,7 +171,7 @@ IN_FP8: Mapping[str, RematPolicy] = {
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 _EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
 WITH_EXPERTS: Mapping[str, RematPolicy] = {
-    name: dataclasses.replace(POLICIES[name], saveable=saveable)
+    name: _saving(name, saveable)
     for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.dots_saveable, _EXPERT_PRODUCTS)),
         ("dots_no_batch", cp.save_from_both_policies(cp.dots_with_no_batch_dims_saveable, _EXPERT_PRODUCTS)),
