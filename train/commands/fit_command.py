@@ -21,7 +21,7 @@ from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
-from bytescope.memory.view.progress_bar import progress
+from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import check_config
