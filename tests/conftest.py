@@ -80,6 +80,9 @@ def pytest_configure(config):
     if unknown := asked - set(oracles.ORACLES):
         raise pytest.UsageError(f"--require-oracles={','.join(sorted(unknown))}: of {', '.join(oracles.ORACLES)}")
     oracles.required.update(asked)
+    marks = config.option.markexpr
+    if marks and "exhaustive" not in marks:  # `-m quick` leaves out what is exhaustive too
+        config.option.markexpr = f"({marks}) and not exhaustive"
     if config.option.times:
         config.pluginmanager.register(times.Times(config, config.option.times))
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would put the files with most tests first

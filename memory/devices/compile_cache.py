@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from bytescope.memory.hlo.jax_stages import LoweredStage
+from bytescope.memory.hlo.jax_types import LoweredStage
 
 MESSAGE = "Error (reading|writing) persistent compilation cache"
 # The logger that prints the key of an entry that is read or written: no public API returns it.

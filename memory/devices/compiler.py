@@ -22,7 +22,7 @@ from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
-from bytescope.memory.hlo.jax_stages import CompiledStage, LoweredStage
+from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
 from bytescope.memory.jaxprs import bodies, opened
 from bytescope.memory.records.report_json import one_line
 from bytescope.memory.records.report_record import XlaStats
@@ -293,12 +293,12 @@ def _has_buffers(proto: bytes) -> bool:
         return False
 
 
-def is_described(device: Any) -> bool:
+def is_described(device: JaxDevice) -> bool:
     """Whether a jax device is one that is not here. Nothing public tells; unknown counts as here."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
 
 
-def devices_of(stage: Any) -> tuple[Any, ...]:
+def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
     """The jax devices that a Lowered or a Compiled is for; () where it does not tell."""
     devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
     if devices:

@@ -7,6 +7,7 @@ from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import memory_fraction
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.units import human, parse_bytes
 
 
@@ -69,7 +70,7 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
     return f"{100 * limit / memory:.0f} % of the GPU's memory, by its allocator" if limit < memory else ""
 
 
-def _device_limit(device: Any) -> int:
+def _device_limit(device: JaxDevice) -> int:
     try:
         stats = device.memory_stats() or {}
     except Exception:  # a compile-only device has no runtime to ask

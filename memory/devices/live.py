@@ -10,9 +10,10 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.units import human
 
 
@@ -54,8 +55,8 @@ class LiveMemory:
         }
 
 
-def sample(device: Any, host_limit: bool = True) -> LiveMemory | None:
-    """The memory of one local jax device now; None for a device that is not here (compile-only).
+def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | None:
+    """Returns the memory of one local jax device now; None for no device and for a described (compile-only) one.
 
     Args:
         host_limit: whether a CPU device's `limit_bytes` is asked for, which reads a dozen files.
@@ -63,7 +64,11 @@ def sample(device: Any, host_limit: bool = True) -> LiveMemory | None:
     Never raises.
     """
     try:
-        if getattr(device, "client", None) is None or device.process_index != device.client.process_index():
+        if (
+            device is None
+            or getattr(device, "client", None) is None
+            or device.process_index != device.client.process_index()
+        ):
             return None
         stats = device.memory_stats()
     except Exception:  # compile-only devices and old plugins raise kinds of their own
@@ -95,7 +100,14 @@ def sample(device: Any, host_limit: bool = True) -> LiveMemory | None:
     )
 
 
-def predicted_in_use(report: Any, before: LiveMemory | None) -> int:
+class _Predicted(Protocol):
+    """A report, or any other object that has its predicted bytes."""
+
+    @property
+    def predicted_bytes(self) -> int: ...
+
+
+def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
     """The bytes that samples of a running program are to be compared with: what a report predicts of one device. On
     the CPU, where the process is measured: of all its simulated devices, and with what it held `before`."""
     predicted = int(report.predicted_bytes)
@@ -104,10 +116,10 @@ def predicted_in_use(report: Any, before: LiveMemory | None) -> int:
     return predicted * before.sharing + (before.in_use_bytes or 0)
 
 
-def predicted_against_measured(report: Any, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
+def predicted_against_measured(report: _Predicted, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
     """One line: the bytes that a report predicts, compared with the measured peak.
 
-    `report`: a report, or anything with `predicted_bytes`, bytes of one device; `before`: a sample from
+    `report`: predicts the bytes of one device; `before`: a sample from
     before the program's state was made. On the CPU the process is measured: it held Python, jax and what
     was compiled before, so what it grew by is to be compared, and the prediction is that of all simulated devices.
     """
@@ -174,7 +186,7 @@ def _resident() -> tuple[int | None, int | None]:
     return peak, peak
 
 
-def _card(device: Any) -> dict[str, int]:
+def _card(device: JaxDevice) -> dict[str, int]:
     """NVML's figures of the card behind a CUDA device; {} without NVML or for another make."""
     if device.platform not in ("gpu", "cuda"):
         return {}

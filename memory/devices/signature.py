@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from bytescope.memory.devices import nnx_paths
-from bytescope.memory.hlo.jax_stages import LoweredStage
+from bytescope.memory.hlo.jax_types import LoweredStage
 
 # How jax names leaves whose place in the arguments it forgot: those of pmap, and of other wrappers.
 _LOST = "flat_args["

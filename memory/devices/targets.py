@@ -16,7 +16,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import topologies
 from bytescope.memory.devices.chips import CHIPS, Chip
@@ -24,7 +24,12 @@ from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.records.report_json import one_line
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
@@ -72,14 +77,14 @@ class Target:
         """Host memory that goes with one device, in bytes; infinite where it is not known."""
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[JaxDevice]:
         """The jax devices, compile-only ones for a described target; the same objects at every call.
 
         Raises ReportError when the extra that compiles for them is missing or the machine has too few.
         """
         return list(_devices(self.name))
 
-    def mesh_devices(self, *sizes: int) -> Any:
+    def mesh_devices(self, *sizes: int) -> np.ndarray:
         """The devices as an array of shape `sizes`, to build a `jax.sharding.Mesh` of.
 
         Raises ReportError when the sizes do not multiply to the number of devices.
@@ -93,7 +98,7 @@ class Target:
             )
         return np.array(self.devices()).reshape(sizes)
 
-    def mesh(self, **axes: int) -> Any:
+    def mesh(self, **axes: int) -> jax.sharding.Mesh:
         """A `jax.sharding.Mesh` of all devices by its axes and their sizes, in this order: `mesh(data=2, model=4)`.
 
         Raises ReportError when the sizes do not multiply to the number of devices.
@@ -164,7 +169,7 @@ def to_compile_for(name: str) -> Target:
     return parse(f"{chip.name}:{count}")
 
 
-def of(devices: Sequence[Any]) -> Target:
+def of(devices: Sequence[JaxDevice]) -> Target:
     """The target that these jax devices are, present or described.
 
     Raises ReportError for described devices of a chip that the table does not know.
@@ -303,7 +308,7 @@ def _local() -> Target:
     )
 
 
-def platform_of(device: Any) -> str:
+def platform_of(device: JaxDevice) -> str:
     """The platform of a jax device: cpu, cuda, rocm or tpu. jax calls both makes of GPU "gpu"; the version string of
     the client tells them apart."""
     if device.platform != "gpu":
@@ -312,7 +317,7 @@ def platform_of(device: Any) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _devices(name: str) -> tuple[Any, ...]:
+def _devices(name: str) -> tuple[JaxDevice, ...]:
     """The devices of a target's name. Cached: meshes of two topologies of one name would not be equal."""
     import jax
 
@@ -333,7 +338,7 @@ def _devices(name: str) -> tuple[Any, ...]:
     return tuple((topologies.gpu_devices if chip.platform == "cuda" else topologies.tpu_devices)(name, chip, shape))
 
 
-def _ask(name: str, devices: Callable[[], list[Any]]) -> list[Any]:
+def _ask(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
     """jax's own devices; its errors at start (JAX_PLATFORMS names what is not here) become one line."""
     try:
         return devices()

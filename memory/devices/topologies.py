@@ -12,6 +12,7 @@ from bytescope.memory.devices.chips import CUDA_13_FROM, Chip, target_config
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.platform import accelerator
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.records.report_json import one_line
 
 # The CUDA plugins of jax that can compile for a described GPU, and the CUDA version each describes.
@@ -40,7 +41,7 @@ def local_gpus() -> tuple[str, int]:
     return kind.decode() if isinstance(kind, bytes) else kind, pynvml.nvmlDeviceGetCount()
 
 
-def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
+def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
     """Described GPUs, compile-only jax devices: `shape` is (hosts, devices per host).
 
     Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
@@ -79,7 +80,7 @@ def _register_without_gpu(plugin: str) -> None:
         importlib.import_module(plugin).initialize()
 
 
-def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
+def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
     """Described TPUs, compile-only jax devices: `shape` is chips along each axis.
 
     Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
@@ -93,7 +94,7 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
     return _topology(name, "tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", **bounds)
 
 
-def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[Any]:
+def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[JaxDevice]:
     from jax.experimental import topologies
 
     with kept_back():

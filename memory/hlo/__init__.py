@@ -5,7 +5,7 @@ computations and instructions of the module, its logical buffers, allocations an
 them. Start at `buffers.read`. `module` has the instructions, `frames` the table of source locations, `dataflow` where a
 value comes from and goes to, `divergence` the collectives that some of their devices skip, `loops` the trip counts,
 `mesh` the groups of a collective, `scopes` the scopes in JAX's op_name, `sources` the source lines of stack frames,
-`jax_stages` the types of what jax traced, lowered and compiled. Needs no jax and reads the proto of any XLA version.
+`jax_types` the types of what jax traced, lowered and compiled. Needs no jax and reads the proto of any XLA version.
 
 To skip the frames of another framework when the user's line is looked up: add its package to `sources`. To read one
 more field: find its number in XLA's hlo.proto and add a branch to the reader of its message.

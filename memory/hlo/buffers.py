@@ -48,12 +48,16 @@ class Allocation:
         return self.entry_parameter or self.constant or self.live_out
 
 
+# Kind, buffer, (computation, instruction), and the buffer whose memory a SHARE takes.
+HeapEvent = tuple[int, int, tuple[str, str], int]
+
+
 @dataclasses.dataclass(slots=True)
 class HeapTrace:
-    """A heap simulation: events (kind, buffer, instruction name, buffer shared with) of one allocation."""
+    """The heap simulation of one allocation."""
 
     allocation: int = 0
-    events: list[tuple[int, int, tuple[str, str], int]] = dataclasses.field(default_factory=list)
+    events: list[HeapEvent] = dataclasses.field(default_factory=list)
 
 
 ALLOC, FREE, SHARE = 0, 1, 2

@@ -60,7 +60,7 @@ def skipped_collectives(
     """
     agreement = _Agreement(module, axes, parameters)
     controls: dict[int, list[Instruction]] = {}
-    waits: dict[tuple, tuple[Groups, Groups]] = {}
+    waits: dict[tuple[object, ...], tuple[Groups, Groups]] = {}
     for computation in module.computations.values():
         for id in computation.instructions:
             instruction = module.instructions[id]
@@ -167,12 +167,12 @@ def _either(values: Sequence[_Value]) -> _Value:
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
 
-def _shift(function: Callable) -> Callable:
+def _shift(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda value, by: np.where((by >= 0) & (by < 63), function(value, np.clip(by, 0, 62)), 0)
 
 
 # Integer arithmetic on device numbers; operands are not negative (`_Agreement._arithmetic`).
-_ARITHMETIC: Mapping[str, Callable] = {
+_ARITHMETIC: Mapping[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "subtract": np.subtract,
     "multiply": np.multiply,

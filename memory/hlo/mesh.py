@@ -13,7 +13,7 @@ from typing import Any
 
 from bytescope.memory.config_keys import MESH
 from bytescope.memory.hlo import wire
-from bytescope.memory.hlo.jax_stages import CompiledStage
+from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.wire import Span
 

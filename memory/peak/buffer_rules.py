@@ -216,7 +216,12 @@ class Attribution:
             for user in self.flow.users.get(value.id, ())
         )
 
-    def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
+    def _reached(
+        self,
+        instruction: Instruction,
+        index: Index,
+        onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
+    ) -> Iterator[Instruction]:
         """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapTrace, HloProgram
+from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapEvent, HeapTrace, HloProgram
 
 Name = tuple[str, str]
 MAIN = 0
@@ -75,7 +75,7 @@ def color_of(trace: HeapTrace, program: HloProgram) -> int:
     return next(known, MAIN)
 
 
-def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Iterable[tuple]:
+def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
     """Events of all traces in the order of the schedule; a trace's own order is kept."""
     if len(traces) == 1:
         return traces[0].events
@@ -102,7 +102,7 @@ class _Open:
     values: list[LiveValue] = dataclasses.field(default_factory=list)
 
 
-def _replay(events: Iterable[tuple], program: HloProgram) -> Curve:
+def _replay(events: Iterable[HeapEvent], program: HloProgram) -> Curve:
     points: list[tuple[int, Name]] = [(0, ("", ""))]
     lives: list[Life] = []
     live: dict[int, _Open] = {}

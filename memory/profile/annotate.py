@@ -1,9 +1,9 @@
-"""Gives a profiler's files the scope names of the program that they are of.
+"""Writes JAX's scope names into the files of a profiler's trace.
 
-XLA writes the name of its instruction on what a CPU or a GPU runs, not JAX's op_name. Here every such event of a trace
-gets it (`tf_op`, as TPUs have it): for a CPU in the *.xplane.pb, on the event's kind, where XProf and TensorBoard show
-it; for an accelerator they find it in the HloProto by themselves. In Perfetto's JSON it stands on the event, with phase
-and component. Times and all else stay.
+On CPUs and GPUs an event has the name of XLA's instruction, not JAX's op_name. This module adds the op_name to every
+such event as the stat `tf_op`, which TPUs write themselves. In the *.xplane.pb only events of CPUs get it, on the kind
+of event: for accelerators, XProf and TensorBoard read it from the HloProto. In Perfetto's JSON the event gets it, with
+phase and component. Times and everything else stay the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _STAT = 1 << 40
 
 
 def name(path: Path, trace: ProfilerTrace) -> None:
-    """Rewrites a trace's *.xplane.pb, and Perfetto's file in the same folder where there is one, with names of scopes.
+    """Rewrites the *.xplane.pb of a trace with scope names, and Perfetto's file in the same folder if there is one.
 
-    Raises ReportError where they cannot be written.
+    Raises ReportError if they cannot be written.
     """
     op_scopes = OpScopes(trace)
     named: dict[str, tuple[str, OpScope]] = {}
@@ -46,13 +46,13 @@ def name(path: Path, trace: ProfilerTrace) -> None:
 
 
 def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
-    """A serialized XSpace with a stat `tf_op` on each kind of the host's events that is in `names`.
+    """Returns a serialized XSpace with the stat `tf_op` on each kind of host event that is in `names`.
 
-    `names`: name of an event -> op_name. Raises WireError for other bytes.
+    `names`: name of an event -> op_name. Raises WireError if the bytes are not an XSpace.
     """
     out = []
     for field, value in wire.fields(data, (0, len(data))):
-        if isinstance(value, int):  # XSpace has messages and strings alone
+        if isinstance(value, int):  # XSpace has only messages and strings
             raise WireError("not a trace")
         body = data[value[0] : value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
@@ -60,7 +60,7 @@ def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """A plane with more entries in its maps: of entries with the same key readers take the last."""
+    """Returns a plane with entries appended to its maps: of several entries with one key, readers take the last."""
     title, added = "", []
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -80,7 +80,7 @@ def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> by
 
 
 def _field(number: int, value: int | bytes) -> bytes:
-    """One protobuf field: a number as varint, bytes with their length."""
+    """Returns one protobuf field: a number as a varint, bytes with their length."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value
@@ -95,13 +95,13 @@ def _varint(value: int) -> bytes:
 
 
 def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
-    """The same for Perfetto's JSON."""
+    """Adds op_name, phase and component to the events of Perfetto's JSON."""
     with gzip.open(path, "rt") as file:
-        found = json.load(file)
-    for event in found.get("traceEvents", ()):
+        trace = json.load(file)
+    for event in trace.get("traceEvents", ()):
         arguments = event.get("args", {})
         text, scope = named.get(str(arguments.get("hlo_op", "")).rsplit(CALLS, 1)[-1], ("", None))
         if scope and arguments.get("hlo_module", main) == main:
             arguments.update({_OP: text, "phase": scope.phase, "component": scope.component})
     with gzip.open(path, "wt", compresslevel=3) as file:
-        file.write(json.dumps(found, separators=(",", ":")))  # in one piece: json.dump takes many times as long
+        file.write(json.dumps(trace, separators=(",", ":")))  # json.dump into the file takes many times as long

@@ -1,13 +1,13 @@
 """Where the time of traced updates went: a trace's records (`memory.profile.xplane`) -> seconds by phase and component.
 
-At every moment of a device each of its running instructions has the same share of the moment, so that all shares add
-up to the time in which anything ran (`busy`), on however many threads or streams; busy and idle add up to the wall
-time, from the start of the first traced update to the end of the last. A moment counts for collectives only when
-nothing is computed, for transfers only when no collective runs either, and for a loop only when nothing in it runs:
-the time of collectives and transfers that others overlap is `hidden`. A CPU's product on several threads is one
-instruction, and counts once.
+At every moment, the instructions that run on a device share the moment evenly. So all shares add up to the time in
+which anything ran (`busy`), on any number of threads or streams; busy and idle add up to the wall time, from the start
+of the first traced update to the end of the last. A moment counts for collectives only if nothing is computed, for
+transfers only if no collective runs either, and for a loop only if nothing in the loop runs: the time in which other
+work overlaps collectives and transfers is `hidden`. A product that a CPU runs on several threads is one instruction and
+counts once.
 
-`memory.profile.op_scopes` tells what an instruction is of. Times are picoseconds.
+`memory.profile.op_scopes` has the phase and component of an instruction. Times are picoseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bytescope.memory.records.report_record import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
-# Priority and component of what can be hidden behind others.
+# Priority and component of instructions that other work can hide.
 _HIDEABLE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
 # The key of the edge that ends a trace.
 _NO_KEY: Key = (None, ""), "", ""
@@ -45,7 +45,7 @@ _NO_KEY: Key = (None, ""), "", ""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instructions:
-    """All runs of one instruction: its share of time on all devices in picoseconds, and how often it ran there."""
+    """All runs of one instruction: its time in picoseconds and the number of its runs, both summed over devices."""
 
     name: str
     scope: OpScope
@@ -55,8 +55,8 @@ class Instructions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow:
-    """Work of the host in picoseconds: its time without what it called that has a row of its own, and `idle`, the time
-    that the devices were idle meanwhile, their mean."""
+    """Work of the host in picoseconds: `taken` leaves out nested work that has a row of its own; `idle` is the time in
+    which the devices were idle meanwhile, averaged over devices."""
 
     name: str
     taken: int
@@ -69,7 +69,7 @@ class Breakdown:
     """Where the time of traced updates went; times in picoseconds.
 
     Fields:
-        program: the main one. steps: numbers of the traced updates. devices: how many ran it.
+        program: the main one. steps: numbers of the traced updates. devices: number of devices that ran it.
         wall: from the first update's start to the last one's end, the same for every device.
         cells: (phase, component) -> time; hidden: component -> time that others overlap; instructions: the longest
             first; all three summed over the devices.
@@ -89,12 +89,12 @@ class Breakdown:
 
     @property
     def measured(self) -> float:
-        """Wall seconds of one update, evaluations and checkpoints between updates aside."""
+        """Wall seconds of one update, without evaluations and checkpoints between updates."""
         return (self.wall - self.paused) * PICO / self.updates
 
     @property
     def updates(self) -> int:
-        """How many updates the times are of; a trace without numbered steps counts as one."""
+        """Number of traced updates; a trace without numbered steps counts as one."""
         return len(self.steps) or 1
 
     @property
@@ -112,8 +112,8 @@ class Breakdown:
         return taken * PICO / (self.updates * self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, seconds per update and device: `cells` by phase and component, `busy`, `idle`, and `total`, the
-        sum of these two."""
+        """Returns the breakdown as JSON values, in seconds per update and device: `cells` by phase and component,
+        `busy`, `idle`, and their sum `total`."""
         return {
             "program": self.program,
             "steps": list(self.steps),
@@ -150,7 +150,7 @@ class Breakdown:
 
 
 def find(trace: ProfilerTrace) -> Breakdown:
-    """Where the time of a trace went. Raises ReportError for one in which no device ran anything."""
+    """Returns where the time of a trace went. Raises ReportError if no device ran anything in it."""
     op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
@@ -199,10 +199,10 @@ def find(trace: ProfilerTrace) -> Breakdown:
 def divide(
     operations: Iterable[Operation], scope_of: Callable[[Key], OpScope], start: int, stop: int
 ) -> tuple[Counter[Key], list[tuple[int, int]], Counter[str]]:
-    """Divides the moments from `start` to `stop` of one device, in picoseconds, between what ran in them.
+    """Divides the time of one device from `start` to `stop`, in picoseconds, among the instructions that ran.
 
-    Returns instruction -> its share, the intervals in which nothing ran, and component -> time in which it ran but the
-    moment counted for others. The shares and the intervals add up to `stop - start` exactly.
+    Returns (time by instruction, intervals in which nothing ran, hidden time by component). The times by instruction
+    and the intervals add up to `stop - start` exactly.
     """
     edges: list[tuple[int, int, int, int, Key]] = []
     for number, operation in enumerate(operations):
@@ -236,7 +236,7 @@ def divide(
 
 
 def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    """Gives each the same whole number of picoseconds, and the first ones one more of what is left over."""
+    """Adds `taken` picoseconds to `shares` in equal whole parts; the first keys get the remainder, one each."""
     keys = list(keys)
     each, rest = divmod(taken, len(keys))
     for number, key in enumerate(keys):
@@ -244,9 +244,9 @@ def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
 
 
 def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
-    """Rows of the host's annotated work between `start` and `stop`, longest first, and the rest of that time.
+    """Returns rows of the host's annotated work between `start` and `stop`, longest first, and one row for the rest.
 
-    `idle`: of each device the intervals in which it ran nothing.
+    `idle`: for each device, the intervals in which it ran nothing.
     """
     idle = list(idle)
     by_thread: defaultdict[str, list[Span]] = defaultdict(list)
@@ -273,7 +273,7 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
 
 
 def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
-    """(name, start, stop) of the stretches of one thread in which a span is the inmost; spans are nested."""
+    """Yields (name, start, stop) of the intervals of one thread in which a span is the innermost; spans are nested."""
     open_spans: list[Span] = []
     at = 0
     for span in [*sorted(spans, key=lambda span: (span.start, -span.stop)), None]:
@@ -290,5 +290,5 @@ def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Picoseconds of the intervals `gaps` that lie between `start` and `stop`."""
+    """Returns the picoseconds of the intervals `gaps` between `start` and `stop`."""
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

@@ -1,8 +1,8 @@
-"""What an instruction of a trace is of: its phase and component, by the compiled modules in the trace itself.
+"""The phase and component of each instruction of a trace, from the compiled modules that the trace contains.
 
-An instruction is looked up in its module by name; a kernel whose event has no instruction's name, as inside of a CUDA
-graph, is looked up by its own. A fusion has the phase and component of its root. What the compiler added, without a
-name of JAX, has those of what made its operands, or else of what reads it.
+An instruction is looked up in its module by name. An event without an instruction's name, such as a kernel inside a
+CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
+that the compiler added has no JAX name: it takes those of the instructions that made its operands, else of its readers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
-# Work of the host between updates, which is not part of any.
+# Work of the host between updates, which belongs to no update.
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
@@ -32,9 +32,9 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpScope:
-    """What an instruction is of.
+    """The place of an instruction in the program.
 
-    phase: of `records.STEP_PHASES`, or other. component: in the words of the report. path: scopes joined by "/".
+    phase: one of `records.STEP_PHASES`, or other. component: as in the report. path: scopes joined by "/".
     """
 
     phase: str = OTHER
@@ -47,13 +47,13 @@ Key = tuple[tuple[int | None, str], str, str]
 
 
 def key_of(operation: Operation) -> Key:
-    """What all runs of one instruction have in common: program, instruction (else the kernel's name), op_name."""
+    """Returns the key of an instruction, the same for all its runs: program, name (of the kernel if the instruction has
+    none), op_name."""
     return operation.program, operation.name or operation.kernel, operation.op_name
 
 
 class OpScopes:
-    """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest, pauses
-    aside."""
+    """Looks up the phases and components of instructions; `main`: the program that ran longest outside of pauses."""
 
     def __init__(self, trace: ProfilerTrace):
         self.trace = trace
@@ -69,13 +69,13 @@ class OpScopes:
         self.main = named[0] if named else ""
 
     def of(self, key: Key) -> OpScope:
-        """The scope of an instruction; where no module has it, what its op_name or its kernel tells."""
+        """Returns the scope of an instruction; if no module has it, the scope by its op_name or its kernel."""
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def op_name(self, key: Key) -> str:
-        """The op_name of an instruction by its module, else the event's own; "" for none."""
+        """Returns the op_name of an instruction in its module, else the event's own; "" if there is none."""
         module = self._module(key[0])
         if module is None:
             return key[2]
@@ -83,7 +83,7 @@ class OpScopes:
         return key[2] if instruction is None else module.op_name(instruction)
 
     def runs_once(self, key: Key) -> bool:
-        """Whether an instruction of the main program runs once per call: it is in no loop and no branch."""
+        """Returns whether an instruction is in the main program outside of loops and branches: it runs once a call."""
         module = self._module(key[0])
         if module is None or key[0][1] != self.main:
             return False
@@ -106,7 +106,7 @@ class OpScopes:
         return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
     def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """The module of a program, by its number; a kernel that names no program is looked up in the main one."""
+        """Returns the module of a program by its number; a kernel without a program is looked up in the main one."""
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
@@ -130,15 +130,15 @@ class _Module:
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """An instruction by its name, or by that of its kernel, which has no dots and dashes."""
+        """Returns an instruction by its name, or by the name of its kernel, which has no dots and dashes."""
         return self._named.get(name) or self._kernels.get(_plain(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
-        """What an instruction is of."""
+        """Returns the phase and component of an instruction."""
         look, opcode = self.look, instruction.opcode
         scope = look.scope(instruction)
         named = "/" in look.module.metadata(instruction).op_name
-        if not named:  # added by the compiler: what made its operands, or reads it, tells
+        if not named:  # added by the compiler
             scope = look.best_named(instruction, ())[2]
         phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
         component = scope.component or OTHER
@@ -151,12 +151,12 @@ class _Module:
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """The op_name of an instruction, or else of the nearest one that has a name."""
+        """Returns the op_name of an instruction, else of the nearest instruction that has a name."""
         own = self.look.module.metadata(instruction).op_name
         return own if "/" in own else self.look.best_named(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
-        """Whether an instruction only moves its operand."""
+        """Returns whether an instruction only moves its operand."""
         if instruction.opcode == "fusion" and instruction.called:
             root = self.look.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
@@ -164,8 +164,7 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Which of several instructions a moment counts for: compute first, then collectives, transfers, and what
-    encloses others."""
+    """Returns the rank of an instruction among those that run at one moment: compute, collectives, transfers, loops."""
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)

@@ -24,7 +24,7 @@ from bytescope.memory.devices.compiler import (
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.hlo import dumps
-from bytescope.memory.hlo.jax_stages import CompiledStage, LoweredStage, TracedStage
+from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
 from bytescope.memory.program import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}

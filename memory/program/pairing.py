@@ -77,7 +77,7 @@ class _Pairing:
         self.back: set[int] = set()
         self.inside = [keys_of(leaf.path) for leaf in arguments]
         self.outside = [keys_of(leaf.path) for leaf in results]
-        self.by_array: dict[tuple, list[int]] = {}
+        self.by_array: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for place, leaf in enumerate(results):
             self.by_array.setdefault(_array(leaf), []).append(place)
 
@@ -156,7 +156,7 @@ class _Pairing:
                 )
 
 
-def _array(leaf: SignatureLeaf) -> tuple:
+def _array(leaf: SignatureLeaf) -> tuple[tuple[int, ...], str]:
     return leaf.shape, leaf.dtype
 
 

@@ -11,6 +11,7 @@ from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import Index
 from bytescope.memory.program import roles
 from bytescope.memory.program.pairing import Keys, ResultPair, common_keys, keys_of, pairs, root_of
 from bytescope.memory.program.roles import Evidence
@@ -84,7 +85,9 @@ def read(
 class _Reading:
     """One program's leaves, and what is known of each."""
 
-    def __init__(self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple):
+    def __init__(
+        self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple[tuple[str, str], ...]
+    ):
         self.module, self.state, self.extra = program.module, state, extra
         self.leaves = self._arguments(signature)
         outside = state.results()
@@ -116,7 +119,9 @@ class _Reading:
         path = self.module.metadata(parameter).op_name or parameter.name
         return SignatureLeaf(path, shape.dims, shape.dtype, donated, number)
 
-    def _results(self, signature: Signature | None, outside: Sequence) -> list[SignatureLeaf]:
+    def _results(
+        self, signature: Signature | None, outside: Sequence[tuple[Instruction, Index]]
+    ) -> list[SignatureLeaf]:
         """The leaves of the results; tokens, which come first in the module, have none."""
         told = signature.results if signature is not None else ()
         if told and len(told) <= len(outside):

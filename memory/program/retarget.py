@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.hlo.jax_stages import LoweredStage, TracedStage
+from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
 from bytescope.memory.program import callbacks
 from bytescope.memory.program.place import TargetPlacement, is_abstract
 

@@ -225,15 +225,15 @@ class StateFlow:
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
-    def _written(self, instruction: Instruction, summed: bool) -> list[tuple]:
-        """What an operation writes into, and, inside of a loop over layers, what it writes."""
+    def _written(self, instruction: Instruction, summed: bool) -> list[tuple[Instruction, Index, str, bool, bool]]:
+        """Returns the operand that an operation writes into, and the update of a loop over layers."""
+        written: list[tuple[Instruction, Index, str, bool, bool]] = []
         operands = self._operands(instruction)
-        within = (
-            [(operands[1], (), WRITTEN, True, summed)]
-            if instruction.opcode == "dynamic-update-slice" and len(operands) > 1
-            else []
-        )
-        return [*((operand, (), WRITTEN, False, summed) for operand in operands[:1]), *within]
+        if operands:
+            written.append((operands[0], (), WRITTEN, False, summed))
+        if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
+            written.append((operands[1], (), WRITTEN, True, summed))
+        return written
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
         """Whether a value depends on a gradient, conditions of a selection left out."""

@@ -6,7 +6,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 # No count of bytes, FLOPs or elements is larger; Python's own integers have no end.
 LARGEST = 2**80
@@ -74,7 +79,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_item(record: type, value: Any) -> Any:
+def read_item(record: type[Record], value: Any) -> Record:
     """The record of a JSON object; keys that it does not know are left out.
 
     Raises:

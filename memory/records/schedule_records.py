@@ -150,6 +150,6 @@ _FITS = {
 _VALUES = {("k", "kind"): KERNELS, ("k", "phase"): STEP_PHASES, ("s", "phase"): STEP_PHASES}
 
 
-def _fits(letter: str, field: dataclasses.Field, value: Any) -> bool:
+def _fits(letter: str, field: dataclasses.Field[Any], value: Any) -> bool:
     known = _VALUES.get((letter, field.name))
     return _FITS[str(field.type)](value) and (known is None or value in known)

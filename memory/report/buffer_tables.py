@@ -66,7 +66,7 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
     Layers that are not scanned have one each: those that differ in the number of their layer alone are one.
     """
-    found: dict[tuple, list[Buffer]] = {}
+    found: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
         name = _NUMBER.sub("*", what(buffer))
         alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)

@@ -66,7 +66,7 @@ def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -
     }
 
 
-def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list]:
+def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
     """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
     found = (
         [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import buffer_tables
@@ -32,7 +34,7 @@ def largest(report: ReportRecord, n: int = 10) -> Table:
     return Table(COLUMNS, tuple(map(_row, found)), note=buffer_tables.of_all(report, found))
 
 
-def _row(alike: buffer_tables.Alike) -> dict:
+def _row(alike: buffer_tables.Alike) -> dict[str, Any]:
     one = alike.one
     return {
         "what": alike.name,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.seconds.rate_records import Curve
 
@@ -59,7 +60,7 @@ def _torch(number: int, place: str = "github.com/zzc0721/torch-performance-test-
 # Chip -> part -> figure. Parts: ("products", unit): FLOP/s over the side of a cube; ("attention", way, head width):
 # FLOP/s over keys, causal ones of the FLOPs below the diagonal; ("memory",): bytes per second, read and written;
 # ("host_link",): bytes per second each way; ("floor",): seconds of a kernel beside its work in a CUDA graph.
-MEASURED: Mapping[str, Mapping[tuple, PublishedRate]] = {
+MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
     "h100": {
         ("products", "bf16"): PublishedRate(
             _tflops("", (2048, 676.6), (8192, 753), (16384, 700.6)).points, f"{_MARIN}; 2048: {_torch(79)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.errors import ReportError
@@ -72,14 +73,14 @@ def _rates(name: str) -> DeviceRates:
     )
 
 
-def _measured(chip: Chip, part: tuple) -> tuple[Curve, str]:
+def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     nearest = _nearest(chip, part)
     if nearest is None:
         raise KeyError(f"no figure of {part} for {chip.name} or a chip like it: add one to achieved.MEASURED")
     return nearest
 
 
-def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
+def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
     """A part's curve and source: the chip's own, or the nearest one's times the ratio of their data sheets."""
     for name in (chip.name, *NEAREST[chip.name]):
         for each in (part, *TWINS.get(part, ())):
@@ -160,7 +161,7 @@ def _of_16_bits(chip: Chip) -> float:
 _SHEET = {"memory": lambda chip: chip.hbm, "host_link": lambda chip: chip.host_link, "floor": lambda chip: 1.0}
 
 
-def _ratio(measured: tuple, wanted: tuple, chip: Chip, other: Chip) -> float:
+def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
     """The ratio of two chips' data sheets for a part; 0 where one of them has no such unit."""
     if wanted[0] in _SHEET:
         return _SHEET[wanted[0]](chip) / _SHEET[wanted[0]](other)

@@ -221,7 +221,7 @@ def from_json(value: Any) -> DeviceRates:
         raise ReportError(f"rates: damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again") from error
 
 
-def _needed(field: dataclasses.Field) -> bool:
+def _needed(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

@@ -12,12 +12,15 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
-from bytescope.memory.hlo.jax_stages import CompiledStage
+from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
+
+# (number, value) of positional and (name, value) of keyword arguments.
+StaticValues = tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Statics:
     def __bool__(self) -> bool:
         return bool(self.numbers or self.names)
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], tuple]:
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], StaticValues]:
         """Returns (positional arguments, keyword arguments, values of the static arguments), the first two without
         static arguments."""
         fixed = {number % len(args) for number in self.numbers if -len(args) <= number < len(args)}
@@ -53,7 +56,11 @@ class Executable:
     """
 
     def __init__(
-        self, compiled: CompiledStage, run: Callable[..., Any], statics: Statics = Statics(), values: tuple = ()
+        self,
+        compiled: CompiledStage,
+        run: Callable[..., Any],
+        statics: Statics = Statics(),
+        values: StaticValues = ((), ()),
     ) -> None:
         self.compiled, self._run, self._statics, self._values = compiled, run, statics, values
 
@@ -200,7 +207,7 @@ def _refusing(target: str) -> Callable[..., Any]:
     return run
 
 
-def _named(values: tuple) -> str:
+def _named(values: StaticValues) -> str:
     return ", ".join(
         f"{name if isinstance(name, str) else f'args[{name}]'}={value!r:.40}" for part in values for name, value in part
     )

@@ -14,6 +14,7 @@ from typing import Any
 from bytescope.memory.devices.live import sample
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
+from bytescope.memory.hlo.jax_types import JaxDevice
 
 # The status code of a failed allocation, in the text of XLA's exceptions.
 EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -42,7 +43,7 @@ def told_by(error: BaseException) -> str:
     return in_one_line(found[max(found.find(EXHAUSTED), 0) :])
 
 
-def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
+def held_arrays(device: JaxDevice, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]:
     """Returns the live arrays of one device, grouped by shape and dtype, the largest group first.
 
     Args:
@@ -55,7 +56,7 @@ def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]
     shapes = collections.Counter(
         _type(leaf) for leaf in arguments if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape")
     )
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     places: set[int] = set()
     # A part of an array is an array too, in the same memory: the whole ones count.
     for array in sorted(jax.live_arrays(), key=lambda array: (id(array) not in own, -len(array.sharding.device_set))):
@@ -76,7 +77,7 @@ def _type(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype)
 
 
-def _bytes_on(array: Any, device: Any) -> int | None:
+def _bytes_on(array: Any, device: JaxDevice) -> int | None:
     """Returns the bytes of an array in the memory of a device; None if the array is not on the device."""
     sharding = array.sharding
     if device not in sharding.device_set or sharding.memory_kind == "pinned_host":
@@ -84,7 +85,7 @@ def _bytes_on(array: Any, device: Any) -> int | None:
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def _is_new(array: Any, device: Any, places: set[int]) -> bool:
+def _is_new(array: Any, device: JaxDevice, places: set[int]) -> bool:
     """Returns whether an array has memory on a device that is not in `places`; adds its addresses to `places`."""
     try:
         found = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
@@ -95,7 +96,7 @@ def _is_new(array: Any, device: Any, places: set[int]) -> bool:
     return bool(new)
 
 
-def allocator_of(device: Any) -> dict[str, int]:
+def allocator_of(device: JaxDevice) -> dict[str, int]:
     """Returns the statistics of a device's allocator by jax's names; for a CPU, the memory of the process."""
     try:
         stats = device.memory_stats()

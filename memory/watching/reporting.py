@@ -15,6 +15,7 @@ from bytescope.memory.devices import live
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
 from bytescope.memory.watching import failure
@@ -40,7 +41,7 @@ class StepReporter:
         more = "..." if len(why) > _MAX_ERROR else ""
         self._say(f"{self.name} is called without a watch: {type(error).__name__}: {why[:_MAX_ERROR]}{more}")
 
-    def begin(self, device: Any, report: Report) -> None:
+    def begin(self, device: JaxDevice, report: Report) -> None:
         """Samples a device at the first call: later samples are compared with this one."""
         if self._before is None:
             self._before = before_arguments(device, report)
@@ -54,13 +55,13 @@ class StepReporter:
         again = f"; compiled for arguments of {kinds} kinds by now" if kinds > 1 else ""
         self._say(f"{self.name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
 
-    def compared(self, report: Report, device: Any, call: int) -> None:
+    def compared(self, report: Report, device: JaxDevice | None, call: int) -> None:
         """Reports predicted against measured bytes after a call, in one line."""
         seen = without_older_peak(self._before, live.sample(device, host_limit=False))
         self._say(f"{self.name}, call {call:,}: {live.predicted_against_measured(report, seen, self._before)}")
 
     def exhausted(
-        self, error: BaseException, call: int, device: Any, arguments: Iterable[Any], report: Report | None
+        self, error: BaseException, call: int, device: JaxDevice | None, arguments: Iterable[Any], report: Report | None
     ) -> None:
         """Prints and writes the post-mortem of an out-of-memory error, and notes the files on the error.
 
@@ -99,7 +100,7 @@ class StepReporter:
             self._tell(line)
 
 
-def before_arguments(device: Any, report: Report) -> live.LiveMemory | None:
+def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | None:
     """Returns what a device held before the arguments of a step were on it, as far as a sample taken later can tell.
 
     On the CPU the sample is of the process, with the arguments: their predicted bytes are subtracted.

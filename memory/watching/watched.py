@@ -16,11 +16,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.program.in_place import LostUpdateError
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
@@ -40,7 +41,7 @@ class _Known:
 
     run: Callable[..., Any]
     report: Report | None = None
-    device: Any = None
+    device: JaxDevice | None = None
     leaves: tuple[Any, ...] = ()
 
 
@@ -113,7 +114,7 @@ class Watched:
         return self._now.report
 
     @property
-    def compiled(self) -> Any:
+    def compiled(self) -> Executable | None:
         """The executable that runs; None before the first call and for a step without a watch."""
         return self._now.run if isinstance(self._now.run, Executable) else None
 
@@ -128,7 +129,7 @@ class Watched:
         """The first call, or any call of a step whose static arguments are checked here."""
         return self._with(self._key_of(args, kwargs), args, kwargs)
 
-    def _other(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _other(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the executable refused: compiles for its arguments; re-raises the error if that was done."""
         key = self._key_of(args, kwargs)
         if key == self._key:
@@ -139,7 +140,7 @@ class Watched:
             self._explain(other, args, kwargs)
             raise other from None
 
-    def _with(self, key: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _with(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the executable of a key; compiles it if there is none."""
         if key is None:  # inside another transformation: the step itself is traced
             return self._step(*args, **kwargs)
@@ -162,7 +163,7 @@ class Watched:
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
 
-    def _key_of(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the tree structure, shapes, dtypes, shardings and static values that an executable is compiled for;
         None for arguments that are being traced."""
         import jax
@@ -180,7 +181,7 @@ class Watched:
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
-    def _compile(self, args: tuple, kwargs: dict[str, Any]) -> _Known:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
         """Compiles the step for arguments and analyzes it. A step that cannot be analyzed is called without a watch."""
         import jax
 
@@ -209,7 +210,7 @@ class Watched:
         self._reporter.predicted(report, len(self._known) + 1)
         return known
 
-    def _refuse(self, report: Report, limit: int, device: Any, arguments: list[Any]) -> None:
+    def _refuse(self, report: Report, limit: int, device: JaxDevice, arguments: list[Any]) -> None:
         """Raises an out-of-memory error for a step that is predicted to take more than `limit` bytes."""
         import jax
 
@@ -221,7 +222,7 @@ class Watched:
         self._reporter.exhausted(error, self.calls, device, arguments, limited)
         raise error
 
-    def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
+    def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
         """Reports the post-mortem of an out-of-memory error, once per error; ignores other errors."""
         if not failure.is_exhausted(error) or getattr(error, "_bytescope_told", False):
             return
@@ -229,6 +230,36 @@ class Watched:
 
         leaves = jax.tree.leaves((args, kwargs)) or self._now.leaves
         self._reporter.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
+
+
+@overload
+def watch(
+    step: Callable[..., Any],
+    *,
+    every: int = ...,
+    limit: int | str | None = ...,
+    folder: str | Path = ...,
+    tell: Callable[[str], None] = ...,
+    config: Mapping[str, Any] | None = ...,
+    roles: Iterable[tuple[str, str]] = ...,
+    names: Iterable[str] = ...,
+    **options: Any,
+) -> Watched: ...
+
+
+@overload
+def watch(
+    step: None = None,
+    *,
+    every: int = ...,
+    limit: int | str | None = ...,
+    folder: str | Path = ...,
+    tell: Callable[[str], None] = ...,
+    config: Mapping[str, Any] | None = ...,
+    roles: Iterable[tuple[str, str]] = ...,
+    names: Iterable[str] = ...,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Watched]: ...
 
 
 def watch(
@@ -242,7 +273,7 @@ def watch(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
-) -> Any:
+) -> Watched | Callable[[Callable[..., Any]], Watched]:
     """Watches the memory of a step; the result is called as the step. Can be used as a decorator.
 
     The first call compiles the step and prints its predicted bytes; arguments of other shapes compile again, as under

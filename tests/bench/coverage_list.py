@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from bytescope import memory
-from bytescope.train import checks, cli
+from bytescope.train import cli
+from bytescope.train.program import checks
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -21,7 +22,6 @@ NOT_INSTALLED = {"transformers", "peft"}
 ONLY_PARSED = {
     "test_mistakes.py",
     "test_readmes.py",
-    "test_completion.py",
     "test_gpu_scripts.py",
     "test_config_records.py",
 }
@@ -122,8 +122,13 @@ def commands_of(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-def values_of(nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
-    """(key, value) of the keys with a table of values, wherever one of these values is given."""
+def values_of(nodes: Iterable[ast.AST], group: str) -> set[tuple[str, str]]:
+    """(key, value) of the keys with a table of values, wherever one of these values is given, or the table itself.
+
+    group: keys may be named without it, as the tests of its folder do."""
+    tables = {
+        name: key for key, table in checks.CHOICES.items() for name, value in vars(checks).items() if value is table
+    }
     found = set()
     for node in nodes:
         if isinstance(node, ast.Dict):
@@ -134,6 +139,9 @@ def values_of(nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
             found |= set(re.findall(r"([a-z]+\.[a-z_]+)=(\w+)", node.value))
         elif isinstance(node, ast.keyword) and node.arg and isinstance(node.value, ast.Constant):
             found.add((node.arg.replace("__", "."), str(node.value.value)))
+        elif isinstance(node, ast.Name) and node.id in tables:
+            found |= {(tables[node.id], str(value)) for value in checks.CHOICES[tables[node.id]]}
+    found |= {(f"{group}.{key}", value) for key, value in found}
     return {(key, value) for key, value in found if value in map(str, checks.CHOICES.get(key, ()))}
 
 
@@ -156,7 +164,7 @@ def coverage() -> dict[str, list[str]]:
     found |= {f"name {name}": [] for name in public_names()}
     for test, nodes in default_tests():
         subjects = {f"command {name}" for name in commands_of(nodes)} | {f"name {name}" for name in names_of(nodes)}
-        for key, value in values_of(nodes):
+        for key, value in values_of(nodes, Path(test.partition("::")[0]).parent.name):
             subjects |= {f"key {key}", f"key {key}={value}"}
         for subject in subjects & set(found):
             found[subject].append(test)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 
@@ -236,3 +237,83 @@ def test_structures_of_two_trees_are_compared(structure, made_up_tree, tmp_path_
     with pytest.raises(SystemExit):
         structure.main([str(made_up_tree / "memory")])
     assert "has no pyproject.toml: give the root of a checkout" in capsys.readouterr().err
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    import outputs
+
+    return outputs
+
+
+PAGE = """<!doctype html><html><head><title>tiny</title><style>.a {}</style></head><body><h1>tiny, {peak} B</h1>
+<a href="{path}">report</a><script type="application/json" id="data">{{"peak": {peak}, "rows": [[1, {row}]]}}</script>
+<script>draw(1)</script></body></html>"""
+
+
+def save_case(outputs, folder, *, peak=8, row=2, shown="3.50 MiB", path="/tmp/a/run", line=7, time="10:11:12"):
+    """Saves a hand-made case: what a command printed, a JSON file and a page."""
+    work, target = folder / "work", folder / "saved" / "cpu" / "tiny"
+    work.mkdir(parents=True)
+    target.mkdir(parents=True)
+    buffers = [{"bytes": peak, "source": f"model/mlp.py:{line}", "path": path}]
+    (work / "tiny.json").write_text(json.dumps({"peak_bytes": peak, "written": f"2026-01-02 {time}", "rows": buffers}))
+    page = PAGE.replace("{{", "{").replace("}}", "}")
+    for name, value in (("peak", peak), ("row", row), ("path", path)):
+        page = page.replace(f"{{{name}}}", str(value))
+    (work / "tiny.html").write_text(page)
+    (target / "exit.txt").write_text("0\n")
+    (target / "stdout.txt").write_text(f"tiny\npeak   {shown}\nmlp  model/mlp.py:{line}\nwritten {path} at {time}\n")
+    outputs.save_files(work, ["tiny.html", "tiny.json"], target)
+    return folder / "saved"
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, None),
+        ({"path": "/home/other/elsewhere/run"}, None),
+        ({"line": 1234}, None),
+        ({"time": "23:59:58"}, None),
+        ({"shown": "3.51 MiB"}, "cpu/tiny stdout.txt\n  line 2: \n    -peak   3.50 MiB\n    +peak   3.51 MiB"),
+        ({"row": 3}, "cpu/tiny files/tiny.html.data.json\n  $.data.rows[0][1]: 2 -> 3"),
+        ({"peak": 9}, "cpu/tiny files/tiny.json\n  $.peak_bytes: 8 -> 9"),
+        ({"peak": 9}, "cpu/tiny files/tiny.html.text.txt\n  line 2: \n    -tiny, 8 B\n    +tiny, 9 B"),
+    ],
+)
+def test_saved_outputs_are_compared(outputs, tmp_path, capsys, changes, place):
+    before = save_case(outputs, tmp_path / "before")
+    after = save_case(outputs, tmp_path / "after", **changes)
+    assert outputs.main(["compare", str(before), str(after)]) == (0 if place is None else 1)
+    assert (place or "no difference") in capsys.readouterr().out
+
+
+def test_expected_differences_and_missing_cases_of_saved_outputs(outputs, tmp_path, capsys):
+    before, after = save_case(outputs, tmp_path / "before"), save_case(outputs, tmp_path / "after", row=3)
+    expected = tmp_path / "expected.md"
+    expected.write_text(
+        "| case | file | pattern | reason |\n|---|---|---|---|\n| cpu/* | *.data.json | `rows.*2 -> 3` | a row |\n"
+    )
+    arguments = ["compare", str(before), str(after), f"--expected={expected}"]
+    assert outputs.main(arguments) == 0
+    assert "expected: a row (1 times)" in capsys.readouterr().out
+    (after / "cpu" / "tiny" / "exit.txt").write_text("3\n")
+    (after / "cpu" / "tiny" / "files" / "tiny.json").unlink()
+    assert outputs.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "cpu/tiny exit.txt" in shown and "cpu/tiny files/tiny.json\n  file: only before" in shown
+    assert outputs.main(["compare", str(before), str(tmp_path / "absent")]) == 2
+
+
+def test_outputs_are_saved_through_the_executable(outputs, tmp_path):
+    import outputs_cases
+
+    assert outputs.main(["save", str(tmp_path), "--only=absent"]) == 2
+
+    group = outputs.Group("lists", tmp_path / "work", tmp_path, Path(sys.executable).parent / "bytescope", {})
+    outputs_cases.write_input_files(group.work, None)
+    outputs.run_case(group, outputs_cases.case("pipeline", "pipeline --stages=2 --micro-batches=2 --json=a.json"))
+    saved = tmp_path / "lists" / "pipeline"
+    assert (saved / "exit.txt").read_text() == "0\n" and "1f1b" in (saved / "stdout.txt").read_text()
+    assert json.loads((saved / "files" / "a.json").read_text())

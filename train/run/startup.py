@@ -18,7 +18,7 @@ from rich.text import Text
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
-from bytescope.memory.hlo.jax_stages import CompiledStage
+from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe

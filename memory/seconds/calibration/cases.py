@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.units import human
 
 # Parts of what is measured, in the order in which they are shown.
@@ -50,7 +51,7 @@ class CalibrationCase:
     """
 
     part: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     work: float
     links: int
@@ -160,11 +161,11 @@ class Chain:
 
 
 def chain(
-    device: Any,
+    device: JaxDevice,
     link: Callable[..., Any],
     links: int,
     inputs: Sequence[tuple[tuple[int, ...], Any, float]],
-    prepare: Callable[..., tuple] | None = None,
+    prepare: Callable[..., tuple[Any, ...]] | None = None,
     unroll: int = UNROLLED,
 ) -> Chain:
     """`links` runs of `link(x, *others) -> x` on one device.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.devices.targets import platform_of
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.seconds.calibration.cases import (
     ADD,
     ATTENTION,
@@ -31,7 +32,7 @@ from bytescope.memory.seconds.rate_records import WAYS
 _BACKWARD = 2.5
 
 
-def floors(device: Any) -> Iterator[CalibrationCase]:
+def floors(device: JaxDevice) -> Iterator[CalibrationCase]:
     import jax
     import jax.numpy as jnp
 
@@ -65,7 +66,9 @@ def _times(unit: str) -> Callable[[Any, Any], Any]:
     return lambda x, w: jnp.matmul(x, w, precision=precision, preferred_element_type=out).astype(x.dtype)
 
 
-def products(device: Any, units: Sequence[str], sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
+def products(
+    device: JaxDevice, units: Sequence[str], sizes: CalibrationSizes, flops: float
+) -> Iterator[CalibrationCase]:
     def make(unit: str, side: int, links: int) -> Chain:
         shape = (side, side), _dtype(unit)
         return chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
@@ -85,7 +88,7 @@ def products(device: Any, units: Sequence[str], sizes: CalibrationSizes, flops: 
             )
 
 
-def thin(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
+def thin(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
     """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
 
     def make(m: int, k: int, n: int, links: int) -> Chain:
@@ -103,7 +106,7 @@ def thin(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> Itera
         yield CalibrationCase(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
 
 
-def memory(device: Any, sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
+def memory(device: JaxDevice, sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
     import jax
     import jax.numpy as jnp
 
@@ -131,7 +134,7 @@ def memory(device: Any, sizes: CalibrationSizes, moved: float) -> Iterator[Calib
             )
 
 
-def attention(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
+def attention(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
     for length in sizes.lengths:
         for width in sizes.widths:
             for way in WAYS:
@@ -153,7 +156,7 @@ def attention(device: Any, unit: str, sizes: CalibrationSizes, flops: float) -> 
                 )
 
 
-def _attend(device: Any, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
+def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
     """cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, as older ones have none; XLA's products elsewhere."""
     import jax
 

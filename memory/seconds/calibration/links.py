@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.seconds.calibration.cases import (
     COLLECTIVES,
     HOST_LINK,
@@ -40,7 +41,7 @@ class Copies:
         return lambda: jax.device_put(array, self.there)
 
 
-def host_link(device: Any, sizes: CalibrationSizes) -> Iterator[CalibrationCase]:
+def host_link(device: JaxDevice, sizes: CalibrationSizes) -> Iterator[CalibrationCase]:
     import jax
 
     kinds = {memory.kind for memory in device.addressable_memories()}
@@ -60,7 +61,7 @@ def host_link(device: Any, sizes: CalibrationSizes) -> Iterator[CalibrationCase]
             yield CalibrationCase(HOST_LINK, (way,), size, float(size), 1, functools.partial(make, way, size), needed)
 
 
-def collectives(devices: Sequence[Any], sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
+def collectives(devices: Sequence[JaxDevice], sizes: CalibrationSizes, moved: float) -> Iterator[CalibrationCase]:
     groups = [group for group in dict.fromkeys((len(devices), 2)) if 2 <= group <= len(devices)]
     for size in (*sizes.payloads, SHORT):
         for group in groups:
@@ -80,7 +81,7 @@ def collectives(devices: Sequence[Any], sizes: CalibrationSizes, moved: float) -
                 )
 
 
-def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Chain:
+def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
     """A chain of one collective whose payload, the unsharded array, is `size` bytes on each device."""
     import jax
     import jax.numpy as jnp

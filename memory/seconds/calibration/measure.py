@@ -20,6 +20,7 @@ from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.seconds.calibration import kernel_cases, links
 from bytescope.memory.seconds.calibration.cases import (
     ACCELERATOR,
@@ -57,7 +58,7 @@ class Sample:
     spread of its turns, the distance of the quartiles over the median; None where it had one at most."""
 
     part: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     work: float
     seconds: float
@@ -179,7 +180,7 @@ def _reason(error: Exception) -> str:
     return in_one_line(str(error))[:200] or type(error).__name__
 
 
-def cases_of(devices: Sequence[Any], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
+def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
     """What to measure, the needed first, then by turns a case of each part."""
     units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
     flops, moved = (
@@ -293,9 +294,9 @@ def _work_seconds(sample: Sample, floor: float) -> float:
     return max(sample.seconds - floor, _LEAST_SHARE * sample.seconds)
 
 
-def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple, Curve]:
+def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
     """Key -> work per second over the size."""
-    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         found[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
     return {key: tuple(sorted(points.items())) for key, points in found.items()}
@@ -317,7 +318,7 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     """Bus bandwidth over payload bytes by kind and group; the shortest payloads tell of hops alone."""
-    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key

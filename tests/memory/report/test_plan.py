@@ -15,6 +15,7 @@ from bytescope.memory.remat.patterns import Pattern
 from bytescope.memory.remat.problem import Compiled, Outcome, Tried
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.report import remat_account
+from bytescope.memory.report.remat_compiler import Built, PolicyCompiler
 from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
 from support.models import plain as foreign
@@ -34,11 +35,21 @@ def plans():
     return plan_remats(foreign.loss_of("scan"), foreign.arguments(8), "cpu", budgets, tell=lines.append), lines
 
 
+@pytest.mark.quick
+def test_a_device_of_unknown_memory_is_refused_in_one_line():
+    compiler = object.__new__(PolicyCompiler)  # without compiling anything
+    compiler.full = Built(None, memory.Report(1, 1, {}), flops.FlopCount())
+    with pytest.raises(ReportError, match="name a target"):
+        compiler.budget("1GiB")
+
+
 def test_a_plan_fits_and_recomputes_less_than_any_policy_of_jax_that_fits(plans):
     better = 0
     for plan in plans[0]:
         fitting = [row.recomputed_flops for row in plan.built_in if row.allocated_bytes <= plan.budget_bytes]
-        assert len(plan.built_in) == 4 and plan.allocated_bytes <= plan.budget_bytes
+        assert (
+            isinstance(plan, memory.RematPlan) and len(plan.built_in) == 4 and plan.allocated_bytes <= plan.budget_bytes
+        )
         assert plan.recomputed_flops <= min(fitting)
         better += plan.recomputed_flops < min(fitting)
     assert better == 2 and len({plan.recomputed_flops for plan in plans[0]}) == 2

@@ -29,7 +29,7 @@ def report():
 
 def test_the_ten_largest_are_plain_data(report):
     table, alive = report.table(), report.alive_at(report.peak_index)
-    assert len(table) == 10 and len(report.table(3)) == 3
+    assert isinstance(table, memory.Table) and len(table) == 10 and len(report.table(3)) == 3
     assert json.loads(json.dumps(table.rows))[0]["shape"] == [64, 4096]
     arguments, made = table[:2]
     assert arguments["what"] == "params['w*']" and arguments["times"] == 4 and arguments["row"] == "params"
@@ -171,7 +171,7 @@ def test_a_difference_of_reports_and_of_files(report, tmp_path):
         memory.diff(tmp_path / "a.json", other),
         memory.diff(str(tmp_path / "a.json"), dataclasses.replace(other)),
     ):
-        assert found.changes == memory.diff(report, other).changes
+        assert isinstance(found, memory.Difference) and found.changes == memory.diff(report, other).changes
     first = found.rows[0]
     assert first["name"] == "peak_bytes" and first["growth"] == other.peak_bytes - report.peak_bytes
     assert found.grew_above(1e9) == () and not report.diff(report).rows[0]["growth"]

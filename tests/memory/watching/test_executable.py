@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bytescope import memory
 from bytescope.memory.errors import ReportError
 from bytescope.memory.watching import executable
 from support.oracles import require
@@ -33,7 +34,8 @@ def arguments():
 
 def test_one_compile_gives_the_executable_and_its_report(compiles):
     state, batch = arguments()
-    run, report = executable.compile(step, state, batch, donate_argnums=0)
+    run, report = memory.compile(step, state, batch, donate_argnums=0)
+    assert isinstance(run, memory.Executable) and isinstance(report, memory.Report)
     assert report.xla.argument_bytes == 4 * (16 * 8 + 4 * 16)
     expected = step(*arguments())
     new, loss = run(state, batch)

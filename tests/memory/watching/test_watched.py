@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bytescope import memory
 from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_record
@@ -49,6 +50,7 @@ def test_a_loop_runs_as_without_and_is_compared_each_n_calls(watch, told, monkey
         return step(state, batch)
 
     plain, run = jax.jit(step), watch(counted, every=3, donate_argnums=0)
+    assert isinstance(run, memory.Watched)
     (state, batch), (other, _) = arguments(), arguments()
     for _ in range(7):
         old = state

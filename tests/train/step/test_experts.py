@@ -95,14 +95,17 @@ def batch_of(program):
     return {name: jnp.asarray(x) for name, x in batch.items()}
 
 
-def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens():
-    program = small_program({**MIXTURE, "loss.balance": 0.5})
+@pytest.mark.parametrize("layers", [{}, {"loss.balance_layers": "pooled"}], ids=["separate", "pooled"])
+def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens(layers):
+    """The pooled loss is one value for all layers; tests/train/weights/test_mixtures.py has it by transformers."""
+    program = small_program({**MIXTURE, "loss.balance": 0.5, **layers})
     batch, params = batch_of(program), first_state(program).params
     objective, (loss, load) = jax.jit(program.parts.loss)(params, batch, None)
     tokens = (batch["targets"] >= 0).sum()
     wanted = loss + (0.5 * load.balance.mean() + 1e-3 * load.router_z.mean()) * tokens
     np.testing.assert_allclose(objective, wanted, rtol=1e-6)
     assert load.counts.shape == (2, 8) and objective > loss
+    assert (load.balance[0] == load.balance[1]) == bool(layers)
 
 
 def step_on_examples(overrides, devices, rows):

@@ -8,6 +8,7 @@ import pytest
 
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.seconds import step_schedule
+from bytescope.train import cli
 from bytescope.train.plan.validation import validation_result, validation_runs
 from bytescope.train.plan.validation.measured_rows import Row
 
@@ -99,6 +100,15 @@ def test_a_program_is_compiled_once(tmp_path):
     assert validation_runs.finished(rows, Factory(), tmp_path) == (first.programs, first.answers)
     changed = dataclasses.replace(rows[0], overrides={"train.seed": "3"})
     assert validation_runs.run([changed, rows[1]], Factory(), tmp_path).compiled == 1
+
+
+def test_the_command_scores_rows_of_a_published_set(tmp_path, capsys):
+    """Answered without a compile; then no row is asked for."""
+    words = ["validate", "--set=jax", "--gpus=8", f"--folder={tmp_path}", f"--json={tmp_path / 'v.json'}"]
+    assert cli.main(words) == 0
+    assert Pool.asked and json.loads((tmp_path / "v.json").read_text())["rows"]
+    assert capsys.readouterr().out
+    assert cli.main(["validate", "--gpus=7", f"--folder={tmp_path}"]) == 2
 
 
 def test_small_programs_come_first(tmp_path):

@@ -1,8 +1,41 @@
-"""The parts of `jax.stages` that this package uses, as protocols: other libraries wrap the stages in their classes."""
+"""The parts of jax's devices and stages that this package uses, as protocols.
+
+jax declares no types for its devices, and other libraries wrap its stages in their own classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+
+class JaxDevice(Protocol):
+    """A device, as `jax.Device`; `coords` is of TPUs only, `memory_stats()` is None for CPUs."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+    @property
+    def local_hardware_id(self) -> int | None: ...
+
+    @property
+    def coords(self) -> Sequence[int]: ...
+
+    @property
+    def client(self) -> Any: ...
+
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+    def addressable_memories(self) -> Sequence[Any]: ...
 
 
 class CompiledStage(Protocol):
