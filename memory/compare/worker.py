@@ -95,7 +95,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "tokens_per_update": program.tokens_per_update,
     }
     if job["measure"]:
-        if program.measure is None or compilation.compiled is None:
+        if program.measure is None:
             raise ReportError(f"--measure: {program.name} is not a step that can be run here")
         row["measured"] = dict(program.measure(compilation))
     return row

@@ -32,7 +32,20 @@ NAMES = (
     "diff live load plan_remat target targets watch"
 )
 # The flags of the run in run.tar.gz, but for its steps.
-RUN_FLAGS = ["--config.model.n_layers=1", "--config.model.d_model=8", "--config.model.n_heads=1", "--config.model.n_kv_heads=1", "--config.model.d_ff=16", "--config.data.seq_len=16", "--config.batch.micro=2", "--config.batch.accumulation=1", "--config.data.source=text.txt", "--config.train.cache_dir=none", "--config.train.eval_every=0", "--config.train.sample_tokens=0", "--config.train.checkpoint_every=2", "--config.train.keep=1", "--config.train.log_every=1"]
+KEYS = {
+    "model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 16},
+    "data": {"seq_len": 16, "source": "text.txt"},
+    "batch": {"micro": 2, "accumulation": 1},
+    "train": {
+        "cache_dir": "none",
+        "eval_every": 0,
+        "sample_tokens": 0,
+        "checkpoint_every": 2,
+        "keep": 1,
+        "log_every": 1,
+    },
+}
+RUN_FLAGS = [f"--config.{group}.{key}={value}" for group, keys in KEYS.items() for key, value in keys.items()]
 
 
 @pytest.fixture
@@ -64,10 +77,12 @@ def test_a_policy_that_was_pickled_by_an_earlier_version_loads():
     assert type(policy) is memory.RematPolicy and callable(policy) and policy.lost == ""
 
 
-def test_a_run_that_an_earlier_version_began_goes_on(run_directory, monkeypatch, capsys):
-    monkeypatch.chdir(run_directory.parent)
-    assert cli.main(["train", "tiny", *RUN_FLAGS, "--config.train.steps=6", "--workdir=run", "--extend"]) == 0
-    assert "resumed at step 4" in capsys.readouterr().out
+def test_a_run_that_an_earlier_version_began_goes_on(run_directory):
+    """In a process of its own, with one device as that run had."""
+    environ = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-m", "bytescope.train", "tiny", *RUN_FLAGS, "--config.train.steps=6", "--workdir=run"]
+    done = subprocess.run([*command, "--extend"], cwd=run_directory.parent, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and "resumed at step 4" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert list(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[4] + 0.1

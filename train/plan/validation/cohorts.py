@@ -66,10 +66,8 @@ def _by(scored: Iterable[Scored], key: Callable[[Row], str]) -> list[Cohort]:
 
 
 def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
-    seconds, held = (
-        [(_program(one), ratio) for one in some if (ratio := of(one))]
-        for of in (lambda one: one.ratio, lambda one: one.bytes_ratio)
-    )
+    seconds = [(_program(one), one.ratio) for one in some if one.ratio]
+    held = [(_program(one), one.bytes_ratio) for one in some if one.bytes_ratio]
     return Cohort(
         name,
         len(seconds),
