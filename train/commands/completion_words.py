@@ -10,7 +10,8 @@ The value of a flag, a key or a place has a kind, in one word or several:
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.commands.arguments import OldFlag
 
@@ -137,7 +138,7 @@ def _keys() -> dict[str, str]:
     from bytescope.train.program.checks import CHOICES, OF_THE_MODEL
     from bytescope.train.program.config_files import flatten
 
-    tables: dict[str, Iterable[str]] = {
+    tables: dict[str, Any] = {
         **CHOICES,
         **OF_THE_MODEL,
         **{f"xla.{key}": rows for key, rows in TABLE.items()},

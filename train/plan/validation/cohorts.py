@@ -78,7 +78,7 @@ def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
         len(held),
         len(dict(held)),
         " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
-        tuple(share_within(held, within) for within in BYTES_WITHIN.values()) if held else (),
+        tuple(share_within(held, within) or 0.0 for within in BYTES_WITHIN.values()) if held else (),
         share_within(held, (0.0, 1.0)),
         median(held),
         *_ends(held),
