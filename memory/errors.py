@@ -143,6 +143,17 @@ def in_one_line(text: str) -> str:
     return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def one_line(error: BaseException | str, most: int = 120) -> str:
+    """Returns an error's message as one line of at most `most` characters; a longer one is cut after a word, and ends
+    with "..."."""
+    text = " ".join(str(error).split())
+    if len(text) <= most:
+        return text
+    kept = text[: most - len("...")]
+    words = kept.rpartition(" ")[0]
+    return f"{words if len(words) > most // 2 else kept}..."  # cuts inside a word only if it is that long
+
+
 def exit_code_of(error: BaseException) -> int | None:
     """Prints `error: ...` to stderr and returns the exit code, for what a user can mend: errors with an `exit_code`,
     and files that the system refuses. None, and nothing printed, for any other error."""

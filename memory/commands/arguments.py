@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, one_of, remedy_for
 from bytescope.memory.files import write_whole
@@ -53,7 +53,7 @@ class OldFlag(argparse.Action):
             dest,
             renamed.nargs,
             default=argparse.SUPPRESS,
-            type=renamed.type,
+            type=cast("Callable[[str], Any] | None", renamed.type),
             choices=renamed.choices,
             help=argparse.SUPPRESS,
             metavar=renamed.metavar,

@@ -99,7 +99,7 @@ def make_jobs(
     Raises:
       ValueError: the factory's, for an unknown key, a value of the wrong type or one that is in no table.
     """
-    factory, found = jobs.factory, {}
+    factory, found = jobs.factory, dict[str, worker_pool.Job]()
     for combination in grids.expand(asked):
         target = combination.get(TARGET, args.target).strip().lower()
         chosen = factory.spell_out(combination, fixed)

@@ -73,4 +73,5 @@ def _names(before: str, after: str) -> tuple[str, str]:
     paths = Path(before), Path(after)
     if paths[0].name != paths[1].name:
         return paths[0].name, paths[1].name
-    return tuple(str(Path(path.absolute().parent.name) / path.name) for path in paths)
+    first, second = (str(Path(path.absolute().parent.name) / path.name) for path in paths)
+    return first, second

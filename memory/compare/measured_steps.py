@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.errors import ReportError
 
 # Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
 _WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
@@ -40,12 +41,14 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
     """Measures the step of a user's program, its arguments being zeros. What a call donates is made again before the
     next one, off the clock.
 
-    tokens: of an update, None where that is not known.
+    tokens: of an update, None where that is not known. Raises ReportError for a program without an executable.
     """
     import jax
     import jax.numpy as jnp
 
     compiled = compilation.compiled
+    if compiled is None:
+        raise ReportError("--measure: the program is no step that can be run here")
     infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
     places = jax.tree.leaves(compiled.input_shardings)
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare.program_factory import ProgramFactory, load_factory
-from bytescope.memory.errors import ReportError, message_of
-from bytescope.memory.records import report_json
+from bytescope.memory.errors import ReportError, message_of, one_line
 
 if TYPE_CHECKING:
     from bytescope.memory.records.report_record import ReportRecord
@@ -95,7 +94,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "tokens_per_update": program.tokens_per_update,
     }
     if job["measure"]:
-        if program.measure is None or compilation.compiled is None:
+        if program.measure is None:
             raise ReportError(f"--measure: {program.name} is not a step that can be run here")
         row["measured"] = dict(program.measure(compilation))
     return row
@@ -135,7 +134,7 @@ def flops_of(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, flo
 def status_of(error: BaseException, most: int = 300) -> str:
     """An error as a row's status: one line of at most `most` characters, with its type unless a user can mend it."""
     text = message_of(error) or type(error).__name__
-    return report_json.one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", most)
+    return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", most)
 
 
 def _forget() -> None:

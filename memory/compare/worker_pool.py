@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.compare import row_cache
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import simulate_devices
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target

@@ -21,10 +21,9 @@ from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
 from bytescope.memory.jaxprs import bodies, opened
-from bytescope.memory.records.report_json import one_line
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
-from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.errors import ReportError, did_you_mean, one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
-from bytescope.memory.records.report_json import one_line
 
 if TYPE_CHECKING:
     import jax

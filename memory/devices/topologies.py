@@ -11,9 +11,8 @@ from typing import Any
 from bytescope.memory.devices.chips import CUDA_13_FROM, Chip, target_config
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.platform import accelerator
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
-from bytescope.memory.records.report_json import one_line
 
 # The CUDA plugins of jax that can compile for a described GPU, and the CUDA version each describes.
 CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}

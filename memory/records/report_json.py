@@ -93,14 +93,3 @@ def read_item(record: type[Record], value: Any) -> Record:
         if not _KINDS[str(known[name].type)](v):
             raise TypeError(f"{record.__name__}.{name} is {v!r:.40}")
     return record(**fields)
-
-
-def one_line(error: BaseException | str, most: int = 120) -> str:
-    """Returns an error's message as one line of at most `most` characters; a longer one is cut after a word, and ends
-    with "..."."""
-    text = " ".join(str(error).split())
-    if len(text) <= most:
-        return text
-    kept = text[: most - len("...")]
-    words = kept.rpartition(" ")[0]
-    return f"{words if len(words) > most // 2 else kept}..."  # cuts inside a word only if it is that long

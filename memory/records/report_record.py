@@ -51,7 +51,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError, check_readable
+from bytescope.memory.errors import ReportError, check_readable, one_line
 from bytescope.memory.records.buffer_records import (
     CARD,
     CATEGORIES,
@@ -66,7 +66,7 @@ from bytescope.memory.records.buffer_records import (
     TimelinePoint,
 )
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records.report_json import is_count, is_number, one_line, parse, plain, read_item
+from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json

@@ -42,8 +42,9 @@ class ProgressBar:
 
     def show(self, done: int, total: int | None, doing: str | None = None) -> None:
         """Shows how much of `total` is done, None where that is not known; `doing`: another word before the bar."""
-        changed = {} if doing is None else {"doing": doing}
-        self._bar.update(self._task, completed=done, total=total, **changed)
+        self._bar.update(self._task, completed=done, total=total)
+        if doing is not None:
+            self._bar.update(self._task, doing=doing)
 
     def advance(self, amount: int) -> None:
         """Adds to what is done."""

@@ -16,9 +16,9 @@ from bytescope.memory.errors import (
     exit_code_of,
     in_one_line,
     nearest,
+    one_line,
     remedy_for,
 )
-from bytescope.memory.records.report_json import one_line
 from bytescope.memory.seconds import rates
 
 pytestmark = pytest.mark.quick

@@ -25,7 +25,7 @@ import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.checkpoints.workdir import CHECKPOINTS

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
 from bytescope.train.checkpoints.workdir import CHECKPOINTS, Identity, recorded, require_utf8
 from bytescope.train.launch.failures import keep_library_log

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.train.launch.lock import LOCK, take
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.program.config_files import flatten

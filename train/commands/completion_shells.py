@@ -225,8 +225,8 @@ def _quoted(words: str) -> str:
 def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
     """The tables as functions: `function` writes one that prints what a pattern of its arguments has."""
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
-    for command, flags in words.flags.items():
-        values |= {f"{command} {flag}": kind for flag, kind in flags.items() if kind is not None}
+    for command, kinds in words.flags.items():
+        values |= {f"{command} {flag}": kind for flag, kind in kinds.items() if kind is not None}
     values["* --config.*"] = NOTHING
     groups = dict.fromkeys(key.rpartition(".")[0] for key in words.keys)
     keys = {
@@ -245,7 +245,7 @@ def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> 
         )
         for command, row in words.flags.items()
     }
-    places = {f"{command} {place}": kind for command, kinds in words.places.items() for place, kind in enumerate(kinds)}
+    places = {f"{command} {place}": kind for command, row in words.places.items() for place, kind in enumerate(row)}
     return "".join(
         (
             function("commands", {"*": " ".join(words.commands)}),

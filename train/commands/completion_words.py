@@ -11,6 +11,7 @@ The value of a flag, a key or a place has a kind, in one word or several:
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.commands.arguments import OldFlag
 
@@ -137,7 +138,11 @@ def _keys() -> dict[str, str]:
     from bytescope.train.program.checks import CHOICES, OF_THE_MODEL
     from bytescope.train.program.config_files import flatten
 
-    tables = {**CHOICES, **OF_THE_MODEL, **{f"xla.{key}": rows for key, rows in TABLE.items()}}
+    tables: dict[str, Any] = {
+        **CHOICES,
+        **OF_THE_MODEL,
+        **{f"xla.{key}": rows for key, rows in TABLE.items()},
+    }
     found = {}
     for key, value in flatten(base.get_config()).items():
         if key in tables:

@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (_, _, _, summary) in KINDS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
     for flag, part in (EXPERTS | LATENT).items():
-        kind = {"action": "store_const", "const": True} if part.kind is bool else {"type": part.kind, "metavar": "N"}
-        parser.add_argument(f"--{flag}", help=f"with --params: {part.summary}", **kind)
+        if part.kind is bool:
+            parser.add_argument(f"--{flag}", action="store_const", const=True, help=f"with --params: {part.summary}")
+        else:
+            parser.add_argument(f"--{flag}", type=part.kind, metavar="N", help=f"with --params: {part.summary}")
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
     for old, now in (("width", "d-model"), ("head-width", "d-head"), ("mlp-width", "d-ff"), ("sequence", "length")):
@@ -210,14 +212,14 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
     Raises ReportError for what belongs to adapters where there are none.
     """
     rank = number(vars(args), "lora-rank", 0)
-    if rank == 0 or (rank is None and given is None):
+    if not rank and (rank == 0 or given is None):
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
                 raise ReportError(
                     f"--{flag.replace('_', '-')}={getattr(args, flag)} without adapters: give --lora-rank=16 too"
                 )
         return None
-    start = given or Adapters(rank)
+    start = given or Adapters(rank or 0)
     targets = start.targets
     if args.lora_targets is not None:
         targets = tuple(name.strip() for name in args.lora_targets.split(","))

@@ -123,7 +123,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     from bytescope.train.weights.families import FAMILIES
 
     folder = began_from(run)
-    raw = config_json(run.config.model.to_dict(), folder and folder.config)
+    raw = config_json(run.config.model.to_dict(), folder.config if folder else None)
     model = ModelConfig.from_dict(run.config.model)
     if merge and not run.config.lora.rank:
         raise UserError(f"--merge: {run.workdir} has no adapters (lora.rank=0): leave it out")
@@ -136,8 +136,8 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
     (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    tokenizer_files.write_text_files(out, text, run.config, folder and folder.path)
-    tokenizer_files.write_generation_config(out, raw, folder and folder.path)
+    tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
+    tokenizer_files.write_generation_config(out, raw, folder.path if folder else None)
     files = Files(out, planned, shard_bytes)
     with progress(files.nbytes, "writing weights", "bytes") as bar:
         for tensor, pieces in tensors.arrays(planned, parameters, model):

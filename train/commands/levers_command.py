@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     require_config(args)
     stages, target = levers.choose(args.savings), args.target.strip().lower()
     check(args, [target])
-    jobs_of, refused = Jobs(FACTORY), {}
+    jobs_of, refused = Jobs(FACTORY), dict[str, str]()
     fixed = {CONFIG: args.config, **dict(args.overrides)}
     config = FACTORY.resolve(fixed)
     FACTORY.check(fixed)

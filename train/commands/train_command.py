@@ -1,11 +1,16 @@
 """bytescope train: trains a transformer; its memory is known before the first step."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.train.user_errors import UserError
+
+if TYPE_CHECKING:
+    from bytescope.memory.commands.arguments import Parser
 
 DESCRIPTION = """\
 trains a transformer; its memory is known before the first step.
@@ -19,7 +24,7 @@ exit codes: 0 done, or saved at the first Ctrl-C; 2 mistake, 3 does not fit,
 4 non-finite loss, 5 process lost, 130 ended by a second Ctrl-C"""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of the command."""
     from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora

@@ -22,6 +22,7 @@ from bytescope.memory.view.progress_bar import progress
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.validation.measured_rows import Row
 from bytescope.train.plan.validation.published_sets import SETS
+from bytescope.train.plan.validation.validation_result import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +129,7 @@ def _is_asked(row: Row, counts: frozenset[int], text: str) -> bool:
     return (not counts or row.gpus in counts) and text.lower() in named
 
 
-def _finish(args: argparse.Namespace, found: object) -> None:
+def _finish(args: argparse.Namespace, found: Result) -> None:
     """Prints the scores and writes the files."""
     from bytescope.train.plan.validation import validation_text
 

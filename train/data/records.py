@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.train.user_errors import UserError
 
 # What `datasets.save_to_disk` writes: of one data set, and of several by split.

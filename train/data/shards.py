@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.records.report_json import one_line, parse
+from bytescope.memory.errors import one_line
+from bytescope.memory.records.report_json import parse
 from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
 from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bytescope.memory.devices.compiler_log import REDIRECTING
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.train.data.long_texts import encode_long
 from bytescope.train.user_errors import UserError
 

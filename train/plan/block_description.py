@@ -42,7 +42,7 @@ def describe_block(program: Program) -> Block:
 
     # Of each of its layers a stage keeps what the schedule has it keep for several micro-batches at once.
     held = Fraction(1)
-    if program.stages:
+    if program.stages and program.schedule:
         rows = next(one for one in program.stages.stacks if one.stack == BLOCKS)
         held = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
     kept_together = {"context": AROUND_KERNEL} if program.kernel[0] == "cudnn" else {}

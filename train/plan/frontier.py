@@ -204,10 +204,10 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
 def less(points: Sequence[Point]) -> dict[str, float | None]:
     """The share that the points together save over the best fixed policies, of seconds and of FLOPs; None where
     nothing is known."""
-    known = [point for point in points if point.fixed is not None]
+    known = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
 
     def share(field: str) -> float | None:
-        pairs = [(getattr(point.row, field), getattr(point.fixed.row, field)) for point in known]
+        pairs = [(getattr(row, field), getattr(fixed, field)) for row, fixed in known]
         if not pairs or any(value is None for pair in pairs for value in pair):
             return None
         ours, theirs = map(sum, zip(*pairs))

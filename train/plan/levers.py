@@ -177,7 +177,7 @@ def climb(
         given: keys of the command line. No level changes them, so a stage that sets one is left out.
         refused: stage -> why the config cannot run with it.
     """
-    given, left_out, levels = set(given), {}, []
+    given, left_out, levels = set(given), dict[str, str](), list[Level]()
     keys = {key: text for key, text in BASELINE.items() if key in config and key not in given}
     for name in stages:
         adds = STAGES[name].adds

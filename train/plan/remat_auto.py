@@ -205,6 +205,7 @@ def _decide(
         )
     found = agree(found)
     if found is None:
+        assert outcome.tightest is not None  # a plan was compiled
         least = outcome.tightest.compiled.allocated_bytes
         full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
         raise DoesNotFit(

@@ -44,7 +44,8 @@ def peaks(program: Program) -> dict[str, int]:
 def _own(lowered: jax.stages.Lowered) -> int:
     """Temporaries and results of a program, bytes on one device."""
     with kept_back():
-        return stats_of(lowered.compile()).own_bytes
+        stats = stats_of(lowered.compile())
+    return stats.own_bytes if stats else 0
 
 
 def _init(program: Program) -> Iterator[int]:

@@ -38,7 +38,7 @@ class Grid:
         schedule = self._schedule
         head = len(f"stage {schedule.stages - 1}  ")
         room = max(options.max_width - head, 8)
-        ticks, cut = range(schedule.ticks), schedule.ticks > room
+        ticks, cut = list(range(schedule.ticks)), schedule.ticks > room
         if cut:
             left = (room - 1) // 2
             ticks = [*range(left), *range(schedule.ticks - (room - 1 - left), schedule.ticks)]
@@ -54,7 +54,8 @@ class Grid:
 
     def _mark(self, tick: int, stage: int) -> tuple[str, str]:
         tables = (self._schedule.forward, self._schedule.backward, self._schedule.weights)
-        return MARKS[tuple(bool(table[tick, stage, 0] != IDLE) for table in tables)]
+        forward, backward, weights = (bool(table[tick, stage, 0] != IDLE) for table in tables)
+        return MARKS[forward, backward, weights]
 
 
 def share(value: float | Fraction) -> str:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.config_keys import TRAIN_STEPS
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.records import report_record
-from bytescope.memory.records.report_json import one_line
 
 CONFIG, METRICS, MEMORY, PROFILE, PAGE = (
     "config.json",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.run.tensorboard import summary

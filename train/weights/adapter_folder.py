@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
 from bytescope.train.user_errors import UserError

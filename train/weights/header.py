@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.train.user_errors import UserError
 
 # Bytes of an element by the format's name of a dtype.

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from bytescope.memory.errors import remedy_for
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line, remedy_for
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.model.quantized.groups import SIZES
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import one_line
 from bytescope.model import ModelConfig
 from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.train.user_errors import UserError

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import check_readable
-from bytescope.memory.records.report_json import one_line
+from bytescope.memory.errors import check_readable, one_line
 from bytescope.train.data.examples import renderer
 from bytescope.train.data.examples.content import Chat
 from bytescope.train.data.records import Malformed, text_of

@@ -160,7 +160,7 @@ class Space:
         a host, and stages. Those that cannot have the batch are left out."""
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
-        hosts, found = self.n_devices // self.per_host, [{}]
+        hosts, found = self.n_devices // self.per_host, list[Keys]([{}])
         found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1"})
         if hosts > 1:
             found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts), MESH_FSDP: str(self.per_host)})

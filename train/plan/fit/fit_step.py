@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,9 +39,9 @@ class Step:
         return self.answer["status"] == "ok"
 
     @property
-    def seconds(self) -> float | None:
-        """Per update, predicted; None for a variant that cannot run."""
-        return self.prediction.seconds if self.prediction else None
+    def seconds(self) -> float:
+        """Per update, predicted; infinite for a variant that cannot run."""
+        return self.prediction.seconds if self.prediction else math.inf
 
     @property
     def spread(self) -> tuple[float | None, float | None]:
@@ -70,7 +71,7 @@ class Step:
             "what": self.what,
             "keys": dict(self.keys),
             **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
-            "predicted_seconds": self.seconds,
+            "predicted_seconds": self.seconds if self.prediction else None,
             "predicted_seconds_low": low,
             "predicted_seconds_high": high,
             "fits": self.fits,

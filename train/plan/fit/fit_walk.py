@@ -206,7 +206,7 @@ class Walk:
         return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
 
     def _recompute_seconds(self, step: Step) -> float:
-        return step.prediction.by_phase.get("recompute", 0.0)
+        return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
     def _update_saved_share(self, full: Step, plan: Step) -> None:
         """Learns from a plan that recomputes nothing what share of `full`'s recomputation time that saved: keeping
@@ -261,7 +261,8 @@ class Walk:
             return None
         chosen = {**keys, **found.plan.keys()}
         step = next(step for step in self.steps if step.keys == chosen)
-        of_best = [tried.plan for tried in search.tried.values() if {**keys, **tried.plan.keys()} == self.best.keys]
+        best = self.best.keys if self.best else None
+        of_best = [tried.plan for tried in search.tried.values() if {**keys, **tried.plan.keys()} == best]
         if of_best:
             self._search, self._plan = search, of_best[0]
         full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
@@ -285,15 +286,15 @@ class Walk:
     def _neighbours(self) -> None:
         """Tries plans that keep one more name than the best; goes on from there if one fits and is faster."""
         for _ in range(MOST_NEIGHBOURS):
-            before = self.best
-            if self._search is None or not self._plan.keys().items() <= self.best.keys.items():
+            before, plan = self.best, self._plan
+            if self._search is None or plan is None or before is None or not plan.keys().items() <= before.keys.items():
                 return
-            self._try_one_more_name(self._search, self._plan)
+            self._try_one_more_name(self._search, plan, before)
             if self.best is before:
                 return
 
-    def _try_one_more_name(self, search: Search, plan: Plan) -> None:
-        keys = {key: text for key, text in self.best.keys.items() if not key.startswith(REMAT)}
+    def _try_one_more_name(self, search: Search, plan: Plan, best: Step) -> None:
+        keys = {key: text for key, text in best.keys.items() if not key.startswith(REMAT)}
         block, rates = search.problem.block, search.problem.rates
         more = []
         for name in block.names:

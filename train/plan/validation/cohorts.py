@@ -66,10 +66,8 @@ def _by(scored: Iterable[Scored], key: Callable[[Row], str]) -> list[Cohort]:
 
 
 def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
-    seconds, held = (
-        [(_program(one), ratio) for one in some if (ratio := of(one))]
-        for of in (lambda one: one.ratio, lambda one: one.bytes_ratio)
-    )
+    seconds = [(_program(one), one.ratio) for one in some if one.ratio]
+    held = [(_program(one), one.bytes_ratio) for one in some if one.bytes_ratio]
     return Cohort(
         name,
         len(seconds),
@@ -80,7 +78,7 @@ def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
         len(held),
         len(dict(held)),
         " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
-        tuple(share_within(held, within) for within in BYTES_WITHIN.values()) if held else (),
+        tuple(share_within(held, within) or 0.0 for within in BYTES_WITHIN.values()) if held else (),
         share_within(held, (0.0, 1.0)),
         median(held),
         *_ends(held),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -34,8 +35,7 @@ LARGEST = 512
 def facts(name: str) -> list[Fact]:
     """The measured rows of a set, in the order of its table; a row's id is its number there."""
     table = resources.files("bytescope.train.plan.validation") / "data" / f"{name}.csv"
-    with table.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
 
 
 def shape(fact: Fact) -> dict[str, str]:

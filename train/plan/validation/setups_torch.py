@@ -118,7 +118,7 @@ def _fms(fact: Fact) -> Setup:
     if int(fact["n_gpus"]) % _PER_HOST:
         return "part of a host"
     layers, width, heads, mlp = _LLAMA2[fact["model"]]
-    stated = fact | {
+    stated = dict(fact) | {
         "layers": f"{layers}",
         "hidden": f"{width}",
         "heads": f"{heads}",

@@ -74,9 +74,8 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
             continue
         scored.append(dataclasses.replace(scored_of(row, answer, found), program=runs.programs.get(row.id, "")))
         rates.append(found.rates)
-    versions = next(
-        (answer.get("versions", {}) for key, answer in runs.answers.items() if key not in runs.elsewhere), {}
-    )
+    here = (answer for key, answer in runs.answers.items() if key not in runs.elsewhere)
+    versions: Mapping[str, str] = next((answer.get("versions", {}) for answer in here), {})
     return Result(
         name,
         tuple(scored),

@@ -53,8 +53,9 @@ class Scored:
     @property
     def bytes_ratio(self) -> float | None:
         """Our allocated bytes over the measured ones; None where they are not compared."""
-        both = self.allocated_bytes and self.row.measured_bytes and not self.row.bytes_reason
-        return self.allocated_bytes / self.row.measured_bytes if both else None
+        if not self.allocated_bytes or not self.row.measured_bytes or self.row.bytes_reason:
+            return None
+        return self.allocated_bytes / self.row.measured_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +128,10 @@ def groups(scored: Iterable[Scored]) -> list[Group]:
 def _group(model: str, gpus: int, some: Sequence[Scored], all_stages: Sequence[Scored]) -> Group:
     """all_stages: of a group with stages, the runs of the model on as many GPUs with any number of them."""
     timed = [one for one in some if one.ratio]
-    ratios = sorted(one.ratio for one in timed)
-    free = [one.ratio for one in timed if not one.row.host_bound]
+    ratios = sorted(one.ratio or 0.0 for one in timed)
+    free = [one.ratio or 0.0 for one in timed if not one.row.host_bound]
     sized = [one.bytes_ratio for one in some if one.bytes_ratio]
-    measured = [one.row.measured_seconds for one in timed]
+    measured = [one.row.measured_seconds or 0.0 for one in timed]
     return Group(
         model,
         gpus,
@@ -167,8 +168,8 @@ def pairs_of(timed: Sequence[Scored], across: bool = False) -> Pairs:
     `across` different numbers of them."""
     apart: list[tuple[float, float, float]] = []  # (factor between them, by prediction, by tensor)
     for one, other in itertools.combinations(timed, 2):
-        fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds)
-        factor = slow.row.measured_seconds / fast.row.measured_seconds
+        fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds or math.inf)
+        factor = (slow.row.measured_seconds or math.inf) / (fast.row.measured_seconds or math.inf)
         if factor > APART and (one.row.stages != other.row.stages) == across:
             apart.append(
                 (
@@ -202,4 +203,4 @@ def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
 
 def worst(scored: Iterable[Scored], most: int = 10) -> list[Scored]:
     """The rows whose prediction is furthest from what was measured, by the logarithm of the ratio."""
-    return sorted((one for one in scored if one.ratio), key=lambda one: -abs(math.log(one.ratio)))[:most]
+    return sorted((one for one in scored if one.ratio), key=lambda one: -abs(math.log(one.ratio or 1.0)))[:most]

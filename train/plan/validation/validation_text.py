@@ -184,7 +184,7 @@ def _order(found: Result) -> RenderableType | None:
 
 def _across(found: Result) -> RenderableType | None:
     """The order of runs that differ in their stages."""
-    groups = [group for group in found.groups if group.across and group.across.count]
+    groups = [(group, group.across) for group in found.groups if group.across and group.across.count]
     if not groups:
         return None
     table = FigureTable(
@@ -197,8 +197,8 @@ def _across(found: Result) -> RenderableType | None:
         figure("right"),
         figure("by tensor"),
     )
-    for group in groups:
-        table.add(group.model, str(group.gpus), *_pairs(group.across))
+    for group, across in groups:
+        table.add(group.model, str(group.gpus), *_pairs(across))
     return Group(Prose("order across numbers of stages, none among them:"), table)
 
 
@@ -305,13 +305,13 @@ def _reasons(found: Result) -> RenderableType | None:
     low, high = validation_score.WITHIN
     by_reason: dict[str, list[Scored]] = {}
     for one in validation_score.worst(found.scored, len(found.scored)):
-        if not low <= one.ratio <= high:
+        if one.ratio and not low <= one.ratio <= high:
             by_reason.setdefault(one.row.differs or "no reason is known", []).append(one)
     if not by_reason:
         return None
     lines: list[RenderableType] = [Text("likely reasons of what is more than 15 % away", style="bold")]
     for why, some in sorted(by_reason.items(), key=lambda each: -len(each[1])):
-        ratios = [one.ratio for one in some]
+        ratios = [one.ratio for one in some if one.ratio]
         models = ", ".join(sorted({f"{one.row.model} on {one.row.gpus}" for one in some})[:4])
         between = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(some) > 1 else f"{ratios[0]:.2f}"
         lines.append(Prose(f"{len(some)}: {one_line(why)} ({between}; {one_line(models)})"))
