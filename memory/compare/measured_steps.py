@@ -52,18 +52,18 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
     infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
     places = jax.tree.leaves(compiled.input_shardings)
 
-    def zeros(number: int) -> Any:
-        info, place = infos[number], places[number]
+    def make_zeros(info: Any, place: Any) -> Callable[[], Any]:
         if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jnp.broadcast_to(jax.random.key(0), info.shape), place)
-        return jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=place)()
+            return lambda: jax.device_put(jnp.broadcast_to(jax.random.key(0), info.shape), place)
+        return jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=place)
 
-    arrays = [zeros(number) for number in range(len(infos))]
+    zeros = [make_zeros(info, place) for info, place in zip(infos, places)]  # each is compiled once
+    arrays = [make() for make in zeros]
 
     def update() -> float:
         for number, info in enumerate(infos):
             if info.donated:
-                arrays[number] = zeros(number)
+                arrays[number] = zeros[number]()
         jax.block_until_ready(arrays)
         args, kwargs = jax.tree.unflatten(tree, arrays)
         began = time.perf_counter()

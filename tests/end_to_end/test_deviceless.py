@@ -42,9 +42,8 @@ def test_fsdp_reduce_scatters_gradients_and_gathers_no_whole_stack():
     assert gathers and not any(whole in line.split("all-gather")[0] for line in gathers)
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "gib"), [("llama_8b", "h100:8", 24), *exhaustive(("llama_405b", "h100:64x8", 66))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "target", "gib"), [("llama_8b", "h100:8", 24), ("llama_405b", "h100:64x8", 66)])
 def test_shipped_meshes_fit_where_they_should(name, target, gib):
     config = load(name)
     program = build(config, targets.parse(target).devices())

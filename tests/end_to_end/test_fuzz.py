@@ -18,6 +18,7 @@ def prepared():
     prepare()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", READERS)
 def test_damage_is_answered_or_refused(name, tmp_path):
     found, failures = harness.run(READERS[name], tmp_path, seed=16, count=READERS[name].count)

@@ -90,6 +90,7 @@ def test_rows_are_told_by_shape_and_scope():
     assert rule.empty_expert_rows(dataclasses.replace(made(found), config={}), NOTHING) is None
 
 
+@pytest.mark.exhaustive
 def test_the_remedy_frees_what_it_says(monkeypatch):
     """Compiled: rows of the never-dropping exchange, and those of twice the mean."""
     monkeypatch.setattr(rule, "TOY", 0)

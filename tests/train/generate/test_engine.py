@@ -28,7 +28,7 @@ LONGER = {"max_position_embeddings": 128}
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *exhaustive("gpt2", "qwen2", "qwen3_moe", "gemma2")])
+@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2", "qwen2", "qwen3_moe", "gemma2", "deepseek_v3")])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     import torch
 
@@ -108,9 +108,10 @@ def requests(count, rng, longest=40, most=12, vocab=64):
     return found
 
 
-def test_a_thousand_answers_are_what_they_are_alone():
+@pytest.mark.parametrize("count", [150, *exhaustive(1000)])
+def test_many_answers_are_what_they_are_alone(count):
     rng = random.Random(0)
-    asked = requests(1000, rng)
+    asked = requests(count, rng)
     engine = random_engine({"model.n_layers": 1}, pages=14, sequences=8)
     running = [engine.submit(one) for one in asked]
     for_room, by_chance = 0, 0
@@ -121,7 +122,7 @@ def test_a_thousand_answers_are_what_they_are_alone():
         if engine.running and rng.random() < 0.1:
             engine.preempt(rng.choice(engine.running))
             by_chance += 1
-    assert for_room > 50 and by_chance > 100 and engine.pages.reused > 1000 and engine.pages.used == 0
+    assert for_room > count / 20 and by_chance > count / 10 and engine.pages.reused > count and engine.pages.used == 0
     single = random_engine({"model.n_layers": 1}, pages=14, sequences=1)
     assert [list(one.answer) for one in running] == alone(single, asked)
 

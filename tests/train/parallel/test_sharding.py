@@ -178,20 +178,30 @@ def state_bytes(program):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_is_divided_exactly(strategy):
-    """12 bytes a parameter of master and moments: all of it under ddp, a share of it under the others."""
+def count_parameters(program):
+    return sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+
+
+@pytest.fixture(scope="module")
+def scalars():
+    """Bytes of steps, counts and tallies, which are whole everywhere."""
     alone = small_program()
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(alone.state.params))
-    scalars = state_bytes(alone) - 12 * parameters  # steps, counts and tallies are whole everywhere
-    assert 0 < scalars < 64
+    found = state_bytes(alone) - 12 * count_parameters(alone)
+    assert 0 < found < 64
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_is_divided_exactly(strategy, scalars):
+    """12 bytes a parameter of master and moments: all of it under ddp, a share of it under the others."""
+    parameters = count_parameters(small_program())
     for data, fsdp in ((1, 8), (2, 4)):
         program = small_program({"mesh.strategy": strategy, "mesh.data": data, "mesh.fsdp": fsdp}, data * fsdp)
         ways = fsdp if STRATEGIES[strategy].stored else 1
         assert state_bytes(program) == 12 * parameters / ways + scalars
 
 
-def test_what_is_not_divided_is_biases_alone():
+def test_what_is_not_divided_is_biases_alone(scalars):
     """Biases of heads and MLP have no width to divide: whole under zero3, and the padding of the vocabulary shows."""
     program = small_program({"model.bias": True, "model.vocab_size": 63, "model.vocab_multiple": 8}, 8)
     names = {}
@@ -199,10 +209,8 @@ def test_what_is_not_divided_is_biases_alone():
         if leaf.sharding.shard_shape(leaf.shape) == leaf.shape:
             names[path[-1].key] = leaf.size
     assert set(names) == {"b_q", "b_k", "b_v", "b_up"}
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
     whole = sum(names.values())
-    bare = state_bytes(small_program()) - 12 * sum(leaf.size for leaf in jax.tree.leaves(small_program().state.params))
-    assert state_bytes(program) == 12 * ((parameters - whole) / 8 + whole) + bare
+    assert state_bytes(program) == 12 * ((count_parameters(program) - whole) / 8 + whole) + scalars
     assert program.state.params["w_token"].shape == (64, 32)
 
 
