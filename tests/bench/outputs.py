@@ -349,7 +349,7 @@ MEASURED_TEXT = [
     ("plans/compare*", r"(\s\d\.\d{3}\s+)\d+\.\d(?=\s|$)", r"\1<seconds>"),
     ("plans/compare*", r"comp s", "comp s"),  # the heading of that column
     ("plans/fit*", r"^ *\d+\.\d s  ", "<elapsed> "),
-    ("plans/fit*", r"programs compiled, [\d.]+ s", "programs compiled, <seconds>"),
+    ("plans/fit*", r"compiled, [\d.]+ s", "compiled, <seconds>"),
     ("plans/fit*", r"^search took [\d.]+ s", "search took <seconds>"),
 ]  # fmt: skip
 # (cases, file, JSON path): measured values in JSON; the path is a regular expression.
