@@ -15,6 +15,7 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
+from bytescope.memory.formulas.training_state import Optimizer, Precision
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
@@ -32,7 +33,7 @@ class Question:
     Fields:
         parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
         logit_tokens: tokens of a replica that have logits at once, None for all.
-        attention: of `transformer.ATTENTION`; precision, optimizer, offload: rows of the tables of `training_state`.
+        attention: of `transformer_formulas.ATTENTION`; offload: a row of `training_state.OFFLOAD`.
         mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
         the backward pass.
     """
@@ -41,9 +42,9 @@ class Question:
     model: Model
     layout: Layout = dataclasses.field(default_factory=Layout)
     sequence: int = 2048
-    batch: int = 1
-    precision: str = "mixed"
-    optimizer: str = "adamw"
+    batch: float = 1
+    precision: Precision = training_state.MIXED
+    optimizer: Optimizer = training_state.ADAM
     attention: str = "naive"
     logit_tokens: int | None = None
     mlp_tokens: int = 0
@@ -116,7 +117,7 @@ class Estimate:
             for policy, found in self.activations.items()
         }
         return {
-            "question": dataclasses.asdict(q),
+            "question": {**dataclasses.asdict(q), "precision": q.precision.name, "optimizer": q.optimizer.name},
             "parameters": {"total": q.parameters, "active": q.active},
             "model_flops": self.model_flops,
             "policies": policies,
@@ -128,7 +129,7 @@ class Estimate:
 def estimate(question: Question) -> Estimate:
     """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
     pipeline)."""
-    q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
+    q, layout, precision = question, question.layout, question.precision
     held = training_state.state_bytes(
         trained_parameters(q),
         fused_parameters(q.model),
@@ -209,7 +210,7 @@ def frozen_bytes(question: Question) -> float:
         transformer_formulas.table_count(q.model),
         q.layout,
         "params" in training_state.ZERO[q.layout.zero],
-        training_state.PRECISIONS[q.precision].activation,
+        q.precision.activation,
     )
 
 

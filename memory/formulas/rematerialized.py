@@ -128,56 +128,6 @@ UNREAD = frozenset(("q", "k", "kv_down", "k_rope", "attn_out", "mlp_out", "combi
 NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms", "combined": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
-# What jax.checkpoint's policies for products with weights keep.
-LATENTS = ("q_latent", "kv_latent", "k_rope")
-WEIGHT_PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
-EXPERT_PRODUCTS = ("expert_gate", "expert_up")
-# The first of an adapter's two products, which the gradient of the second reads.
-ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
-# What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
-SAVED = {
-    "full": (),
-    "selective": (
-        "attn_norm",
-        "q",
-        "k",
-        "q_rot",
-        "k_rot",
-        "v",
-        "context",
-        "lse",
-        "attn_out",
-        "attn_out_mask",
-        "mid",
-        "mlp_norm",
-        "gate",
-        "up",
-        "act",
-        "mlp_out",
-        "mlp_out_mask",
-        *LATENTS,
-        "router_logits",
-        "dispatched",
-        *EXPERT_PRODUCTS,
-        "expert_act",
-        "combined",
-        *ADAPTERS,
-    ),
-    "minimal": (
-        "q",
-        "k",
-        "v",
-        *LATENTS,
-        "context",
-        "lse",
-        "attn_out",
-        "gate",
-        "up",
-        "router_logits",
-        *EXPERT_PRODUCTS,
-        *ADAPTERS,
-    ),
-}
 # Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
 # A fused kernel outside of the checkpoint keeps what its own gradient reads.

@@ -15,13 +15,15 @@ from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.assumed import parse_count
-from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.expert_formulas import Experts
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
+from bytescope.memory.formulas.training_state import ADAM, MIXED
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
 from bytescope.train.plan import estimate_page
+from bytescope.train.plan.assumed_model import parse_count
+from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
 from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
 
@@ -31,8 +33,8 @@ LLAMA_8B = Question(
     Layout(data=8, zero=3),
     8192,
     1,
-    "bf16",
-    "adamw",
+    PRECISIONS["bf16"],
+    ADAM,
     "flash",
     1024,
 )
@@ -44,8 +46,8 @@ MIXTRAL = Question(
     Layout(data=16, zero=3, expert=8),
     4096,
     1,
-    "bf16",
-    "adamw",
+    PRECISIONS["bf16"],
+    ADAM,
     "flash",
     1024,
 )
@@ -60,8 +62,8 @@ DEEPSEEK = Question(
     Layout(2, True, 8, 1, expert=4),
     1024,
     2,
-    "mixed",
-    "adamw",
+    MIXED,
+    ADAM,
     "naive",
     fused=True,
 )
@@ -71,8 +73,8 @@ DROPOUT = Question(
     Layout(tensor=4, sequence=True, data=2, zero=1),
     1024,
     4,
-    "mixed_fp32_grads",
-    "adamw_8bit",
+    PRECISIONS["mixed_fp32_grads"],
+    OPTIMIZERS["adamw_8bit"],
 )
 
 
@@ -247,7 +249,7 @@ QLORA = dataclasses.replace(
     fused=True,
     layout=Layout(data=2, zero=3),
 )
-LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
+LEVERS = dataclasses.replace(LLAMA_8B, precision=PRECISIONS["fp8"], mlp_tokens=1000, offload="both", fused=True)
 
 
 def test_levers_by_hand():
@@ -301,7 +303,9 @@ def test_the_address_holds_the_inputs(tmp_path):
     )
     found, document = computed(tmp_path, LLAMA_8B, fragment)
     model = Model(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
-    assert same(found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, "fp32", "momentum", "naive"))
+    assert same(
+        found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, PRECISIONS["fp32"], OPTIMIZERS["momentum"], "naive")
+    )
     assert "fits 40 GiB" in document and "total, full recomputation" in document
 
 

@@ -17,16 +17,19 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.expert_formulas import Experts
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, estimate
+from bytescope.memory.formulas.training_state import ADAM
 from bytescope.memory.formulas.transformer_formulas import Layout, Model
 from bytescope.model import ModelConfig
 from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
+from bytescope.model.remat.policies import POLICIES
+from bytescope.train.plan.model_facts import model_facts, question_of
+from bytescope.train.plan.state_rows import PRECISIONS
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
@@ -149,7 +152,7 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
         if kind.experts:
             down += kind.width * kind.experts.width * kind.experts.per_token
         assert rematerialized.recomputed_flops(kind, "flash", again, 4096) == forward - 2 * down
-        kept = rematerialized.walk(kind, "flash", rematerialized.SAVED["selective"]).recomputed
+        kept = rematerialized.walk(kind, "flash", POLICIES["selective"].names).recomputed
         assert not kept & {"dispatched", "expert_gate", "expert_up", "expert_act", "router_logits"}
 
 
@@ -165,7 +168,7 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
 def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
     """Float32 masters, gradients and moments: 16 bytes a parameter of a device."""
     share = expert_formulas.routed_count(MIXTRAL) / transformer_formulas.parameter_count(MIXTRAL)
-    each = training_state.state_bytes_per_parameter("bf16", "adamw", layout, share)
+    each = training_state.state_bytes_per_parameter(PRECISIONS["bf16"], ADAM, layout, share)
     assert sum(each.values()) == pytest.approx(16 * ((1 - share) * dense + share * routed))
 
 
@@ -247,8 +250,8 @@ def test_capacity_and_padding_are_no_model_flops():
     settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
     length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
     expected = training_flops.model_flops(question_of(config).model, length, sequences)
-    assert reconcile.model_flops(config, settled, 1e30) == expected
-    assert reconcile.model_flops({**config, "model.experts": 0}, settled, 7) == 7
+    assert reconcile.model_flops(model_facts(config, settled), 1e30) == expected
+    assert reconcile.model_flops(model_facts({**config, "model.experts": 0}, settled), 7) == 7
 
 
 def test_a_kernels_cost_estimate_is_what_it_computes():

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
+from bytescope.memory.formulas.training_state import ADAM, MIXED
 from bytescope.memory.formulas.transformer_formulas import Layout, gpt
+from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
 
 pytestmark = pytest.mark.quick
 
@@ -113,12 +115,12 @@ def test_dropout_is_what_its_masks_cost():
 
 
 def test_published_sizes_of_states():
-    adam = training_state.state_bytes_per_parameter("mixed", "adamw")
+    adam = training_state.state_bytes_per_parameter(MIXED, ADAM)
     assert sum(adam.values()) * 7e9 == 112e9
-    assert sum(training_state.state_bytes_per_parameter("mixed_fp32_grads", "adamw").values()) == 20
+    assert sum(training_state.state_bytes_per_parameter(PRECISIONS["mixed_fp32_grads"], ADAM).values()) == 20
     gpt3 = gpt(96, 12288, 96, 50257)
     assert transformer_formulas.parameter_count(gpt3) == pytest.approx(175e9, rel=0.005)
-    assert training_state.PRECISIONS["fp32"].params * 175e9 == 700e9
+    assert PRECISIONS["fp32"].params * 175e9 == 700e9
 
 
 @pytest.mark.parametrize(
@@ -127,9 +129,9 @@ def test_published_sizes_of_states():
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_zero_stages(stage, closed, ranks):
     layout = Layout(data=ranks, zero=stage)
-    each = training_state.state_bytes_per_parameter("mixed", "adamw", layout)
+    each = training_state.state_bytes_per_parameter(MIXED, ADAM, layout)
     assert sum(each.values()) == pytest.approx(closed(ranks))
-    halved = training_state.state_bytes_per_parameter("mixed", "adamw", dataclasses.replace(layout, tensor=2))
+    halved = training_state.state_bytes_per_parameter(MIXED, ADAM, dataclasses.replace(layout, tensor=2))
     assert sum(halved.values()) == pytest.approx(closed(ranks) / 2)
 
 
@@ -138,4 +140,4 @@ def test_zero_stages(stage, closed, ranks):
     [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8), ("adamw_8bit", 2 + 8 / 128), ("adafactor", 0)],
 )
 def test_optimizers(optimizer, size):
-    assert training_state.state_bytes_per_parameter("fp32", optimizer)["optimizer"] == size
+    assert training_state.state_bytes_per_parameter(PRECISIONS["fp32"], OPTIMIZERS[optimizer])["optimizer"] == size

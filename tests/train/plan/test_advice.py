@@ -5,10 +5,10 @@ import shlex
 import pytest
 
 from bytescope.configs import base
-from bytescope.memory.findings.remedies import advice
-from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
+from bytescope.train.plan import advice
+from bytescope.train.plan.advice import Tried, fit_command, lines, open_levers, tried
 from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override
 

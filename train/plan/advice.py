@@ -18,11 +18,10 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
-from bytescope.memory.findings.remedies.case import Keys, case_of
-from bytescope.memory.findings.remedies.open_levers import Lever, open_levers, together
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB, MIB, human
+from bytescope.train.plan.config_case import Keys, case_of
+from bytescope.train.plan.open_levers import Lever, open_levers, together
 
 __all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
 
@@ -103,7 +102,7 @@ def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried],
     if case_of(report) is not None and not levers:
         out.append(
             "the config has no memory lever left: take a smaller model, shorter sequences "
-            f"(--config.{DATA_SEQ_LEN}), or more devices"
+            "(--config.data.seq_len), or more devices"
         )
     if fit and levers:
         out.append(f"the fastest that fits, found by compiling: {fit}")
@@ -136,14 +135,14 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
     case = case_of(report)
     if case is None or report.limit_bytes is None:
         return ""
-    held = [key for key, _ in overrides if key.startswith((REMAT, BATCH))]
+    held = [key for key, _ in overrides if key.startswith(("remat.", "batch."))]
     words = [
         "bytescope",
         "fit",
         config,
         *([target] if target not in ("", "local") else []),
         f"--budget={_budget(report)}",
-        *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
+        *([f"--batch-tokens={case.tokens}"] if any(key.startswith("batch.") for key in held) else []),
         *(f"--config.{key}={text}" for key, text in overrides if key not in held),
     ]
     return shlex.join(words)

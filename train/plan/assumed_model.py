@@ -7,32 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bytescope.memory.config_keys import (
-    MODEL_ATTENTION_KIND,
-    MODEL_CAPACITY_FACTOR,
-    MODEL_D_EXPERT,
-    MODEL_D_FF,
-    MODEL_D_HEAD,
-    MODEL_D_MODEL,
-    MODEL_DENSE_LAYERS,
-    MODEL_DROPOUT,
-    MODEL_EXPERTS,
-    MODEL_EXPERTS_PER_TOKEN,
-    MODEL_MLA_D_ROPE,
-    MODEL_MLA_D_VALUE,
-    MODEL_MLA_Q_RANK,
-    MODEL_MLP,
-    MODEL_MOE_EVERY,
-    MODEL_MOE_KERNEL,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    MODEL_N_LAYERS,
-    MODEL_POST_NORMS,
-    MODEL_QK_NORM,
-    MODEL_SHARED_EXPERTS,
-    MODEL_TIE_EMBEDDINGS,
-    MODEL_VOCAB_SIZE,
-)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.expert_formulas import Experts
 from bytescope.memory.formulas.latent_formulas import Latent
@@ -41,21 +15,26 @@ from bytescope.memory.formulas.memory_estimate import Question, shape_for
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What a config says itself and --params leaves open: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": (MODEL_N_LAYERS, "layers of the model"),
-    "d-model": (MODEL_D_MODEL, "width of the residual stream"),
-    "heads": (MODEL_N_HEADS, "number of attention heads"),
-    "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
-    "d-head": (MODEL_D_HEAD, "width of a head (default: d-model / heads)"),
-    "d-ff": (MODEL_D_FF, "width of the MLP (default: four times d-model)"),
-    "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
+    "layers": ("model.n_layers", "layers of the model"),
+    "d-model": ("model.d_model", "width of the residual stream"),
+    "heads": ("model.n_heads", "number of attention heads"),
+    "kv-heads": ("model.n_kv_heads", "number of key/value heads"),
+    "d-head": ("model.d_head", "width of a head (default: d-model / heads)"),
+    "d-ff": ("model.d_ff", "width of the MLP (default: four times d-model)"),
+    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
 }
 # The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
 KINDS = {
-    "gated": ("gated", True, MODEL_MLP, "a gated MLP of three matrices"),
-    "untied": ("tied", False, MODEL_TIE_EMBEDDINGS, "a head with a matrix of its own"),
-    "dropout": ("dropout", True, MODEL_DROPOUT, "masks of dropout are kept"),
-    "qk-norm": ("qk_norm", True, MODEL_QK_NORM, "each head's queries and keys are normed"),
-    "post-norms": ("post_norms", True, MODEL_POST_NORMS, "what attention and MLP add to the residual stream is normed"),
+    "gated": ("gated", True, "model.mlp", "a gated MLP of three matrices"),
+    "untied": ("tied", False, "model.tie_embeddings", "a head with a matrix of its own"),
+    "dropout": ("dropout", True, "model.dropout", "masks of dropout are kept"),
+    "qk-norm": ("qk_norm", True, "model.qk_norm", "each head's queries and keys are normed"),
+    "post-norms": (
+        "post_norms",
+        True,
+        "model.post_norms",
+        "what attention and MLP add to the residual stream is normed",
+    ),
 }
 
 
@@ -73,22 +52,22 @@ class Part(NamedTuple):
 
 # What experts are, and what latent attention is: flag -> its part, the first one that without which there is neither.
 EXPERTS = {
-    "experts": Part("count", MODEL_EXPERTS, "number of routed experts of a layer"),
-    "experts-per-token": Part("per_token", MODEL_EXPERTS_PER_TOKEN, "routed experts that a token goes to", 1, 2),
-    "d-expert": Part("width", MODEL_D_EXPERT, "width of an expert (default, and 0: that of the MLP)"),
-    "shared-experts": Part("shared", MODEL_SHARED_EXPERTS, "experts that every token goes to"),
-    "dense-layers": Part("dense_layers", MODEL_DENSE_LAYERS, "first layers without experts"),
-    "moe-every": Part("every", MODEL_MOE_EVERY, "of the layers after those, each so manieth has experts", 1, 1),
+    "experts": Part("count", "model.experts", "number of routed experts of a layer"),
+    "experts-per-token": Part("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
+    "d-expert": Part("width", "model.d_expert", "width of an expert (default, and 0: that of the MLP)"),
+    "shared-experts": Part("shared", "model.shared_experts", "experts that every token goes to"),
+    "dense-layers": Part("dense_layers", "model.dense_layers", "first layers without experts"),
+    "moe-every": Part("every", "model.moe_every", "of the layers after those, each so manieth has experts", 1, 1),
     "capacity": Part(
-        "capacity", MODEL_CAPACITY_FACTOR, "rows that there is room for over their mean, 0: no limit", kind=float
+        "capacity", "model.capacity_factor", "rows that there is room for over their mean, 0: no limit", kind=float
     ),
-    "expert-slots": Part("slots", MODEL_MOE_KERNEL, "each expert has as much room, more rows are dropped", kind=bool),
+    "expert-slots": Part("slots", "model.moe_kernel", "each expert has as much room, more rows are dropped", kind=bool),
 }
 LATENT = {
-    "mla-kv-rank": Part("rank", MODEL_ATTENTION_KIND, "width of the latent of keys and values, of latent attention"),
-    "mla-q-rank": Part("query_rank", MODEL_MLA_Q_RANK, "width of the latent of queries, 0: none"),
-    "mla-d-rope": Part("rotary", MODEL_MLA_D_ROPE, "width of a head's part with the rotary position", 1, 64),
-    "mla-d-value": Part("value", MODEL_MLA_D_VALUE, "width of a head's values", 1, 128),
+    "mla-kv-rank": Part("rank", "model.attention_kind", "width of the latent of keys and values, of latent attention"),
+    "mla-q-rank": Part("query_rank", "model.mla_q_rank", "width of the latent of queries, 0: none"),
+    "mla-d-rope": Part("rotary", "model.mla_d_rope", "width of a head's part with the rotary position", 1, 64),
+    "mla-d-value": Part("value", "model.mla_d_value", "width of a head's values", 1, 128),
 }
 
 
