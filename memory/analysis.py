@@ -177,7 +177,7 @@ def _work(
     if counted is None:
         return {}
     per_host = target.devices_per_host if target else 0
-    on_device = step_schedule.flops_by_phase(report.schedule)
+    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(report.schedule)
     if not report.schedule:
         on_device = {key: count / program.module.devices for key, count in counted.by.items()}
     return step_work.by_phase(report, report.work, on_device, program.mesh, per_host)

@@ -184,7 +184,7 @@ def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], para
         reductions=reductions,
         gradient_bytes=gradient,
     )
-    tokens = question.batch * question.sequence // context
+    tokens = int(question.batch * question.sequence) // context
     if model.experts:
         # Of the experts a device holds and gathers only its own.
         out += data_parallel(

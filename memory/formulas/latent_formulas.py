@@ -28,6 +28,8 @@ class Latent:
 def matrices(model: Model) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the matrices of latent attention, those of `Model.latent`."""
     latent, queries = model.latent, model.heads * model.score_width
+    if latent is None:
+        return {}
     found = {"q": (model.width, queries)}
     if latent.query_rank:
         found = {"q_down": (model.width, latent.query_rank), "q_up": (latent.query_rank, queries)}
@@ -41,7 +43,7 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def token_sizes(model: Model) -> dict[str, int]:
-    """Elements per token of the latents, and of the part of the keys that is rotated, by `transformer.Tensor.size`."""
+    """Elements per token of the latents, and of the part of the keys that is rotated, by `Tensor.size`."""
     latent = model.latent
     found = (latent.query_rank, latent.rank, latent.rotary) if latent else (0, 0, 0)
     return dict(zip(("query_latent", "latent", "rotary"), found))

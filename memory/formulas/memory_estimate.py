@@ -147,24 +147,27 @@ def estimate(question: Question) -> Estimate:
     outside = transformer_formulas.outside_bytes(
         q.model, layout, q.sequence, q.batch, itemsize=precision.activation, logit_tokens=q.logit_tokens
     )
-    shape = {
-        "attention": q.attention,
-        "itemsize": precision.activation,
-        "operand": precision.operand,
-        "tile": q.mlp_tokens,
-    }
     sequences = q.batch * layout.data
     activations, hardware = {}, {}
     for policy in transformer_formulas.RECOMPUTE:
-        kept = sum(
-            transformer_formulas.layers_in_flight(kind.layers, layout)
-            * transformer_formulas.layer_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
-            for kind in kinds
-        )
-        recomputed = max(
-            transformer_formulas.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
-            for kind in kinds
-        )
+        kept, recomputed = 0.0, 0.0
+        for kind in kinds:
+            one_layer, once_more = (
+                bytes_of(
+                    kind,
+                    layout,
+                    q.sequence,
+                    q.batch,
+                    recompute=policy,
+                    attention=q.attention,
+                    itemsize=precision.activation,
+                    operand=precision.operand,
+                    tile=q.mlp_tokens,
+                )
+                for bytes_of in (transformer_formulas.layer_bytes, transformer_formulas.recomputed_bytes)
+            )
+            kept += transformer_formulas.layers_in_flight(kind.layers, layout) * one_layer
+            recomputed = max(recomputed, once_more)
         activations[policy] = Activations(kept, recomputed, outside)
         hardware[policy] = training_flops.hardware_flops(
             q.model, q.sequence, sequences, _recomputing(policy, q.attention), q.mlp_tokens > 0
@@ -256,7 +259,7 @@ def check(question: Question) -> Question:
     if model.kv_heads % layout.tensor:
         raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
     if model.adapters:
-        _check_adapters(model)
+        _check_adapters(model, model.adapters)
     _check_experts(question)
     if layout.sequence and layout.tensor == 1:
         raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
@@ -286,8 +289,7 @@ def _check_experts(question: Question) -> None:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
-def _check_adapters(model: Model) -> None:
-    asked = model.adapters
+def _check_adapters(model: Model, asked: adapter_formulas.Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
         raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
     for name in asked.targets:

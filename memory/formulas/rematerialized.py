@@ -216,7 +216,7 @@ def bytes_of(
     model: Model,
     layout: transformer_formulas.Layout,
     sequence: int,
-    tokens: int,
+    tokens: float,
     itemsize: int,
     operand: float = 0.0,
 ) -> float:

@@ -216,7 +216,9 @@ def tensor_bytes(
     if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
-    count = experts.rows(model.experts, tokens, layout.expert) if tensor.size in experts.BY_ROW else tokens
+    count = tokens
+    if model.experts and tensor.size in experts.BY_ROW:
+        count = experts.rows(model.experts, tokens, layout.expert)
     return (
         token_sizes(model, sequence)[tensor.size]
         * count
@@ -257,7 +259,7 @@ def layer_bytes(
     model: Model,
     layout: Layout,
     sequence: int,
-    batch: int,
+    batch: float,
     *,
     recompute: str = "none",
     attention: str = "naive",
@@ -296,7 +298,7 @@ def layers_in_flight(layers: int, layout: Layout) -> float:
 
 
 def outside_bytes(
-    model: Model, layout: Layout, sequence: int, batch: int, *, itemsize: int = 2, logit_tokens: int | None = None
+    model: Model, layout: Layout, sequence: int, batch: float, *, itemsize: int = 2, logit_tokens: int | None = None
 ) -> float:
     """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
@@ -317,7 +319,7 @@ def recomputed_bytes(
     model: Model,
     layout: Layout,
     sequence: int,
-    batch: int,
+    batch: float,
     *,
     recompute: str,
     attention: str = "naive",
@@ -329,9 +331,19 @@ def recomputed_bytes(
 
     The papers leave it out: their figures are what lives through the forward pass.
     """
-    shape = {"itemsize": itemsize, "operand": operand}
-    both = [
-        layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
+    everything, kept = (
+        layer_bytes(
+            model,
+            layout,
+            sequence,
+            batch,
+            recompute=policy,
+            attention=attention,
+            itemsize=itemsize,
+            operand=operand,
+            tile=tile,
+        )
         for policy in ("none", recompute)
-    ]
-    return both[0] - both[1] + tile_bytes(model, layout, sequence, min(tile, sequence * batch), **shape)
+    )
+    tokens = min(tile, sequence * batch)
+    return everything - kept + tile_bytes(model, layout, sequence, tokens, itemsize=itemsize, operand=operand)

@@ -86,11 +86,11 @@ def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried],
     fit: that command; "" leaves it out.
     """
     out: list[str] = []
-    compiled = [each for each in found if each.bytes is not None]
+    compiled = [(each.bytes, each.lever) for each in found if each.bytes is not None]
     if compiled:
         out.append("compiled with one change, the cheapest first:")
-        out += [f"  {human(each.bytes)}  {_verdict(each.bytes, report)}  {each.lever.flags}" for each in compiled]
-    fits = any(each.bytes <= (report.limit_bytes or 0) for each in compiled)
+        out += [f"  {human(size)}  {_verdict(size, report)}  {lever.flags}" for size, lever in compiled]
+    fits = any(size <= (report.limit_bytes or 0) for size, _ in compiled)
     known = any(report.breakdown.values())
     left = [
         lever for lever in levers if lever not in [each.lever for each in found] and (lever.most(report) or not known)
@@ -151,5 +151,5 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
 def _budget(report: ReportRecord) -> str:
     """The limit as text, rounded down to a tenth of a GiB, or to a MiB below one. What is free of a host's memory
     changes: there it is a little less."""
-    limit = report.limit_bytes * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)
+    limit = (report.limit_bytes or 0) * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)
     return f"{math.floor(10 * limit / GIB) / 10:g}GiB" if limit >= GIB else f"{max(int(limit / MIB), 1)}MiB"

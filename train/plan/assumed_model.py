@@ -79,8 +79,8 @@ def parse_count(text: str) -> float:
     """
     match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
     try:
-        return float(match[1]) * SUFFIXES[match[2]]
-    except (TypeError, ValueError):
+        return float(match[1] if match else "") * SUFFIXES[match[2] if match else ""]
+    except ValueError:
         raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
 
 
@@ -94,7 +94,9 @@ def assumed(args: Mapping[str, Any]) -> Question:
         parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
     )
     heads = given["heads"] or model.heads
-    kinds = {field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]}
+    kinds: dict[str, Any] = {
+        field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]
+    }
     model = dataclasses.replace(
         model,
         heads=heads,

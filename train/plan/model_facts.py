@@ -294,9 +294,9 @@ def _segments(config: Mapping[str, Any]) -> tuple[Segment, ...]:
         return ()
     from bytescope.model.remat.policies import POLICIES, RematPlan
 
-    names = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
+    save, offload, ranges = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
     segments = []
-    for part in RematPlan(config["remat.policy"], *names).segments(config["model.n_layers"]):
+    for part in RematPlan(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
         policy, row = part.name if part.name in POLICIES else "custom", part.policy
         saved = [name for name in row.names if name not in row.moved]
         segments.append(segment(policy, part.stop - part.start, part.groups, saved, row.moved))
