@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
-from bytescope.memory.formulas.expert_formulas import Experts, rows
+from bytescope.memory.formulas.expert_formulas import ExpertShape, rows
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
@@ -34,12 +34,12 @@ class Room(NamedTuple):
         return 1 - min(self.filled / self.rows, 1.0)
 
 
-def room_for(experts: Experts, tokens: int, ranks: int) -> Room:
+def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
     """The room of a device of `tokens`, where `ranks` devices share the experts."""
     return Room(rows(experts, tokens, ranks), tokens * experts.per_token)
 
 
-def smaller_room(experts: Experts, tokens: int, ranks: int) -> tuple[float, Room] | None:
+def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
     """The largest of `FACTORS` that makes the room smaller, and that room.
 
     None if none does, as on a device that has all experts: their rows fill whole tiles whatever the factor.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bytescope.memory.formulas.expert_formulas import Experts, slots
+from bytescope.memory.formulas.expert_formulas import ExpertShape, slots
 
 _NUMBER = 4
 
@@ -33,16 +33,16 @@ class Sent(NamedTuple):
     formula: str
 
 
-def _gathered(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     return Moved(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
 
 
-def _slotted(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     rows = experts.count * slots(experts, tokens)
     return Moved(rows * width * itemsize, rows * _NUMBER)
 
 
-def _chosen(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     rows = tokens * experts.per_token
     return Moved(rows * width * itemsize, rows * _NUMBER)
 
@@ -62,7 +62,7 @@ EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int,
 
 def sent(
     exchange: str,
-    experts: Experts,
+    experts: ExpertShape,
     *,
     tokens: int,
     width: int,

@@ -10,13 +10,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bytescope.memory.formulas.transformer_formulas import Model
+    from bytescope.memory.formulas.transformer_formulas import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
     """Widths. query_rank: of the queries' latent, 0: they are projected from the input; rank: of the latent of keys and
-    values; rotary: of a head's part that carries the position, besides `Model.head_width`; value: of a head's values.
+    values; rotary: of a head's part that carries the position, besides `ModelShape.head_width`; value: of a head's
+    values.
     """
 
     query_rank: int
@@ -25,8 +26,8 @@ class Latent:
     value: int
 
 
-def matrices(model: Model) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the matrices of latent attention, those of `Model.latent`."""
+def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the matrices of latent attention, those of `ModelShape.latent`."""
     latent, queries = model.latent, model.heads * model.score_width
     if latent is None:
         return {}
@@ -42,7 +43,7 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
     }
 
 
-def token_sizes(model: Model) -> dict[str, int]:
+def token_sizes(model: ModelShape) -> dict[str, int]:
     """Elements per token of the latents, and of the part of the keys that is rotated, by `Tensor.size`."""
     latent = model.latent
     found = (latent.query_rank, latent.rank, latent.rotary) if latent else (0, 0, 0)

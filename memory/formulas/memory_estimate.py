@@ -15,8 +15,8 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.training_state import Optimizer, Precision
-from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
 
@@ -39,12 +39,12 @@ class Question:
     """
 
     parameters: float
-    model: Model
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    model: ModelShape
+    layout: StepLayout = dataclasses.field(default_factory=StepLayout)
     sequence: int = 2048
     batch: float = 1
-    precision: Precision = training_state.MIXED
-    optimizer: Optimizer = training_state.ADAM
+    precision: PrecisionBytes = training_state.MIXED
+    optimizer: OptimizerBytes = training_state.ADAM
     attention: str = "naive"
     logit_tokens: int | None = None
     mlp_tokens: int = 0
@@ -217,7 +217,7 @@ def frozen_bytes(question: Question) -> float:
     )
 
 
-def fused_parameters(model: Model) -> int:
+def fused_parameters(model: ModelShape) -> int:
     """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
     update until the layers have theirs, and one layer's or an untied token table's; of adapters one layer's."""
     if model.adapters:
@@ -289,7 +289,7 @@ def _check_experts(question: Question) -> None:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
-def _check_adapters(model: Model, asked: adapter_formulas.Adapters) -> None:
+def _check_adapters(model: ModelShape, asked: adapter_formulas.Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
         raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
     for name in asked.targets:
@@ -304,7 +304,7 @@ def _check_adapters(model: Model, asked: adapter_formulas.Adapters) -> None:
 
 def shape_for(
     parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
-) -> Model:
+) -> ModelShape:
     """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
 
     `layers`, `width`: given ones stay.

@@ -24,7 +24,7 @@ STATE_ROLES = ("state", "expert", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class RematSegment:
     """Consecutive layers under one remat policy.
 
     Fields:
@@ -105,8 +105,8 @@ class ModelFacts:
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     micro_steps: int = 1
     accumulates_inside: bool = False
-    segments: tuple[Segment, ...] = ()
-    policy: Segment = Segment(0)
+    segments: tuple[RematSegment, ...] = ()
+    policy: RematSegment = RematSegment(0)
     kernel_outside: bool = False
     halves: bool = False
     skips_masked: bool = False
@@ -133,7 +133,7 @@ class ModelFacts:
         return self.micro_steps if self.accumulates_inside else 1
 
     @property
-    def starts(self) -> Iterator[tuple[int, Segment]]:
+    def starts(self) -> Iterator[tuple[int, RematSegment]]:
         """(first layer, segment) of each segment."""
         ends = itertools.accumulate((segment.layers for segment in self.segments), initial=0)
         return zip(ends, self.segments)

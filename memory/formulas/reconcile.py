@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bytescope.memory.formulas import memory_estimate, rematerialized, training_flops, transformer_formulas
 from bytescope.memory.formulas.expert_formulas import by_kind
 from bytescope.memory.formulas.memory_estimate import Question
-from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Segment
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, RematSegment
 from bytescope.memory.formulas.training_state import state_bytes
 
 
@@ -160,12 +160,12 @@ def _state(asked: Question, facts: ModelFacts) -> tuple[dict[str, float], float]
     }, copy
 
 
-def _kernel_flops(model: transformer_formulas.Model, sequence: int, sequences: float) -> float:
+def _kernel_flops(model: transformer_formulas.ModelShape, sequence: int, sequences: float) -> float:
     """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 
 
-def _kept(asked: Question, segment: Segment, facts: ModelFacts, platform: str) -> Kept | None:
+def _kept(asked: Question, segment: RematSegment, facts: ModelFacts, platform: str) -> Kept | None:
     """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
     a formula."""
     model, groups, precision = asked.model, segment.groups, asked.precision
@@ -255,7 +255,7 @@ def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]
 # ---- side by side --------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
+class FormulaLine(NamedTuple):
     """One figure by both: `kind` is "bytes" (of one device) or "flops"; None where one has no figure."""
 
     title: str
@@ -290,7 +290,7 @@ def lines(
     breakdown: Mapping[str, int],
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
-) -> list[Line]:
+) -> list[FormulaLine]:
     """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
     `flops` holds `model_flops` and `hardware_flops` of one call."""
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
@@ -303,14 +303,14 @@ def lines(
         ("activations kept", "residuals", formula.residual_bytes),
     ]
     out = [
-        Line(title, "bytes", breakdown.get(name, 0), by_formula)
+        FormulaLine(title, "bytes", breakdown.get(name, 0), by_formula)
         for title, name, by_formula in rows
         if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)
     ]
     return [
         *out,
-        Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
-        *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
-        Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
-        Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
+        FormulaLine("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
+        *([FormulaLine("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
+        FormulaLine("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
+        FormulaLine("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
     ]

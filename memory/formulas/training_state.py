@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bytescope.memory.formulas.transformer_formulas import Layout
+from bytescope.memory.formulas.transformer_formulas import StepLayout
 
-ALONE = Layout()
+ALONE = StepLayout()
 
 
-class Precision(NamedTuple):
+class PrecisionBytes(NamedTuple):
     """Bytes per parameter of each role, and bytes of an activation's element.
 
     name: what the caller calls the row. master: a second copy of the parameters, in more bits. operand: bytes of an
@@ -31,7 +31,7 @@ class Precision(NamedTuple):
     operand: float = 0.0
 
 
-class Optimizer(NamedTuple):
+class OptimizerBytes(NamedTuple):
     """What an optimizer keeps. states: numbers per parameter; itemsize: bytes of one, 0 for the precision's own."""
 
     name: str
@@ -41,8 +41,8 @@ class Optimizer(NamedTuple):
 
 
 # 16 bytes with Adam: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: 2 + 2 + (4 + 4 + 4).
-MIXED = Precision("mixed", "16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2)
-ADAM = Optimizer("adamw", "two moments (Kingma & Ba 2015, arXiv 1412.6980)", 2)
+MIXED = PrecisionBytes("mixed", "16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2)
+ADAM = OptimizerBytes("adamw", "two moments (Kingma & Ba 2015, arXiv 1412.6980)", 2)
 
 # Stage of ZeRO -> roles that each data-parallel rank has a shard of (Rajbhandari et al. 2020, section 5). With Adam in
 # mixed precision, bytes per parameter over N ranks: 16; 4 + 12/N; 2 + 14/N; 16/N.
@@ -65,7 +65,7 @@ OFFLOAD = {
 
 
 def state_bytes_per_parameter(
-    precision: Precision = MIXED, optimizer: Optimizer = ADAM, layout: Layout = ALONE, routed: float = 0.0
+    precision: PrecisionBytes = MIXED, optimizer: OptimizerBytes = ADAM, layout: StepLayout = ALONE, routed: float = 0.0
 ) -> dict[str, float]:
     """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device; `routed`: the
     share of routed experts in the parameters.
@@ -77,7 +77,7 @@ def state_bytes_per_parameter(
 
 
 def parts_per_parameter(
-    precision: Precision, optimizer: Optimizer, layout: Layout, routed: float = 0.0
+    precision: PrecisionBytes, optimizer: OptimizerBytes, layout: StepLayout, routed: float = 0.0
 ) -> dict[str, float]:
     """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`; `routed` as above."""
     unsharded = {
@@ -97,9 +97,9 @@ def state_bytes(
     parameters: float,
     at_once: float,
     *,
-    precision: Precision = MIXED,
-    optimizer: Optimizer = ADAM,
-    layout: Layout = ALONE,
+    precision: PrecisionBytes = MIXED,
+    optimizer: OptimizerBytes = ADAM,
+    layout: StepLayout = ALONE,
     offload: str = "none",
     fused: bool = False,
     routed: float = 0.0,

@@ -23,7 +23,7 @@ from bytescope.memory.units import GIB, MIB, human
 from bytescope.train.plan.config_case import Keys, case_of
 from bytescope.train.plan.open_levers import Lever, open_levers, together
 
-__all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
+__all__ = ["Lever", "TriedLever", "fit_command", "lines", "open_levers", "tried"]
 
 # At most so many variants are compiled, and none begun that would end after so many seconds.
 MOST, SECONDS = 4, 30.0
@@ -32,7 +32,7 @@ FREE_TO_STAY = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TriedLever:
     """A variant that was compiled: its lever, and its predicted bytes on one device; None and why for one that cannot
     run."""
 
@@ -47,7 +47,7 @@ def tried(
     bytes_of: Callable[[Keys], int],
     tell: Callable[[str], None] = lambda line: None,
     each_s: float = 0.0,
-) -> list[Tried]:
+) -> list[TriedLever]:
     """Compiles the promising levers, the cheapest first, until one fits; then all that keep the curve together.
 
     A lever is promising if the rows that it shrinks are larger than what is missing.
@@ -71,16 +71,16 @@ def tried(
         tell(f"does it fit with {lever.flags}?")
         since = time.monotonic()
         try:
-            found.append(Tried(lever, bytes_of(lever.keys)))
+            found.append(TriedLever(lever, bytes_of(lever.keys)))
         except ValueError as error:
-            found.append(Tried(lever, None, " ".join(str(error).split())))
+            found.append(TriedLever(lever, None, " ".join(str(error).split())))
         each_s = max(each_s, time.monotonic() - since)
         if found[-1].bytes is not None and found[-1].bytes <= report.limit_bytes:
             break
     return found
 
 
-def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried], fit: str = "") -> list[str]:
+def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[TriedLever], fit: str = "") -> list[str]:
     """The advice, line by line: what was compiled, else what is left to try, and the command that searches.
 
     fit: that command; "" leaves it out.

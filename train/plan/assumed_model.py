@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
 
@@ -38,9 +38,12 @@ KINDS = {
 }
 
 
-class Part(NamedTuple):
-    """A flag of experts or of latent attention. field: of `Experts` or `Latent`; key: the config's; summary: what it
-    is; least, default: its values; kind: its type."""
+class ShapeFlag(NamedTuple):
+    """A flag of experts or of latent attention.
+
+    field: of `ExpertShape` or `Latent`. key: of the config. summary: help text. least: minimum. default: value where
+    the flag is not given. kind: type of the value.
+    """
 
     field: str
     key: str
@@ -52,22 +55,26 @@ class Part(NamedTuple):
 
 # What experts are, and what latent attention is: flag -> its part, the first one that without which there is neither.
 EXPERTS = {
-    "experts": Part("count", "model.experts", "number of routed experts of a layer"),
-    "experts-per-token": Part("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
-    "d-expert": Part("width", "model.d_expert", "width of an expert (default, and 0: that of the MLP)"),
-    "shared-experts": Part("shared", "model.shared_experts", "experts that every token goes to"),
-    "dense-layers": Part("dense_layers", "model.dense_layers", "first layers without experts"),
-    "moe-every": Part("every", "model.moe_every", "of the layers after those, each so manieth has experts", 1, 1),
-    "capacity": Part(
+    "experts": ShapeFlag("count", "model.experts", "number of routed experts of a layer"),
+    "experts-per-token": ShapeFlag("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
+    "d-expert": ShapeFlag("width", "model.d_expert", "width of an expert (default, and 0: that of the MLP)"),
+    "shared-experts": ShapeFlag("shared", "model.shared_experts", "experts that every token goes to"),
+    "dense-layers": ShapeFlag("dense_layers", "model.dense_layers", "first layers without experts"),
+    "moe-every": ShapeFlag("every", "model.moe_every", "of the layers after those, each so manieth has experts", 1, 1),
+    "capacity": ShapeFlag(
         "capacity", "model.capacity_factor", "rows that there is room for over their mean, 0: no limit", kind=float
     ),
-    "expert-slots": Part("slots", "model.moe_kernel", "each expert has as much room, more rows are dropped", kind=bool),
+    "expert-slots": ShapeFlag(
+        "slots", "model.moe_kernel", "each expert has as much room, more rows are dropped", kind=bool
+    ),
 }
 LATENT = {
-    "mla-kv-rank": Part("rank", "model.attention_kind", "width of the latent of keys and values, of latent attention"),
-    "mla-q-rank": Part("query_rank", "model.mla_q_rank", "width of the latent of queries, 0: none"),
-    "mla-d-rope": Part("rotary", "model.mla_d_rope", "width of a head's part with the rotary position", 1, 64),
-    "mla-d-value": Part("value", "model.mla_d_value", "width of a head's values", 1, 128),
+    "mla-kv-rank": ShapeFlag(
+        "rank", "model.attention_kind", "width of the latent of keys and values, of latent attention"
+    ),
+    "mla-q-rank": ShapeFlag("query_rank", "model.mla_q_rank", "width of the latent of queries, 0: none"),
+    "mla-d-rope": ShapeFlag("rotary", "model.mla_d_rope", "width of a head's part with the rotary position", 1, 64),
+    "mla-d-value": ShapeFlag("value", "model.mla_d_value", "width of a head's values", 1, 128),
 }
 
 
@@ -111,12 +118,12 @@ def assumed(args: Mapping[str, Any]) -> Question:
     return Question(
         parameters,
         dataclasses.replace(
-            model, experts=Experts(**experts) if experts else None, latent=Latent(**latent) if latent else None
+            model, experts=ExpertShape(**experts) if experts else None, latent=Latent(**latent) if latent else None
         ),
     )
 
 
-def _parts(args: Mapping[str, Any], table: Mapping[str, Part]) -> dict[str, Any]:
+def _parts(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
     """Field -> value of the flags of a table, {} where its first is not given. Raises ReportError for others then."""
     given = {flag: number(args, flag, part.least) for flag, part in table.items()}
     first = next(iter(table))

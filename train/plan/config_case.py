@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.plan.model_facts import BATCH_AXES, experts_of, mesh_of
 
@@ -81,7 +81,7 @@ class Case:
         return not any(self.flat.get(key, 0) % ranks for key in keys)
 
     @property
-    def routing(self) -> tuple[Experts, int, int] | None:
+    def routing(self) -> tuple[ExpertShape, int, int] | None:
         """(experts, tokens of a device and micro-step, devices that share the experts); None without experts, and for
         the kernel that has no rows."""
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":

@@ -15,10 +15,10 @@ from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, Experts
+from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
-from bytescope.memory.formulas.training_state import Optimizer, Precision
+from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
 from bytescope.train.plan import state_rows
@@ -89,7 +89,7 @@ WITHIN = (
 )
 
 # What the inputs of experts and of latent attention begin with where a model has neither.
-NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
+NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 class Preset(NamedTuple):
@@ -143,7 +143,7 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
     }
 
 
-def _without_name(row: Precision | Optimizer) -> dict[str, Any]:
+def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
     return {field: value for field, value in row._asdict().items() if field != "name"}
 
 

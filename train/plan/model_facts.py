@@ -12,11 +12,11 @@ from typing import Any
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question
-from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, Segment
-from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
@@ -145,14 +145,14 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
+def model_of(config: Mapping[str, Any]) -> ModelShape:
     """The model of a config (dotted key -> value)."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
     if config["lora.rank"]:
         adapters = Adapters(config["lora.rank"], tuple(config["lora.targets"]), config["lora.base"])
-    return Model(
+    return ModelShape(
         m["n_layers"],
         m["d_model"],
         m["n_heads"],
@@ -171,13 +171,13 @@ def model_of(config: Mapping[str, Any]) -> Model:
     )
 
 
-def experts_of(config: Mapping[str, Any]) -> Experts | None:
+def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
     """The experts of a config (dotted key -> value); None if every MLP is dense."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
     slots = m["moe_kernel"] == "capacity"
-    return Experts(
+    return ExpertShape(
         m["experts"],
         m["experts_per_token"],
         m["d_expert"] or m["d_ff"],
@@ -224,7 +224,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
         kernel, stage = KERNELS[m["attention"]], ZERO_STAGES[config["mesh.strategy"]]
     except KeyError as error:
         raise ReportError(_without_formula(config)) from error
-    layout = Layout(
+    layout = StepLayout(
         mesh["tensor"],
         config["mesh.sequence_parallel"] and mesh["tensor"] > 1,
         shards if shared else mesh["data"],
@@ -257,14 +257,14 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
 
 def segment(
     policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
-) -> Segment:
+) -> RematSegment:
     """Layers under a row of remat.policy; groups: of a nested policy. save, offload: the names that it keeps."""
     if policy in PRODUCT_POLICIES:
         from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
 
         products = (*PRODUCTS, *EXPERT_PRODUCTS, "router_logits")
         save, offload = (save, (*offload, *products)) if policy == "offload_dots" else ((*save, *products), offload)
-    return Segment(
+    return RematSegment(
         layers,
         policy,
         everything=policy == "none",
@@ -275,7 +275,7 @@ def segment(
     )
 
 
-def named_segment(policy: str, layers: int) -> Segment:
+def named_segment(policy: str, layers: int) -> RematSegment:
     """Layers under a row of remat.policy with the names of its table; `auto` and `custom` have none of their own."""
     from bytescope.model.remat.policies import POLICIES
 
@@ -285,7 +285,7 @@ def named_segment(policy: str, layers: int) -> Segment:
     return segment(policy, layers, 1, [name for name in row.names if name not in row.moved], row.moved)
 
 
-def _segments(config: Mapping[str, Any]) -> tuple[Segment, ...]:
+def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
     """The layers of a config by remat policy; () for `auto` that nobody settled."""
     if "segments" in config:
         parts = config["segments"]
@@ -303,7 +303,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _policy(config: Mapping[str, Any], segments: Sequence[Segment]) -> Segment:
+def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
     """The policy of the layers that remat.layers does not name."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
@@ -314,7 +314,7 @@ def _policy(config: Mapping[str, Any], segments: Sequence[Segment]) -> Segment:
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """How the layout exchanges rows of experts (`Layout.exchange`); "" where the CPU emulates it."""
+    """How the layout exchanges rows of experts (`StepLayout.exchange`); "" where the CPU emulates it."""
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"

@@ -9,46 +9,48 @@ To add an optimizer or a precision: a row here, with its source, beside the trai
 
 from collections.abc import Mapping
 
-from bytescope.memory.formulas.training_state import ADAM, MIXED, Optimizer, Precision
+from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
 
 _SUMMED = MIXED._replace(
     name="mixed_fp32_grads", summary="mixed, with float32 gradients in addition", gradients=MIXED.gradients + 4
 )
 # Float32 copies of the gradients make 20 bytes per parameter of the 16, as in Megatron-style runs. Gradient
 # accumulators of other kinds are left out.
-PRECISIONS: Mapping[str, Precision] = {
+PRECISIONS: Mapping[str, PrecisionBytes] = {
     row.name: row
     for row in (
-        Precision("fp32", "everything float32", 4, 4, 0, 4, 4),
-        Precision("bf16", "float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
+        PrecisionBytes("fp32", "everything float32", 4, 4, 0, 4, 4),
+        PrecisionBytes("bf16", "float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
         MIXED,
         _SUMMED,
-        Precision("pure_bf16", "everything 16-bit", 2, 2, 0, 2, 2),
-        Precision("bf16_params", "16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2),
-        Precision("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
+        PrecisionBytes("pure_bf16", "everything 16-bit", 2, 2, 0, 2, 2),
+        PrecisionBytes(
+            "bf16_params", "16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2
+        ),
+        PrecisionBytes("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
         # One float32 scale for 128 elements of an activation (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
-        Precision("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
+        PrecisionBytes("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
         MIXED._replace(name="bf16_grads"),
         _SUMMED._replace(name="fp32_grads"),
     )
 }
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, OptimizerBytes] = {
     row.name: row
     for row in (
-        Optimizer("sgd", "no state", 0),
-        Optimizer("momentum", "one velocity", 1),
+        OptimizerBytes("sgd", "no state", 0),
+        OptimizerBytes("momentum", "one velocity", 1),
         ADAM,
-        Optimizer("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
+        OptimizerBytes("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
         # A float32 scale for each 128 moments (64 in heads of 64); norms and biases in float32 left out.
-        Optimizer("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
+        OptimizerBytes("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
         # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
-        Optimizer("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
-        Optimizer("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
-        Optimizer("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
-        Optimizer("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
+        OptimizerBytes("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
+        OptimizerBytes("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
+        OptimizerBytes("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
+        OptimizerBytes("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
         # AdamW's second moment of tables, norms and biases is left out.
-        Optimizer("muon", "one momentum (Jordan et al. 2024)", 1),
+        OptimizerBytes("muon", "one momentum (Jordan et al. 2024)", 1),
     )
 }
 

@@ -15,8 +15,8 @@ from bytescope.memory.formulas import communication_volume
 from bytescope.memory.formulas.communication_volume import Expected
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import ModelFacts
-from bytescope.memory.formulas.training_state import Precision
-from bytescope.memory.formulas.transformer_formulas import Layout, gpt
+from bytescope.memory.formulas.training_state import PrecisionBytes
+from bytescope.memory.formulas.transformer_formulas import StepLayout, gpt
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo import mesh as hlo_mesh
@@ -119,7 +119,7 @@ def test_one_device_says_nothing(devices):
 
 
 def test_data_parallel_gradients_are_the_formula(devices):
-    question = Question(1, gpt(1, 8, 1, 8), Layout(data=8), precision=Precision("", "", 4, 4, 0, 4, 4))
+    question = Question(1, gpt(1, 8, 1, 8), StepLayout(data=8), precision=PrecisionBytes("", "", 4, 4, 0, 4, 4))
     facts = ModelFacts(question=question, roles={"data": "replica"}, sent_parameter=4)
     report = memory.analyze(programs.trace_step(devices, "full"), facts=facts)
     (row,) = [row for row in report.communication if row.formula_bytes]

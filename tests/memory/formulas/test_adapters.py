@@ -17,17 +17,17 @@ from bytescope.memory.formulas import (
 from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
 from bytescope.memory.formulas.training_state import ADAM
-from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
 from bytescope.train.plan.model_facts import question_of
 from bytescope.train.plan.state_rows import PRECISIONS
 from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick
 
-LLAMA_8B = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 # Touvron et al. 2023 (arXiv 2302.13971), table 2, and the MLP's width of the released weights.
-LLAMA_65B = Model(80, 8192, 64, 64, 128, 22016, 32000, gated=True, tied=False)
-ALONE = Layout()
+LLAMA_65B = ModelShape(80, 8192, 64, 64, 128, 22016, 32000, gated=True, tied=False)
+ALONE = StepLayout()
 GPT3 = gpt(96, 12288, 96, 50257, dropout=False)
 
 
@@ -91,15 +91,15 @@ def test_frozen_llama_8b_by_hand():
     assert frozen(LLAMA_8B, "bf16") == 2 * matrices + tables
     assert frozen(LLAMA_8B, "int8") == matrices + 4 * outputs + tables
     assert frozen(LLAMA_8B, "nf4") == matrices // 2 + matrices // 64 + 4 * (matrices // 64 // 256) + tables
-    assert frozen(LLAMA_8B, "nf4", Layout(tensor=2, data=4), True) == frozen(LLAMA_8B, "nf4") / 8
-    assert frozen(LLAMA_8B, "nf4", Layout(data=4)) == frozen(LLAMA_8B, "nf4")
+    assert frozen(LLAMA_8B, "nf4", StepLayout(tensor=2, data=4), True) == frozen(LLAMA_8B, "nf4") / 8
+    assert frozen(LLAMA_8B, "nf4", StepLayout(data=4)) == frozen(LLAMA_8B, "nf4")
 
 
 def test_what_a_layer_keeps_for_adapters_by_hand():
     """Inputs of frozen matrices go, those of adapted ones stay, each with r numbers a token."""
 
     def kept(model, policy="none"):
-        return transformer_formulas.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
+        return transformer_formulas.layer_bytes(model, StepLayout(), 10, 1, attention="flash", recompute=policy)
 
     plain, every = kept(LLAMA_8B), kept(with_adapters(LLAMA_8B, 16))
     assert every == plain + 10 * 2 * 16 * 7

@@ -7,7 +7,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.formulas import communication_volume, reconcile
 from bytescope.memory.formulas.expert_exchange import EXCHANGES as FORMULAS
 from bytescope.memory.formulas.expert_exchange import sent
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
@@ -28,7 +28,7 @@ MOE = {
     "mesh.fsdp": 2,
     "mesh.expert": 4,
 }
-EXPERTS = Experts(8, 2, 64)
+EXPERTS = ExpertShape(8, 2, 64)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import reconcile, rematerialized
-from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
 from bytescope.train.program.program import build
@@ -16,7 +16,7 @@ from support.exhaustive import exhaustive
 from support.facts import facts_of
 from support.toy import small_config, small_program
 
-LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+LLAMA = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
 SIZES = {
     "BLD": "width",
@@ -87,9 +87,9 @@ def test_a_kernel_runs_again_unless_both_its_results_stay():
 def test_the_papers_selective_row_from_names():
     """34 sbh (Korthikanti et al. 2022), from the names that the policy keeps."""
     path = rematerialized.walk(GPT, "naive", POLICIES["selective"].names)
-    size = rematerialized.bytes_of(path.kept, GPT, Layout(), 1024, 1024, 2)
+    size = rematerialized.bytes_of(path.kept, GPT, StepLayout(), 1024, 1024, 2)
     assert size == 34 * 1024 * 768 and not {"probs", "q", "k"} & path.kept
-    split = rematerialized.bytes_of(path.kept, GPT, Layout(8, True), 1024, 1024, 2)
+    split = rematerialized.bytes_of(path.kept, GPT, StepLayout(8, True), 1024, 1024, 2)
     assert split == size / 8
 
 

@@ -50,7 +50,7 @@ def test_gradients_have_their_reason(size, reason):
 
 def test_leaves_that_do_not_divide_are_named(devices):
     model = transformer_formulas.gpt(1, 8, 1, 8)
-    question = Question(1, model, transformer_formulas.Layout(data=8, zero=3))
+    question = Question(1, model, transformer_formulas.StepLayout(data=8, zero=3))
     facts = ModelFacts(question=question, roles={"fsdp": "state"})
     report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), facts=facts)
     rows = {row.role: row for row in report.zero}
