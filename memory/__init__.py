@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.live import LiveMemory
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
+    from bytescope.memory.formulas.model_facts import ModelFacts
     from bytescope.memory.records.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records.report_record import Finding, XlaStats
@@ -61,6 +62,7 @@ _HOMES = {
     "Target": "devices.targets",
     "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
+    "ModelFacts": "formulas.model_facts",
     **dict.fromkeys(("Finding", "XlaStats"), "records.report_record"),
     **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "records.buffer_records"),
     **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "records.parallel_records"),
@@ -76,6 +78,7 @@ __all__ = [
     "GuardError",
     "LedgerRow",
     "LiveMemory",
+    "ModelFacts",
     "RematPlan",
     "RematPolicy",
     "Report",

@@ -18,9 +18,8 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings import finding_rules
 from bytescope.memory.formulas import communication_volume
-from bytescope.memory.formulas.config_formulas import parameters_of
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
-from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
@@ -62,6 +61,7 @@ def analyze(
     target: Target | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
@@ -76,6 +76,9 @@ def analyze(
         target: what it is compiled for, a `memory.devices.targets.Target` or its name ("h200:8"); None: the devices
             of the arguments' shardings, else those at hand. A proto without one is not judged.
         config: goes into the report as it is.
+        facts: what the trainer knows of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
+            remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
+            findings on experts and stages.
         roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
             roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
@@ -90,7 +93,7 @@ def analyze(
     check_options(options, "analyze")
     roles = checked_roles(roles)
     compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
-    return report_of(compilation, target=found, config=config, roles=roles, names=names)
+    return report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names)
 
 
 def report_of(
@@ -98,6 +101,7 @@ def report_of(
     *,
     target: Target | None = None,
     config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     loop: runtime_overheads.LoopOverhead | None = None,
@@ -117,7 +121,7 @@ def report_of(
     try:
         flow = Flow(source.module)
         inputs = program_arguments.read(source, flow, compilation.signature, roles)
-        placed = place(source, compilation, config or {}, inputs)
+        placed = place(source, compilation, facts, inputs)
         look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")
         per_host = target.devices_per_host if target else 0
@@ -140,8 +144,8 @@ def report_of(
         config=dict(config or {}),
         notes=(*compilation.notes, *report.notes),
     )
-    facts = _facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
-    report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
+    asked = _runtime_facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
+    report = dataclasses.replace(report, unseen=runtime_overheads.find(asked))
     report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)
     moved = host_transfers.find(source.module, target.host_link_bytes_per_s if target else 0.0)
     report = dataclasses.replace(report, transfers=moved)
@@ -150,18 +154,15 @@ def report_of(
 
 
 def _with_formulas(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> ReportRecord:
-    """The report with what the formulas expect of its config, where it has one that they know."""
-    config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
-    state = ledger.state_of(report, program, roles, config)
-    expected = communication_volume.of_config(
-        config, axes, state.parameters * state.tensor, report.target.get("platform", "")
-    )
-    parameters = parameters_of(config, ledger.parameters_held(report, program, roles, state))
+    """The report with what the formulas expect of its step, where the trainer's facts have what they need."""
+    state = ledger.state_of(report, program, roles)
+    parameters = state.parameters * state.tensor
+    expected = communication_volume.expected_collectives(program.facts, dict(program.mesh), parameters)
     return dataclasses.replace(
         report,
-        parameters=parameters,
+        parameters=ledger.parameter_counts(report, program, roles, state),
         communication=collectives.rows(report.collectives, expected),
-        zero=ledger.zero_rows(report, state) if state.strategy else (),
+        zero=ledger.zero_rows(report, state),
     )
 
 
@@ -176,13 +177,13 @@ def _work(
     if counted is None:
         return {}
     per_host = target.devices_per_host if target else 0
-    on_device = step_schedule.flops_by_phase(report.schedule)
+    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(report.schedule)
     if not report.schedule:
         on_device = {key: count / program.module.devices for key, count in counted.by.items()}
     return step_work.by_phase(report, report.work, on_device, program.mesh, per_host)
 
 
-def _facts(
+def _runtime_facts(
     report: ReportRecord, module: Module, target: Target | None, loop: runtime_overheads.LoopOverhead
 ) -> runtime_overheads.Facts:
     """What the table of runtime overheads asks of a program; without a target nothing is known of an allocator."""

@@ -93,7 +93,13 @@ def make_report(program: PreparedProgram, subject: Subject | None = None) -> tup
 
     compilation, target = program.compile()
     report = report_of(
-        compilation, target=target, config=program.config, roles=program.roles, names=program.names, loop=program.loop
+        compilation,
+        target=target,
+        config=program.config,
+        facts=program.facts,
+        roles=program.roles,
+        names=program.names,
+        loop=program.loop,
     )
     if subject is not None:
         jaxpr = compilation.jaxpr

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.compare.compare_rows import Row, unit_of, varying
-from bytescope.memory.formulas.reconcile import Formula, Line, share
+from bytescope.memory.formulas.reconcile import Formula, FormulaLine, share
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
@@ -18,7 +18,7 @@ from bytescope.memory.view.text_table import FigureTable, figure, label, value
 NONE = "no formula"
 
 
-def show_report(formula: Formula, lines: Sequence[Line], console: Console | None = None) -> None:
+def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
     """Prints a report's figures compared with the formulas', and what is known of the gaps."""
     table = FigureTable(label(), figure("compiler"), figure("formula"), figure("gap"), figure())
     for line in lines:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
 from bytescope.memory.program.compilation import compiled_for
@@ -25,6 +26,7 @@ class PreparedProgram:
         compile: compiles it; returns the compilation, and the target that it is judged by, None for none.
         name: what messages call it.
         config, roles, names: as `memory.analyze` takes them.
+        facts: what the trainer knows of the step, for the formulas and findings of its report; None: nothing.
         loop: what the training loop keeps on a device besides the program's arguments.
         calls_per_update: calls of the step per optimizer update. tokens_per_update: tokens of an update, over all
             devices; None where that is not known.
@@ -38,6 +40,7 @@ class PreparedProgram:
     compile: Callable[[], tuple[Compilation, Target | None]]
     name: str = "program"
     config: Any = None
+    facts: ModelFacts | None = None
     roles: Any = ()
     names: Collection[str] = ()
     loop: LoopOverhead = dataclasses.field(default_factory=LoopOverhead)
@@ -79,6 +82,7 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
         compile_program,
         name=program.name,
         config=own["config"],
+        facts=own["facts"],
         roles=own["roles"] or (),
         names=own["names"] or (),
         tokens_per_update=tokens,

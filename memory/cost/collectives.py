@@ -40,7 +40,7 @@ def find(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tupl
     to tell over how many of them, 0 where that is not known.
     """
     counts = runs(look.module)
-    found = []
+    found: list[Collective] = []
     for id in look.order:
         instruction = look.module.instructions[id]
         times = counts.get(instruction.computation, 0)
@@ -110,7 +110,7 @@ def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]
 
 def _ring(pairs: list[list[int]]) -> int:
     """Devices in the cycle or chain of a permutation that the first pair belongs to."""
-    after = dict(map(tuple, pairs))
+    after = {pair[0]: pair[1] for pair in pairs}
     seen: set[int] = set()
     device = pairs[0][0] if pairs else None
     while device is not None and device not in seen:

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from bytescope.memory.hlo.loops import MEAN_TURNS
 
@@ -69,14 +69,15 @@ class FlopCount:
         )
 
     def times(self, trips: int | Fraction) -> FlopCount:
-        """The count of a loop of `trips`, which may be a mean."""
+        """The count of a loop of `trips`, which may be a mean: `count` rounds the sums."""
+        runs = cast(int, trips)
         return FlopCount(
-            trips * self.total,
-            trips * self.recomputed,
-            trips * self.kernel_recomputed,
+            runs * self.total,
+            runs * self.recomputed,
+            runs * self.kernel_recomputed,
             self.notes,
-            {key: trips * flops for key, flops in self.by.items()},
-            {phase: trips * flops for phase, flops in self.replicated.items()},
+            {key: runs * flops for key, flops in self.by.items()},
+            {phase: runs * flops for phase, flops in self.replicated.items()},
         )
 
     @property

@@ -51,7 +51,8 @@ class _Walk:
     def computation(self, id: int, around: str) -> Sums:
         """Phase -> [bytes of products, of others] of one run; `around`: the phase of the call."""
         if (id, around) not in self.known:
-            self.known[id, around] = sums = {}  # a damaged module may call in circles
+            sums: Sums = {}
+            self.known[id, around] = sums  # a damaged module may call in circles
             found = self.module.computations.get(id)
             for instruction in (self.module.instructions[i] for i in found.instructions) if found else ():
                 phase = phase_of(self.look, instruction, around)
@@ -170,9 +171,9 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
         for operand in dict.fromkeys(module.instructions[id].operands):
             users.setdefault(operand, []).append(module.instructions[id])
     read = 0
-    for i, operand in enumerate(operands):
+    for i, argument in enumerate(operands):
         parameter = module.instructions.get(inside.parameters.get(i, -1))
-        shape = module.shape(operand)
+        shape = module.shape(argument)
         read += min(_held(shape), _needed(module, parameter, shape, users, inside.root)) if parameter else _held(shape)
     root = module.instructions.get(inside.root)
     result = module.shape(fusion)

@@ -194,7 +194,7 @@ def figures(target: Any) -> Figures | None:
             raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
         flops, copied = (rate / max(sharing, 1) for rate in machine_rates())
         return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
-    rates = {
+    rates: dict[str, Any] = {
         key: known.get(key)
         for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s", "interconnect_bytes_per_s")
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, told, words
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, told
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
@@ -20,7 +20,7 @@ def wide_activations(report: ReportRecord, program: PlacedProgram) -> Found | No
     """float32 residuals in a program that computes in bfloat16."""
     wide = sum(b.bytes for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32")
     made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
-    asked = made or any("bf16" in word or "bfloat16" in word for word in words(report.config, "precision"))
+    asked = made or (program.facts is not None and program.facts.compute == "bfloat16")
     if not asked or wide <= max(LARGE * report.peak_bytes, TOY):
         return None
     message = f"{human(wide)} of residuals are float32 in a bfloat16 program"

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, at_peak
 from bytescope.memory.findings.functions import Call, Function
-from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module
@@ -59,8 +58,8 @@ class Candidate:
 
 
 def checkpoint_saves(report: ReportRecord, program: PlacedProgram) -> Found | None:
-    """A function that keeps much for the backward pass, in a program without a config of the trainer's."""
-    if case_of(report) is not None:
+    """A function that keeps much for the backward pass, in a program whose trainer has no remat policies."""
+    if program.facts is not None and program.facts.segments:
         return None
     found = candidates(report, program)
     if report.target.get("platform") == "cpu":  # it computes all of it again at once, unless a loop keeps it from that

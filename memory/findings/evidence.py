@@ -1,10 +1,9 @@
-"""What rules look at: shares of the peak, buffers by row, the batch's arguments, the words of a config. Pure."""
+"""What rules look at: shares of the peak, buffers by row, the batch's arguments. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.peak.buffer_placement import PlacedProgram
@@ -24,14 +23,12 @@ class Found:
     """What a rule found: bytes of one device, and a sentence.
 
     Fields:
-        remedy: in the place of the rule's own in `rules.RULES`, "" for that one.
-        flags: as in `records.Finding`.
+        remedy: in the place of the rule's own in `finding_rules.RULES`, "" for that one.
     """
 
     bytes: int
     message: str
     remedy: str = ""
-    flags: str = ""
 
 
 def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
@@ -85,18 +82,3 @@ def told(buffer: Buffer) -> str:
     """A buffer by its type and the line that makes it, or where that is unknown by the compiler's name of it."""
     where = f"at {buffer.source.rsplit('/', 1)[-1]}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"
-
-
-def words(config: Mapping[str, Any], group: str) -> list[str]:
-    """Every string of one group of a config, nested (remat -> policy) or flat (remat.policy)."""
-    pending = [value for key, value in config.items() if key == group or key.startswith(f"{group}.")]
-    found = []
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-        elif isinstance(value, str):
-            found.append(value)
-    return found

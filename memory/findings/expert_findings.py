@@ -1,28 +1,68 @@
-"""Rules on mixtures of experts, of a config of the trainer's: what their rows hold, and how much of it stays empty."""
+"""A rule on mixtures of experts: what their rows hold, and how much of it stays empty.
+
+A device has room for a number of rows that is known before they are: whole tiles, slots of one size, or the most that
+can come from all devices that share the experts. If experts have equal loads, most of that may stay empty.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import NamedTuple
 
-from bytescope.memory.config_keys import MODEL_CAPACITY_FACTOR
 from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
-from bytescope.memory.findings.remedies.case import case_of
-from bytescope.memory.findings.remedies.expert_room import room_of, smaller
-from bytescope.memory.findings.remedies.open_levers import flags
+from bytescope.memory.formulas.expert_formulas import ExpertShape, rows
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 
 # Scopes of a block in which arrays have a row for each choice.
 _SCOPES = ("dispatch", "experts", "combine")
+# Capacity factors to propose: those of GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961).
+FACTORS = (2.0, 1.25)
+
+
+class Room(NamedTuple):
+    """The rows of a device: those that there is room for, and those that hold tokens if all loads are equal."""
+
+    rows: int
+    filled: int
+
+    @property
+    def empty(self) -> float:
+        """The share of the room that stays empty then."""
+        return 1 - min(self.filled / self.rows, 1.0)
+
+
+def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
+    """The room of a device of `tokens`, where `ranks` devices share the experts."""
+    return Room(rows(experts, tokens, ranks), tokens * experts.per_token)
+
+
+def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
+    """The largest of `FACTORS` that makes the room smaller, and that room.
+
+    None if none does, as on a device that has all experts: their rows fill whole tiles whatever the factor.
+    """
+    if not experts.slots and ranks == 1:
+        return None
+    now = room_for(experts, tokens, ranks)
+    for factor in FACTORS:
+        room = room_for(dataclasses.replace(experts, capacity=factor), tokens, ranks)
+        if room.rows < now.rows:
+            return factor, room
+    return None
 
 
 def empty_expert_rows(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """Room at the peak for rows of experts that do not come where loads are equal."""
-    case = case_of(report)
-    room = room_of(case) if case is not None else None
-    if case is None or room is None:
+    facts = program.facts
+    question = facts.question if facts else None
+    if facts is None or question is None or question.model.experts is None or not facts.expert_rows:
         return None
+    tokens = int(question.batch * question.sequence) // facts.devices("sequence")
+    shape = question.model.experts, tokens, facts.devices("expert")
+    room = room_for(*shape)
     held = dict.fromkeys(_SCOPES, 0)
     for buffer in report.buffers:
         scope = _scope(buffer)
@@ -37,7 +77,7 @@ def empty_expert_rows(report: ReportRecord, program: PlacedProgram) -> Found | N
         f"rows of experts hold {human(total)} at the peak ({parts}), {human(empty)} of it empty where experts "
         f"have equal loads: a device has room for {room.rows:,} rows, of which {room.filled:,} come"
     )
-    found = smaller(case)
+    found = smaller_room(*shape)
     if found is None:
         return Found(empty, message)
     factor, less = found
@@ -45,7 +85,7 @@ def empty_expert_rows(report: ReportRecord, program: PlacedProgram) -> Found | N
         f"room for {factor:g} times the mean, {less.rows:,} rows, should free "
         f"{human(int(total * (1 - less.rows / room.rows)))}; rows beyond it are dropped and counted"
     )
-    return Found(empty, message, remedy, flags({MODEL_CAPACITY_FACTOR: f"{factor:g}"}))
+    return Found(empty, message, remedy)
 
 
 def _scope(buffer: Buffer) -> str:

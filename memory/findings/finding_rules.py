@@ -1,8 +1,8 @@
 """What an expert would point at in a report: each finding with its bytes and the remedy.
 
 A rule takes (report, program) and gives what it `Found`, or None when it finds nothing, as in a program that lacks its
-evidence. `RULES` has them with their remedies in JAX's words, `remedies.config_flags` those for a config of the
-trainer's; a rule's name is the finding's kind.
+evidence. `RULES` has them with their remedies in JAX's words; a rule's name is the finding's kind. A trainer puts the
+remedies of its own configs in their place (train/plan/report_remedies.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.expert_findings import empty_expert_rows
 from bytescope.memory.findings.host import host_memory, idle_offload
-from bytescope.memory.findings.remedies.config_flags import with_flags
 from bytescope.memory.findings.sharding import (
     large_collective,
     lasting_gathers,
@@ -38,8 +37,7 @@ def find(report: ReportRecord, program: PlacedProgram) -> tuple[Finding, ...]:
     for rule, remedy in RULES.items():
         found = rule(report, program)
         if found is not None:
-            finding = Finding(rule.__name__, found.bytes, found.message, found.remedy or remedy, found.flags)
-            out.append(with_flags(report, finding))
+            out.append(Finding(rule.__name__, found.bytes, found.message, found.remedy or remedy))
     return tuple(sorted(out, key=lambda finding: -finding.bytes))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bytescope.memory.config_keys import OFFLOAD
-from bytescope.memory.findings.evidence import Found, words
-from bytescope.memory.hlo.mesh import flat
+from bytescope.memory.findings.evidence import Found
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
@@ -12,11 +10,10 @@ from bytescope.memory.units import human
 
 def idle_offload(report: ReportRecord, program: PlacedProgram) -> Found | None:
     """A program that asks for offload and holds nothing on the host."""
-    wanted = any("offload" in word for word in words(report.config, "remat"))
-    asked = [key for key, value in flat(report.config).items() if key.startswith(OFFLOAD) and value is True]
-    if report.host_bytes or not (wanted or asked):
+    asked = program.facts.asked_of_host if program.facts else ()
+    if report.host_bytes or not asked:
         return None
-    return Found(0, f"{asked[0] if asked else 'the policy'} asks for offload, but nothing is in host memory")
+    return Found(0, f"{asked[0]} asks for offload, but nothing is in host memory")
 
 
 def host_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:

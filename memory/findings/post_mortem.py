@@ -1,9 +1,8 @@
 """What is known where a step ran out of device memory, and the cheapest ways out. Pure: records in, records out.
 
-In: the report of the step, the arrays that a device held and what its allocator said (`execution.failure` asks them).
-A program of the trainer's has the levers of its config left to try (`remedies`); for any other the ways out are,
-from the cheapest on: a larger pool, arrays that the step does not need, what the findings of its report say,
-recomputing what the backward pass keeps most of, computing the largest array in parts, a smaller batch.
+In: the report of the step, the arrays that a device held and what its allocator said (`watching.failure` asks them).
+The ways out are, from the cheapest on: a larger pool, arrays that the step does not need, what the findings of its
+report say, recomputing what the backward pass keeps most of, computing the largest array in parts, a smaller batch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION
-from bytescope.memory.findings.remedies.open_levers import open_levers
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord
 
@@ -47,7 +45,7 @@ class HeldArrays:
 @dataclasses.dataclass(frozen=True)
 class WayOut:
     """Something that makes the step smaller: the bytes of one device that it concerns, what to do, and that as flags of
-    the command line for a config of the trainer's."""
+    a command line where the finding has some."""
 
     bytes: int
     words: str
@@ -104,13 +102,13 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
     """The cheapest ways out of a step that does not fit, at most `WAYS`, the cheapest first.
 
     Args:
-        report: of the step, with the config where it is the trainer's; None where it could not be compiled.
+        report: of the step; None if it could not be compiled.
         held: what its device held, with what the step does not need of that.
         pool: bytes that the device's allocator may take in all; 0 where nobody knows.
     """
     found = [*_pool(report, pool), *_unneeded(report, held)]
     if report is not None:
-        found += list(_levers(report)) or [*_of_findings(report), *_recomputed(report), *_in_parts(report)]
+        found += [*_of_findings(report), *_recomputed(report), *_in_parts(report)]
         size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
         if size >= WORTH * report.peak_bytes and not any(way.flags for way in found):
             found.append(WayOut(size, _BATCH))
@@ -140,13 +138,6 @@ def _unneeded(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterat
     if count == 1:
         arrays, them = "a live array that is no argument of the step,", "it"
     yield WayOut(size, f"delete {arrays} {largest.name}: a name, a list of metrics or a closure still refers to {them}")
-
-
-def _levers(report: ReportRecord) -> Iterator[WayOut]:
-    """What the config of a program of the trainer's has left, that frees something."""
-    for lever in open_levers(report):
-        if (most := lever.most(report)) > 0:
-            yield WayOut(most, lever.costs, lever.flags)
 
 
 def _of_findings(report: ReportRecord) -> Iterator[WayOut]:

@@ -93,7 +93,7 @@ class _ByJaxpr:
         partitioned = metadata.op_name.endswith("custom_partitioning")
         found = [
             a
-            for a in self.places.get(place, ())
+            for a in (self.places.get(place, ()) if place else ())
             if metadata.op_name.endswith(a.suffix) or (partitioned and a.suffix.endswith("_wrapper"))
         ]
         if not found or len({(a.dims, tuple(a.labels.items())) for a in found}) > 1:

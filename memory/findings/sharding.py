@@ -125,7 +125,9 @@ def _data_axes(report: ReportRecord, program: PlacedProgram) -> frozenset[str]:
             gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
     for number, argument in program.arguments.by_number.items():
         layout = program.layouts.get(number)
-        for axis in layout.axes if layout is not None and argument.role in HELD else ():
+        if layout is None or argument.role not in HELD:
+            continue
+        for axis in layout.axes:
             held[axis] = held.get(axis, 0) + layout.elements
     return frozenset(
         axis for axis, size in program.mesh if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from bytescope.memory.config_keys import MESH_STRATEGY, OFFLOAD
 from bytescope.memory.findings.evidence import LARGE, LEAST, NOTABLE, SMALL, STATE, Found, arguments, spec_words
-from bytescope.memory.findings.remedies.case import case_of
-from bytescope.memory.findings.remedies.open_levers import Lever, flags, open_levers
+from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
@@ -21,8 +18,6 @@ from bytescope.memory.units import MIB, human
 _WHOLE = 64 * MIB
 # So many leaves are named.
 _NAMED = 3
-# Levers that are tried together at most.
-_TOGETHER = 4
 
 
 def not_donated(report: ReportRecord, program: PlacedProgram) -> Found | None:
@@ -54,58 +49,13 @@ def state_too_large(report: ReportRecord, program: PlacedProgram) -> Found | Non
         f"parameters and optimizer state alone take {human(size)} of {human(limit)}: no smaller batch and no "
         "recomputation makes it fit"
     )
-    missing = size - limit
-    if case_of(report) is None:
-        whole = sum(leaf.whole for leaf in _leaves(report, program)) or size
-        remedy = (
-            f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more by a "
-            "NamedSharding of each, or keep the optimizer state in 8 bits, or in host memory "
-            "(memory_kind='pinned_host')"
-        )
-        return Found(missing, message, remedy)
-    chosen = _cheapest(report, limit)
-    if not chosen:
-        devices = int(report.target.get("n_devices") or 1)
-        least = math.ceil(size * devices / limit)
-        return Found(missing, message, f"no set of its levers leaves less: take {least} devices or more, under zero3")
-    keys = {key: text for lever in chosen for key, text in lever.keys.items()}
-    left = human(_left(report, chosen))
-    costs = "; ".join(dict.fromkeys(lever.costs for lever in chosen if lever.costs))
-    return Found(missing, message, f"the cheapest levers that leave less, {left} of state: {costs}", flags(keys))
-
-
-def _cheapest(report: ReportRecord, limit: int) -> Sequence[Lever]:
-    """The fewest levers of a config that bring its state under the limit, of as many the cheapest; () for none."""
-    levers = [
-        lever
-        for lever in open_levers(report)
-        if _left(report, [lever]) < _left(report, []) and _fits_host(report, lever)
-    ]
-    for count in range(1, min(len(levers), _TOGETHER) + 1):
-        for chosen in itertools.combinations(levers, count):
-            if _left(report, chosen) < limit:
-                return chosen
-    return ()
-
-
-def _left(report: ReportRecord, levers: Iterable[Lever]) -> int:
-    """Bytes of state on a device at least, once levers are pulled."""
-    levers = list(levers)
-    return int(
-        sum(
-            report.breakdown.get(row, 0) * math.prod(1 - lever.frees.get(row, 0.0) for lever in levers) for row in STATE
-        )
+    whole = sum(leaf.whole for leaf in _leaves(report, program)) or size
+    remedy = (
+        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more by a "
+        "NamedSharding of each, or keep the optimizer state in 8 bits, or in host memory "
+        "(memory_kind='pinned_host')"
     )
-
-
-def _fits_host(report: ReportRecord, lever: Lever) -> bool:
-    """Whether what a lever moves to host memory has room there; True where nothing is known of it."""
-    if not any(key.startswith(OFFLOAD) for key in lever.keys):
-        return True
-    moved = _left(report, []) - _left(report, [lever])
-    here = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
-    available = int(report.target.get("host_memory_bytes") or 0)
-    return not available or (report.host_bytes + moved) * here <= available
+    return Found(size - limit, message, remedy)
 
 
 # ---- state that every device holds whole ---------------------------------------------------------------------------
@@ -166,7 +116,7 @@ def _leaves(report: ReportRecord, program: PlacedProgram) -> list[_Leaf]:
             whole = buffer.bytes * layout.elements // max(math.prod(layout.local), 1)
             out.append(_Leaf(buffer, layout, whole, axes, math.prod(sizes[axis] for axis in axes)))
             continue
-        axes, copies = _replicas(report, module.devices if module.replicated(parameter) else 1)
+        axes, copies = _replicas(program, module.devices if module.replicated(parameter) else 1)
         out.append(_Leaf(buffer, None, buffer.bytes * max(module.devices // copies, 1), axes, copies))
     return out
 
@@ -195,14 +145,13 @@ def _stacked(report: ReportRecord, program: PlacedProgram) -> frozenset[int]:
     return frozenset(number for number in stacks if root_of(known[number].path) in roots)
 
 
-def _replicas(report: ReportRecord, known: int) -> tuple[tuple[str, ...], int]:
-    """(mesh axes, devices) that hold the state alike, of a program without layouts: by its config, else as `known`."""
-    case = case_of(report)
-    if case is None:
+def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
+    """(mesh axes, devices) that hold the state alike, of a program without layouts: by its facts, else as `known`."""
+    facts = program.facts
+    if facts is None or facts.question is None:
         return (), known
-    whole = ("data", "fsdp", "expert", "context") if case.flat[MESH_STRATEGY] == "ddp" else ("data",)
-    axes = tuple(axis for axis in whole if case.axes[axis] > 1)
-    return axes, math.prod(case.axes[axis] for axis in axes)
+    alike = facts.axes("replica", *(STATE_ROLES if facts.question.layout.zero == 0 else ()))
+    return tuple(alike), math.prod(alike.values())
 
 
 def _named(leaves: Sequence[_Leaf]) -> str:

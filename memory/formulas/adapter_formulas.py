@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from bytescope.memory.formulas import expert_formulas, latent_formulas
 
 if TYPE_CHECKING:
-    from bytescope.memory.formulas.transformer_formulas import Layout, Model
+    from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
 # What may have an adapter, by the names of the trainer's `lora.targets`.
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-class Base(NamedTuple):
+class FrozenBase(NamedTuple):
     """How frozen matrices are stored. element: bytes of one, scales of blocks included, 0: those of the compute dtype;
     column: bytes of an output."""
 
@@ -36,9 +36,9 @@ class Base(NamedTuple):
 # a float32: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is left
 # out. Tables stay in the compute dtype; so do norms, which are counted as matrices.
 BASES = {
-    "bf16": Base("as they are computed with, 16 bits as a rule", 0.0),
-    "nf4": Base("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
-    "int8": Base("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
+    "bf16": FrozenBase("as they are computed with, 16 bits as a rule", 0.0),
+    "nf4": FrozenBase("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
+    "int8": FrozenBase("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
 }
 
 
@@ -54,7 +54,7 @@ class Adapters:
     base: str = "bf16"
 
 
-def matrices(model: Model) -> dict[str, tuple[int, int]]:
+def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the matrices of a layer that every token meets, by the names of TARGETS; latent attention
     has those of `latent.matrices`."""
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
@@ -74,18 +74,18 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
     return {name: shape for name, shape in found.items() if (model.gated or name != "gate") and 0 not in shape}
 
 
-def adapted(model: Model) -> dict[str, tuple[int, int]]:
+def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a layer's matrices that have an adapter."""
     targets = model.adapters.targets if model.adapters else ()
     return {name: shape for name, shape in matrices(model).items() if name in targets}
 
 
-def adapted_anywhere(model: Model) -> list[str]:
+def adapted_anywhere(model: ModelShape) -> list[str]:
     """Names of the matrices with an adapter in layers of any kind."""
     return list(dict.fromkeys(name for kind in expert_formulas.by_kind(model) for name in adapted(kind)))
 
 
-def adapter_count(model: Model) -> int:
+def adapter_count(model: ModelShape) -> int:
     """Parameters of all adapters, r (inputs + outputs) of each matrix that has one; 0 without (section 4.1)."""
     rank = model.adapters.rank if model.adapters else 0
     return rank * sum(
@@ -94,7 +94,9 @@ def adapter_count(model: Model) -> int:
     )
 
 
-def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool, wide: int = 2) -> float:
+def frozen_bytes(
+    model: ModelShape, parameters: float, tables: float, layout: StepLayout, sharded: bool, wide: int = 2
+) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters.
 
     parameters: of the model, `tables` of them in embedding tables; sharded: whether the ranks of `layout.data` share

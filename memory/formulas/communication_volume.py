@@ -11,50 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH_MICRO,
-    BATCH_MODE,
-    DATA_SEQ_LEN,
-    LORA_RANK,
-    MESH_DISPATCH,
-    MESH_SEQUENCE_PARALLEL,
-    MESH_STRATEGY,
-    MODEL_D_MODEL,
-    MODEL_EXPERTS,
-    MODEL_N_LAYERS,
-    OPTIMIZER_FREEZE,
-    PIPELINE_SCHEDULE,
-    PIPELINE_VIRTUAL,
-    PRECISION,
-    PRECISION_PRESET,
-    REMAT_OFFLOAD,
-    REMAT_POLICY,
-    REMAT_SAVE,
-)
 from bytescope.memory.formulas import expert_formulas
-from bytescope.memory.formulas.config_formulas import accumulation, model_of
-from bytescope.memory.formulas.expert_exchange import chosen_dispatch, repeats, sent
-from bytescope.memory.formulas.training_state import PRECISIONS
-from bytescope.memory.formulas.transformer_formulas import Model
-from bytescope.memory.pipeline.schedules import make_schedule
+from bytescope.memory.formulas.expert_exchange import sent
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import STATE_ROLES, ModelFacts
 
-# Precision preset -> bytes of a parameter as it is gathered, in the dtype of the products; other presets have no
-# formula. Gradients travel in the same dtype, but for the presets that say otherwise.
-COMPUTE_BYTES = {
-    preset: PRECISIONS[preset].activation
-    for preset in ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
-}
-GRADIENT_BYTES = {"bf16_grads": 2, "fp32_grads": 4}
+# Bytes of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
 ACCUMULATOR_BYTES = 4
-# Axes over which the batch is sharded.
-BATCH_AXES = ("data", "fsdp", "expert")
-# Times that a policy gathers the parameters of a layer under zero3: forward, and once for recomputation and
-# backward together; nested checkpoints recompute twice.
-GATHERS = {"sqrt": 3}
-# Forward all-reduces of a block that its recomputation repeats: that of the block's last product is not needed.
-REPEATED = {"full": 1, "sqrt": 2, "offload": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +37,7 @@ class Expected:
 
 
 def data_parallel(
-    strategy: str,
+    zero: int,
     parameters: int,
     itemsize: int,
     data: Mapping[str, int],
@@ -87,10 +51,10 @@ def data_parallel(
     """Collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section 7).
 
     Args:
-        strategy: a row of `training_state.STRATEGIES`.
+        zero: stage of ZeRO, 0 to 3.
         parameters: those of one tensor-parallel rank, P; itemsize: bytes of one as it is gathered.
         data: mesh axis -> size of the ranks that are replicas; shard: of those that shard state.
-        gathers: times that zero3 gathers a layer's parameters in one micro-step.
+        gathers: times that stage 3 gathers a layer's parameters in one micro-step.
         reductions: times per step that gradients are summed: micro-steps, or 1 when they are summed at its end.
         gradient_bytes: bytes of a gradient on its way; 0 for `itemsize`.
         words: what the parameters are called.
@@ -98,10 +62,10 @@ def data_parallel(
     gradient = (gradient_bytes or itemsize) * parameters * reductions
     times = "" if reductions == 1 else f" x {reductions}"
     shards = math.prod(shard.values())
-    if strategy == "ddp" or shards == 1:
+    if zero == 0 or shards == 1:
         return _reduced({**data, **shard}, gradient, f"gradients{times}")
     gathered = parameters * itemsize  # the compute copy of all of them, once per step
-    if strategy == "zero3":
+    if zero == 3:
         repeats = gathers * reductions
         gathered, words = repeats * gathered, f"{repeats} x {words}"
     return [
@@ -117,40 +81,40 @@ def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]
     return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
 
 
-def expert_parallel(
-    config: Mapping[str, Any], plan: Plan, model: Model, itemsize: int, micro_steps: int, platform: str
-) -> list[Expected]:
-    """Collectives of rows between the devices that share the experts of `model`; [] for a dispatch that is emulated."""
-    found = model.experts
-    dispatch = chosen_dispatch(config[MESH_DISPATCH], found.slots, platform)
-    if plan.expert == 1 or not dispatch:
+def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
+    """Collectives of rows between the `ranks` (axis -> devices) that share the experts.
+
+    `tokens`: of one device and micro-step. [] for one device, and for an exchange without a formula.
+    """
+    experts, size = question.model.experts, math.prod(ranks.values())
+    if experts is None or size == 1 or not facts.exchange:
         return []
-    kept = {name for key in (REMAT_SAVE, REMAT_OFFLOAD) for name in config.get(key, ())}
-    again, redone = repeats(config.get(REMAT_POLICY, "none"), kept)
-    layers = micro_steps * sum(kind.layers for kind in expert_formulas.by_kind(model) if kind.experts)
-    tokens = config[BATCH_MICRO] * config[DATA_SEQ_LEN] // plan.context
+    kept = "dispatched" in facts.policy.save | facts.policy.offload
+    passes = facts.policy.forward_passes
+    layers = sum(kind.layers for kind in expert_formulas.by_kind(question.model) if kind.experts)
+    times = layers * facts.micro_steps_per_call
     return [
-        Expected(one.kind, ("expert",), plan.expert, round(layers * one.bytes), one.formula)
+        Expected(one.kind, tuple(ranks), size, round(times * one.bytes), one.formula)
         for one in sent(
-            dispatch,
-            found,
+            facts.exchange,
+            experts,
             tokens=tokens,
-            width=model.width,
-            itemsize=itemsize,
-            size=plan.expert,
-            again=again,
-            redone=redone,
+            width=question.model.width,
+            itemsize=facts.sent_parameter,
+            size=size,
+            again=0 if kept else passes,
+            redone=passes,
         )
     ]
 
 
 def tensor_parallel(
-    axis: str, size: int, layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
+    ranks: Mapping[str, int], layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
 ) -> list[Expected]:
     """Collectives of activations of `layers` blocks over the tensor group, forward and backward.
 
     Args:
-        axis, size: the mesh axis of the group and its devices.
+        ranks: mesh axis -> devices of the group.
         activation: bytes of one [b, s, h] of a rank: its sequences, not sharded along the sequence.
         repeated: forward all-reduces of a block that recomputation repeats.
 
@@ -158,116 +122,89 @@ def tensor_parallel(
     an all-gather and a reduce-scatter, and the two inputs that are kept sharded are gathered again in the backward
     pass (Korthikanti et al. 2022, section 4.2).
     """
+    axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:
         return []
     sums = (4 + repeated) * layers
     if not sequence_parallel:
-        return [Expected("all-reduce", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
+        return [Expected("all-reduce", axes, size, sums * activation, f"{4 + repeated} x bsh per block")]
     gathers = (6 + repeated) * layers
     return [
-        Expected("all-gather", (axis,), size, gathers * activation, f"{6 + repeated} x bsh per block"),
-        Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block"),
+        Expected("all-gather", axes, size, gathers * activation, f"{6 + repeated} x bsh per block"),
+        Expected("reduce-scatter", axes, size, sums * activation, f"{4 + repeated} x bsh per block"),
     ]
 
 
-def stage_sends(config: Mapping[str, Any], axes: Mapping[str, int], itemsize: int) -> list[Expected]:
+def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
     """What the stages of a pipeline send each other: in every tick the output of a chunk and the gradient of its input,
     bsh each; in a V either way, to all but the ends. Published programs send 2 x bsh for each micro-batch and chunk."""
-    stages, ranks = axes["stage"], math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
-    micro, length, width = (config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL))
-    table = make_schedule(config[PIPELINE_SCHEDULE], stages, accumulation(config, ranks), config[PIPELINE_VIRTUAL])
-    shared = axes.get("tensor", 1) if config.get(MESH_SEQUENCE_PARALLEL) else 1
-    activation = micro * length * width * itemsize // shared
-    each, words = 2, "2 x bsh per tick"
-    if table.bends:
-        each, words = 4 * (stages - 1) / stages, "4 x bsh per tick, but the ends"
-    return [Expected("collective-permute", ("stage",), stages, round(table.ticks * each * activation), words)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The parallelism that a trainer's config asks for.
-
-    strategy: a row of `training_state.STRATEGIES`. data, shard: mesh axis -> size of the replicas and of the devices
-    that shard state, axes of size 1 left out. tensor, context, expert: sizes of these axes.
-    """
-
-    strategy: str
-    data: Mapping[str, int]
-    shard: Mapping[str, int]
-    tensor: int
-    context: int
-    expert: int = 1
-
-    @property
-    def degree(self) -> int:
-        """Devices that state is sharded over, Nd of the paper; 1 under ddp."""
-        return 1 if self.strategy == "ddp" else math.prod(self.shard.values())
-
-
-def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
-    """The plan of a config (dotted keys) on a mesh with these axes; None for a mesh of other axes."""
-    if "fsdp" not in axes and "data" not in axes:
-        return None
-    many = {axis: size for axis, size in axes.items() if size > 1}
-    # Devices that share a sequence or the experts share state too.
-    shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "expert", "context")}
-    data = {axis: size for axis, size in many.items() if axis == "data"}
-    strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is sharded, whatever the name
-    return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1), axes.get("expert", 1))
-
-
-def of_config(
-    config: Mapping[str, Any], axes: Mapping[str, int], parameters: int, platform: str = ""
-) -> list[Expected]:
-    """Everything the formulas expect of a trainer's config (dotted keys), axes in the order of the mesh.
-
-    [] for a mesh or a precision without a formula, and where parameters are frozen. `axes`: mesh axis -> size;
-    `parameters`: of the model, over all devices; `platform`: of the target.
-    """
-    plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get(PRECISION_PRESET, ""))
-    changed = any(config.get(PRECISION + role) for role in ("param", "compute", "reduce", "cast"))
-    changed |= bool(config.get(LORA_RANK) or config.get(OPTIMIZER_FREEZE))  # a part alone has gradients to reduce
-    if plan is None or itemsize is None or not parameters or changed:
+    ranks = facts.axes("stage", mesh=mesh)
+    stages = math.prod(ranks.values())
+    if facts.pipeline is None:
         return []
-    if axes.get("stage", 1) > 1:  # how often a stage gathers and reduces follows from its ticks, not from a formula
-        return stage_sends(config, axes, itemsize)
-    scanned = config.get(BATCH_MODE) == "scan"
-    micro_steps = accumulation(config, math.prod(axes.get(axis, 1) for axis in BATCH_AXES)) if scanned else 1
-    policy = config.get(REMAT_POLICY, "none")
-    once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
-    gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET], ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
-    model = model_of(config) if config.get(MODEL_EXPERTS) else None
-    routed = expert_formulas.routed_count(model) if model else 0
-    each = {
-        "gathers": GATHERS.get(policy, 2),
-        "reductions": 1 if once else micro_steps,
-        "gradient_bytes": gradient_bytes,
-    }
-    out = data_parallel(plan.strategy, (parameters - routed) // plan.tensor, itemsize, plan.data, plan.shard, **each)
-    if model:
-        # Of the experts a device holds and gathers its own alone.
-        shard = {axis: size for axis, size in plan.shard.items() if axis != "expert"}
+    shared = facts.devices("tensor", mesh=mesh) if question.layout.sequence else 1
+    activation = question.batch * question.sequence * question.model.width * facts.sent_parameter // shared
+    each, words = 2.0, "2 x bsh per tick"
+    if facts.pipeline.bends:
+        each, words = 4 * (stages - 1) / stages, "4 x bsh per tick, but the ends"
+    size = round(facts.pipeline.ticks * each * activation)
+    return [Expected("collective-permute", tuple(ranks), stages, size, words)]
+
+
+def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], parameters: int) -> list[Expected]:
+    """Everything the formulas expect of a training step, axes in the order of the mesh.
+
+    [] without facts or a formula, and for a mesh none of whose axes shards the batch. `mesh`: axis -> devices;
+    `parameters`: of the model, over all devices.
+    """
+    question = facts.question if facts else None
+    if facts is None or question is None or not facts.sent_parameter or not parameters:
+        return []
+    if not any(facts.roles.get(axis) in ("replica", "state") for axis in mesh):
+        return []
+    if facts.devices("stage", mesh=mesh) > 1:  # how often a stage gathers and reduces follows from its ticks
+        return stage_sends(facts, question, mesh)
+    model, policy, itemsize = question.model, facts.policy, facts.sent_parameter
+    replicas, sharers = facts.axes("replica", mesh=mesh), facts.axes(*STATE_ROLES, mesh=mesh)
+    context, tensor = facts.devices("sequence", mesh=mesh), facts.axes("tensor", mesh=mesh)
+    zero, micro_steps = (question.layout.zero if sharers else 0), facts.micro_steps_per_call
+    # Without devices that share a sequence, ddp and stage 1 reduce gradients at the end of the micro-batches.
+    once = context == 1 and (zero == 1 or (zero == 0 and micro_steps > 1))
+    routed = expert_formulas.routed_count(model)
+    experts, groups = facts.axes("expert", mesh=mesh), math.prod(tensor.values())
+    gathers, reductions = (3 if policy.groups else 2), (1 if once else micro_steps)
+    gradient = facts.sent_gradient or (ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
+    out = data_parallel(
+        zero,
+        (parameters - routed) // groups,
+        itemsize,
+        replicas,
+        sharers,
+        gathers=gathers,
+        reductions=reductions,
+        gradient_bytes=gradient,
+    )
+    tokens = int(question.batch * question.sequence) // context
+    if model.experts:
+        # Of the experts a device holds and gathers only its own.
         out += data_parallel(
-            plan.strategy,
-            routed // plan.expert // plan.tensor,
+            zero,
+            routed // math.prod(experts.values()) // groups,
             itemsize,
-            plan.data,
-            shard,
+            replicas,
+            {axis: size for axis, size in sharers.items() if axis not in experts},
+            gathers=gathers,
+            reductions=reductions,
+            gradient_bytes=gradient,
             words="experts' parameters",
-            **each,
         )
-        out += expert_parallel(config, plan, model, itemsize, micro_steps, platform)
-    sizes = [config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL, MODEL_N_LAYERS)]
-    if all(sizes):
-        rows, length, width, layers = sizes
-        out += tensor_parallel(
-            "tensor",
-            plan.tensor,
-            layers * micro_steps,
-            rows * length // plan.context * width * itemsize,
-            sequence_parallel=bool(config.get(MESH_SEQUENCE_PARALLEL)),
-            repeated=REPEATED.get(policy, 0),
-        )
-    in_order = [dataclasses.replace(entry, axes=tuple(axis for axis in axes if axis in entry.axes)) for entry in out]
+        out += expert_parallel(facts, question, experts, tokens)
+    out += tensor_parallel(
+        tensor,
+        model.layers * micro_steps,
+        tokens * model.width * itemsize,
+        sequence_parallel=question.layout.sequence,
+        repeated=policy.forward_passes if policy.keeps_nothing else 0,
+    )
+    in_order = [dataclasses.replace(entry, axes=tuple(axis for axis in mesh if axis in entry.axes)) for entry in out]
     return [entry for entry in in_order if entry.bytes]

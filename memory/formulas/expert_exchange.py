@@ -9,11 +9,10 @@ expert and device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
-from bytescope.memory.formulas.expert_formulas import Experts, slots
-from bytescope.memory.formulas.rematerialized import SAVED
+from bytescope.memory.formulas.expert_formulas import ExpertShape, slots
 
 _NUMBER = 4
 
@@ -34,24 +33,24 @@ class Sent(NamedTuple):
     formula: str
 
 
-def _gathered(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     return Moved(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
 
 
-def _slotted(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     rows = experts.count * slots(experts, tokens)
     return Moved(rows * width * itemsize, rows * _NUMBER)
 
 
-def _chosen(experts: Experts, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
     rows = tokens * experts.per_token
     return Moved(rows * width * itemsize, rows * _NUMBER)
 
 
-# mesh.dispatch -> (bytes of one move, (kind, times that rows move, times that numbers do, both without recomputation,
-# how often each of them is repeated with it, unit of the formula)). Tokens are gathered with their experts' numbers and
-# weights.
-DISPATCHES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
+# How tokens reach their experts -> (bytes of one move, (kind, times that rows move, times that numbers do, both without
+# recomputation, how often each of them is repeated with it, unit of the formula)). Tokens are gathered with their
+# experts' numbers and weights.
+EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
     "allgather": (
         _gathered,
         (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
@@ -61,29 +60,9 @@ DISPATCHES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int
 }
 
 
-def chosen_dispatch(asked: str, slotted: bool, platform: str) -> str:
-    """The row of DISPATCHES that the trainer takes for `mesh.dispatch`; "" where the CPU emulates one."""
-    if asked == "auto" and slotted:
-        return "all_to_all"
-    on_cpu = platform == "cpu"
-    if asked == "auto":
-        return "allgather" if on_cpu else "ragged_all_to_all"
-    return "" if on_cpu and asked == "ragged_all_to_all" else asked
-
-
-def repeats(policy: str, kept: Collection[str] = ()) -> tuple[int, int]:
-    """How often a policy's recomputation moves rows again, and numbers; kept: the names that `custom` keeps."""
-    if policy == "none":
-        return 0, 0
-    times = 2 if policy == "sqrt" else 1
-    # `megatron` keeps all that `selective` does.
-    names = SAVED["selective"] if policy == "megatron" else SAVED.get(policy, kept)
-    return (0 if "dispatched" in names else times), times
-
-
 def sent(
-    dispatch: str,
-    experts: Experts,
+    exchange: str,
+    experts: ExpertShape,
     *,
     tokens: int,
     width: int,
@@ -95,10 +74,11 @@ def sent(
     """What one layer sends in one micro-step, forward and backward.
 
     Args:
-        dispatch: a row of DISPATCHES. tokens: of a device. width: D; itemsize: bytes of an element of an activation.
-        size: devices that share the experts. again, redone: of `repeats`.
+        exchange: a row of EXCHANGES. tokens: of a device. width: D; itemsize: bytes of an element of an activation.
+        size: devices that share the experts. again: how often recomputation moves rows once more; redone: how often it
+            moves their numbers.
     """
-    measure, kinds = DISPATCHES[dispatch]
+    measure, kinds = EXCHANGES[exchange]
     moved = measure(experts, tokens, width, itemsize, size)
     out = []
     for kind, rows, numbers, more_rows, more_numbers, unit in kinds:

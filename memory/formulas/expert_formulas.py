@@ -12,11 +12,11 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bytescope.memory.formulas.transformer_formulas import Model
+    from bytescope.memory.formulas.transformer_formulas import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class ExpertShape:
     """Routed experts in the place of a layer's MLP.
 
     count: E of them; per_token: k that a token goes to; width: of one. shared: experts that every token goes to,
@@ -40,7 +40,7 @@ class Experts:
         return routed >= 0 and (routed + 1) % self.every == 0
 
 
-def by_kind(model: Model, start: int = 0, stop: int | None = None) -> tuple[Model, ...]:
+def by_kind(model: ModelShape, start: int = 0, stop: int | None = None) -> tuple[ModelShape, ...]:
     """The layers from `start` to `stop` by kind, each kind as a model of such layers alone: dense ones, then those with
     experts. Of a model without experts there is one."""
     stop = model.layers if stop is None else stop
@@ -55,17 +55,17 @@ def by_kind(model: Model, start: int = 0, stop: int | None = None) -> tuple[Mode
     return tuple(kind for kind in kinds if kind.layers)
 
 
-def mlp_width(model: Model) -> int:
+def mlp_width(model: ModelShape) -> int:
     """Width of the MLP that every token of a layer goes to: beside experts that of the shared ones, 0 for none."""
     return model.experts.shared * model.experts.width if model.experts else model.mlp_width
 
 
-def expert_size(model: Model) -> int:
+def expert_size(model: ModelShape) -> int:
     """Parameters of one expert, 0 without."""
     return (2 + model.gated) * model.width * model.experts.width if model.experts else 0
 
 
-def routed_count(model: Model) -> int:
+def routed_count(model: ModelShape) -> int:
     """Parameters of all routed experts: what expert parallelism shards."""
     if model.experts is None:
         return 0
@@ -73,26 +73,26 @@ def routed_count(model: Model) -> int:
     return layers * model.experts.count * expert_size(model)
 
 
-def idle_count(model: Model) -> int:
+def idle_count(model: ModelShape) -> int:
     """Parameters of the routed experts that a token does not go to."""
     if model.experts is None:
         return 0
     return routed_count(model) * (model.experts.count - model.experts.per_token) // model.experts.count
 
 
-def columns(kind: Model) -> int:
+def columns(kind: ModelShape) -> int:
     """Outputs of the matrices of a layer's routed experts, the router's left out."""
     if kind.experts is None:
         return 0
     return kind.experts.count * ((1 + kind.gated) * kind.experts.width + kind.width)
 
 
-def router_size(model: Model) -> int:
+def router_size(model: ModelShape) -> int:
     """Parameters of a router, 0 without."""
     return model.width * model.experts.count if model.experts else 0
 
 
-def token_sizes(model: Model) -> dict[str, int]:
+def token_sizes(model: ModelShape) -> dict[str, int]:
     """Elements per token of a layer's router, and per row of what its experts read and make, by
     `transformer.Tensor.size`."""
     found = model.experts
@@ -107,13 +107,13 @@ BY_ROW = ("routed", "routed_mlp")
 LARGEST_TILE, SMALLEST_TILE = 128, 16
 
 
-def slots(experts: Experts, tokens: float) -> int:
+def slots(experts: ExpertShape, tokens: float) -> int:
     """Rows that one expert has room for from each device of `tokens`, a multiple of 8 (Lepikhin et al. 2020, arXiv
     2006.16668)."""
     return max(-(-int(tokens * experts.per_token * (experts.capacity or 1) / experts.count) // 8) * 8, 8)
 
 
-def rows(experts: Experts, tokens: float, ranks: int = 1) -> int:
+def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
     """Rows that a device of `tokens` has room for, where `ranks` devices share the experts.
 
     With slots as many for each expert. Else those of an expert fill up tiles (Gale et al. 2022, arXiv 2211.15841), and

@@ -10,13 +10,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bytescope.memory.formulas.transformer_formulas import Model
+    from bytescope.memory.formulas.transformer_formulas import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
     """Widths. query_rank: of the queries' latent, 0: they are projected from the input; rank: of the latent of keys and
-    values; rotary: of a head's part that carries the position, besides `Model.head_width`; value: of a head's values.
+    values; rotary: of a head's part that carries the position, besides `ModelShape.head_width`; value: of a head's
+    values.
     """
 
     query_rank: int
@@ -25,9 +26,11 @@ class Latent:
     value: int
 
 
-def matrices(model: Model) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the matrices of latent attention, those of `Model.latent`."""
+def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the matrices of latent attention, those of `ModelShape.latent`."""
     latent, queries = model.latent, model.heads * model.score_width
+    if latent is None:
+        return {}
     found = {"q": (model.width, queries)}
     if latent.query_rank:
         found = {"q_down": (model.width, latent.query_rank), "q_up": (latent.query_rank, queries)}
@@ -40,8 +43,8 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
     }
 
 
-def token_sizes(model: Model) -> dict[str, int]:
-    """Elements per token of the latents, and of the part of the keys that is rotated, by `transformer.Tensor.size`."""
+def token_sizes(model: ModelShape) -> dict[str, int]:
+    """Elements per token of the latents, and of the part of the keys that is rotated, by `Tensor.size`."""
     latent = model.latent
     found = (latent.query_rank, latent.rank, latent.rotary) if latent else (0, 0, 0)
     return dict(zip(("query_latent", "latent", "rotary"), found))

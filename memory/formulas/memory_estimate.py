@@ -15,7 +15,8 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
 
@@ -32,18 +33,18 @@ class Question:
     Fields:
         parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
         logit_tokens: tokens of a replica that have logits at once, None for all.
-        attention: of `transformer.ATTENTION`; precision, optimizer, offload: rows of the tables of `training_state`.
+        attention: of `transformer_formulas.ATTENTION`; offload: a row of `training_state.OFFLOAD`.
         mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
         the backward pass.
     """
 
     parameters: float
-    model: Model
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    model: ModelShape
+    layout: StepLayout = dataclasses.field(default_factory=StepLayout)
     sequence: int = 2048
-    batch: int = 1
-    precision: str = "mixed"
-    optimizer: str = "adamw"
+    batch: float = 1
+    precision: PrecisionBytes = training_state.MIXED
+    optimizer: OptimizerBytes = training_state.ADAM
     attention: str = "naive"
     logit_tokens: int | None = None
     mlp_tokens: int = 0
@@ -116,7 +117,7 @@ class Estimate:
             for policy, found in self.activations.items()
         }
         return {
-            "question": dataclasses.asdict(q),
+            "question": {**dataclasses.asdict(q), "precision": q.precision.name, "optimizer": q.optimizer.name},
             "parameters": {"total": q.parameters, "active": q.active},
             "model_flops": self.model_flops,
             "policies": policies,
@@ -128,7 +129,7 @@ class Estimate:
 def estimate(question: Question) -> Estimate:
     """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
     pipeline)."""
-    q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
+    q, layout, precision = question, question.layout, question.precision
     held = training_state.state_bytes(
         trained_parameters(q),
         fused_parameters(q.model),
@@ -146,24 +147,27 @@ def estimate(question: Question) -> Estimate:
     outside = transformer_formulas.outside_bytes(
         q.model, layout, q.sequence, q.batch, itemsize=precision.activation, logit_tokens=q.logit_tokens
     )
-    shape = {
-        "attention": q.attention,
-        "itemsize": precision.activation,
-        "operand": precision.operand,
-        "tile": q.mlp_tokens,
-    }
     sequences = q.batch * layout.data
     activations, hardware = {}, {}
     for policy in transformer_formulas.RECOMPUTE:
-        kept = sum(
-            transformer_formulas.layers_in_flight(kind.layers, layout)
-            * transformer_formulas.layer_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
-            for kind in kinds
-        )
-        recomputed = max(
-            transformer_formulas.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
-            for kind in kinds
-        )
+        kept, recomputed = 0.0, 0.0
+        for kind in kinds:
+            one_layer, once_more = (
+                bytes_of(
+                    kind,
+                    layout,
+                    q.sequence,
+                    q.batch,
+                    recompute=policy,
+                    attention=q.attention,
+                    itemsize=precision.activation,
+                    operand=precision.operand,
+                    tile=q.mlp_tokens,
+                )
+                for bytes_of in (transformer_formulas.layer_bytes, transformer_formulas.recomputed_bytes)
+            )
+            kept += transformer_formulas.layers_in_flight(kind.layers, layout) * one_layer
+            recomputed = max(recomputed, once_more)
         activations[policy] = Activations(kept, recomputed, outside)
         hardware[policy] = training_flops.hardware_flops(
             q.model, q.sequence, sequences, _recomputing(policy, q.attention), q.mlp_tokens > 0
@@ -209,11 +213,11 @@ def frozen_bytes(question: Question) -> float:
         transformer_formulas.table_count(q.model),
         q.layout,
         "params" in training_state.ZERO[q.layout.zero],
-        training_state.PRECISIONS[q.precision].activation,
+        q.precision.activation,
     )
 
 
-def fused_parameters(model: Model) -> int:
+def fused_parameters(model: ModelShape) -> int:
     """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
     update until the layers have theirs, and one layer's or an untied token table's; of adapters one layer's."""
     if model.adapters:
@@ -255,7 +259,7 @@ def check(question: Question) -> Question:
     if model.kv_heads % layout.tensor:
         raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
     if model.adapters:
-        _check_adapters(model)
+        _check_adapters(model, model.adapters)
     _check_experts(question)
     if layout.sequence and layout.tensor == 1:
         raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
@@ -285,8 +289,7 @@ def _check_experts(question: Question) -> None:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
-def _check_adapters(model: Model) -> None:
-    asked = model.adapters
+def _check_adapters(model: ModelShape, asked: adapter_formulas.Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
         raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
     for name in asked.targets:
@@ -301,7 +304,7 @@ def _check_adapters(model: Model) -> None:
 
 def shape_for(
     parameters: float, vocabulary: int = 50304, *, layers: int | None = None, width: int | None = None
-) -> Model:
+) -> ModelShape:
     """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
 
     `layers`, `width`: given ones stay.

@@ -1,38 +1,22 @@
 """The published formulas compared with the compiler: bytes and FLOPs of a step by both, the gap, and why there is one.
 Pure.
 
-The formulas are those of formulas/transformer.py for the mesh, the kernel and the policies that the trainer settled
-on. Policies that keep named tensors follow from shapes (formulas/rematerialized.py); other policies have no formula.
+The formulas are those of `transformer_formulas`, for the mesh, the kernel and the remat policies that `ModelFacts` has.
+Policies that keep named tensors follow from shapes (`rematerialized`); other policies have no formula.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from bytescope.memory.config_keys import (
-    BATCH_MODE,
-    MESH,
-    MESH_CONTEXT,
-    MODEL_ATTENTION,
-    MODEL_EXPERTS,
-    REMAT_GRANULARITY,
-)
-from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import memory_estimate, rematerialized, transformer_formulas
-from bytescope.memory.formulas import training_flops as flops
-from bytescope.memory.formulas.communication_volume import BATCH_AXES
-from bytescope.memory.formulas.config_formulas import accumulation, question_of
+from bytescope.memory.formulas import memory_estimate, rematerialized, training_flops, transformer_formulas
 from bytescope.memory.formulas.expert_formulas import by_kind
-from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
-
-# Remat policies of the trainer that have a formula (a test compares them with its table): those whose tensors are
-# names, and those that keep the products with weights on the device or on the host.
-NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
-PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, RematSegment
+from bytescope.memory.formulas.training_state import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,53 +53,48 @@ class Kept(NamedTuple):
     recomputed_flops: float
 
 
-def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: str = "") -> Formula | str:
-    """The formulas' figures of a config's step, or in one line why there are none.
+def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
+    """The formulas' figures of a step, or in one line why there are none.
 
-    Args:
-        config: dotted key -> value. settled: how the trainer resolved it: `model.attention` (the kernel), `mesh.*`
-            (no -1 left) and `segments`, a list of {"layers", "policy", "groups", "save", "offload"}.
-        platform: of the target; on "cpu" there is no other memory to offload to.
+    `platform`: of the target; on "cpu" there is no other memory to offload to.
     """
-    segments, resolved = settled["segments"], {**config, **settled}
-    try:
-        asked = question_of(resolved)
-    except ReportError as error:
-        return str(error)
-    sequences, micro_steps = _sequences(asked, config, resolved)
-    micro = asked.batch
+    if facts.question is None or facts.no_formula:
+        return facts.no_formula or "the trainer does not say what the step computes"
+    asked, sequences = facts.question, sequences_per_call(facts, facts.question)
     # Devices of a ring hold their shard of every sequence.
-    asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
-    state, copy = _state(asked, config, micro_steps)
-    precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
-    tile = transformer_formulas.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
+    asked = dataclasses.replace(asked, batch=asked.batch / facts.devices("sequence"))
+    state, copy = _state(asked, facts)
+    precision = asked.precision
+    tile = transformer_formulas.tile_bytes(
+        asked.model,
+        asked.layout,
+        asked.sequence,
+        asked.mlp_tokens,
+        itemsize=precision.activation,
+        operand=precision.operand,
+    )
     parts = [
-        _kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
-        for start, segment in zip(_starts(segments), segments)
-        for kind in by_kind(asked.model, start, start + segment["layers"])
+        _kept(dataclasses.replace(asked, model=kind), segment, facts, platform)
+        for start, segment in facts.starts
+        for kind in by_kind(asked.model, start, start + segment.layers)
     ]
-    model = flops.model_flops(asked.model, asked.sequence, sequences)
+    known = [part for part in parts if part is not None]
+    model = training_flops.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
-    if None not in parts:
-        residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
-        recomputed = max(max(part.recomputed for part in parts), 0.0)
-        peak = (
-            sum(state.values())
-            - state["state_host"]
-            + copy
-            + residuals
-            + recomputed
-            + tile
-            + transformer_formulas.outside_bytes(
-                asked.model,
-                asked.layout,
-                asked.sequence,
-                asked.batch,
-                itemsize=_itemsize(asked),
-                logit_tokens=asked.logit_tokens,
-            )
+    if len(known) == len(parts):
+        residuals, host = sum(part.device for part in known), sum(part.host for part in known)
+        recomputed = max(max(part.recomputed for part in known), 0.0)
+        on_device = sum(state.values()) - state["state_host"] + copy
+        outside = transformer_formulas.outside_bytes(
+            asked.model,
+            asked.layout,
+            asked.sequence,
+            asked.batch,
+            itemsize=precision.activation,
+            logit_tokens=asked.logit_tokens,
         )
-        hardware = model + sum(part.recomputed_flops for part in parts) * sequences * asked.sequence
+        peak = on_device + residuals + recomputed + tile + outside
+        hardware = model + sum(part.recomputed_flops for part in known) * sequences * asked.sequence
         if asked.attention == "flash":
             hardware += _kernel_flops(asked.model, asked.sequence, sequences)
     return Formula(
@@ -125,45 +104,29 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         peak_bytes=peak,
         model_flops=model,
         hardware_flops=hardware,
-        notes=_notes(resolved, asked, segments, platform),
+        notes=_notes(facts, asked, platform),
     )
 
 
-def model_flops(config: Mapping[str, Any], settled: Mapping[str, Any], counted: float) -> float:
+def model_flops(facts: ModelFacts | None, counted: float) -> float:
     """Model FLOPs of one call of a step over all devices: as `counted` in the program, but of a mixture of experts by
-    formula, since rows that fill up tiles or capacity are none of the model's; the arguments are `formula_of`'s."""
-    resolved = {**config, **settled}
-    if not config[MODEL_EXPERTS]:
+    formula, since rows that fill up tiles or capacity are none of the model's."""
+    asked = facts.question if facts and not facts.no_formula else None
+    if facts is None or asked is None or asked.model.experts is None:
         return counted
-    try:
-        asked = question_of(resolved)
-    except ReportError:  # without a formula the count is the best there is
-        return counted
-    return flops.model_flops(asked.model, asked.sequence, _sequences(asked, config, resolved)[0])
+    return training_flops.model_flops(asked.model, asked.sequence, sequences_per_call(facts, asked))
 
 
-def _sequences(
-    asked: memory_estimate.Question, config: Mapping[str, Any], resolved: Mapping[str, Any]
-) -> tuple[int, int]:
-    """(sequences of one call over all devices, micro-steps of an update)."""
-    ranks = math.prod(resolved[MESH + axis] for axis in BATCH_AXES)
-    micro_steps = accumulation(config, ranks)
-    return asked.batch * ranks * (micro_steps if config[BATCH_MODE] == "scan" else 1), micro_steps
+def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
+    """Sequences of one call of the step over all devices."""
+    return asked.batch * facts.devices(*BATCH_ROLES) * facts.micro_steps_per_call
 
 
-def _starts(segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The first layer of each segment."""
-    return [0, *itertools.accumulate(segment["layers"] for segment in segments)][:-1]
-
-
-def _state(
-    asked: memory_estimate.Question, config: Mapping[str, Any], micro_steps: int
-) -> tuple[dict[str, float], float]:
+def _state(asked: Question, facts: ModelFacts) -> tuple[dict[str, float], float]:
     """(bytes of state by role, bytes of the gathered copy of all parameters that is computed with).
 
-    Where the optimizer state is sharded, the trainer shards the master parameters too (its `zero1` and `zero2` then
-    compute with a copy of all parameters); summed gradients lie like parameters between calls of the step, like
-    gradients inside one.
+    Where the optimizer state is sharded, so are the master parameters (ZeRO stages 1 and 2 then compute with a copy of
+    all parameters); summed gradients lie like parameters between calls of the step, like gradients inside one.
     """
 
     def sharded(zero: int) -> dict[str, float]:
@@ -180,13 +143,14 @@ def _state(
         )
 
     stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
-    summed = micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
+    summed = facts.micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
     state = sharded(3 if stage else 0)
     state["gradients"] = sharded(stage)["gradients"]
-    like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
+    like = state["gradients" if facts.accumulates_inside else "params"]
     copy = 0.0
     if stage in (1, 2):
-        copy = trained * _itemsize(asked) * asked.layout.held(False, memory_estimate.trained_share(asked))
+        unsharded = asked.layout.held(False, memory_estimate.trained_share(asked))
+        copy = trained * asked.precision.activation * unsharded
     whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
     return {
         "state_host": state.pop("host"),
@@ -196,22 +160,15 @@ def _state(
     }, copy
 
 
-def _itemsize(asked: memory_estimate.Question) -> int:
-    """Bytes of an element of an activation."""
-    return PRECISIONS[asked.precision].activation
-
-
-def _kernel_flops(model: transformer_formulas.Model, sequence: int, sequences: int) -> float:
+def _kernel_flops(model: transformer_formulas.ModelShape, sequence: int, sequences: float) -> float:
     """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 
 
-def _kept(
-    asked: memory_estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str
-) -> Kept | None:
+def _kept(asked: Question, segment: RematSegment, facts: ModelFacts, platform: str) -> Kept | None:
     """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
     a formula."""
-    policy, model, groups = segment["policy"], asked.model, segment["groups"]
+    model, groups, precision = asked.model, segment.groups, asked.precision
     layers, held = model.layers, transformer_formulas.layers_in_flight(model.layers, asked.layout)
     tiled = asked.mlp_tokens > 0
     everything = transformer_formulas.layer_bytes(
@@ -221,21 +178,23 @@ def _kept(
         asked.batch,
         attention=asked.attention,
         tile=asked.mlp_tokens,
-        itemsize=_itemsize(asked),
-        operand=PRECISIONS[asked.precision].operand,
+        itemsize=precision.activation,
+        operand=precision.operand,
     )
-    if policy == "none":
+    if segment.everything:
         tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
         return Kept(held * everything, 0.0, 0.0, tiles)
-    if policy not in NAMED_POLICIES + PRODUCT_POLICIES:
+    if not segment.known:
         return None
-    save, offload = set(segment["save"]), set(segment["offload"])
-    if policy in PRODUCT_POLICIES:
-        (offload if policy == "offload_dots" else save).update(
-            rematerialized.WEIGHT_PRODUCTS + rematerialized.EXPERT_PRODUCTS + ("router_logits",)
-        )
-    stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
+    save, offload = segment.save, segment.offload
+    # Names that stay whatever the policy says, since they lie between two checkpoints of one block.
+    stay: frozenset[str] = frozenset()
+    if facts.kernel_outside and "context" in save | offload:
+        stay = frozenset(rematerialized.AROUND_KERNEL)
+    elif facts.halves:
+        stay = frozenset(("mid",))
     if tiled:
+        stay |= {"mid"}
         save, offload = save - rematerialized.TILED, offload - rematerialized.TILED
     path = rematerialized.walk(model, asked.attention, save | offload | stay)
     moved = path.kept & offload - stay if platform != "cpu" else frozenset()
@@ -246,52 +205,47 @@ def _kept(
             asked.layout,
             asked.sequence,
             asked.sequence * asked.batch,
-            _itemsize(asked),
-            PRECISIONS[asked.precision].operand,
+            precision.activation,
+            precision.operand,
         )
         for names in (path.kept - moved, moved)
     )
     flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
-    if groups == 1:
+    if groups <= 1:
         return Kept(device * held, host * layers, everything - device, flops)
     # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is recomputed.
     flops += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
     return Kept(device * (groups + layers / groups), 0.0, everything - device, flops)
 
 
-def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
-    """Names that stay whatever the policy says, since they lie between two checkpoints of one block."""
-    if config[MODEL_ATTENTION] == "cudnn" and "context" in names:
-        return frozenset(rematerialized.AROUND_KERNEL)
-    return frozenset(("mid",)) if config[REMAT_GRANULARITY] == "parts" else frozenset()
-
-
 # ---- why they differ -----------------------------------------------------------------------------------------
 
 
-def _notes(
-    config: Mapping[str, Any], asked: memory_estimate.Question, segments: Sequence[Mapping[str, Any]], platform: str
-) -> tuple[str, ...]:
+def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
     """What the formulas are known to leave out of such a step."""
-    policies = {segment["policy"] for segment in segments}
-    unknown = sorted(policies - {"none", *NAMED_POLICIES, *PRODUCT_POLICIES})
+    everything = any(segment.everything for segment in facts.segments)
+    unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
+    model, layout = asked.model, asked.layout
     conditions = (
-        (unknown, f"{', '.join(unknown)}: no formula says which tensors such a policy keeps"),
-        ("none" in policies, "none: plain autodiff keeps more than the tensors that the papers count"),
-        (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
-        (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
-        (asked.layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
+        (unknown, f"{unknown}: no formula says which tensors such a policy keeps"),
+        (everything, "none: plain autodiff keeps more than the tensors that the papers count"),
         (
-            config[MODEL_ATTENTION] == "chunked",
+            platform == "cpu" and asked.precision.activation == 2 and not asked.precision.operand,
+            "the CPU widens 16-bit tensors to float32",
+        ),
+        (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
+        (layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
+        (
+            facts.skips_masked,
             "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them",
         ),
-        (asked.model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
+        (model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
         (
-            asked.layout.stash and asked.model.layers % (asked.layout.pipeline * asked.layout.interleave),
+            layout.stash and model.layers % (layout.pipeline * layout.interleave),
             "state: every stage has as many rows of layers as the fullest, the formulas divide layers evenly",
         ),
-        (asked.layout.stash, "total: a stage has its input and output of a tick, and their gradients, besides"),
+        (layout.stash, "total: a stage has its input and output of a tick, and their gradients, besides"),
         (True, "gradients: at the peak those of the layers still to come are not there yet"),
         (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),
     )
@@ -301,7 +255,7 @@ def _notes(
 # ---- side by side --------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
+class FormulaLine(NamedTuple):
     """One figure by both: `kind` is "bytes" (of one device) or "flops"; None where one has no figure."""
 
     title: str
@@ -336,7 +290,7 @@ def lines(
     breakdown: Mapping[str, int],
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
-) -> list[Line]:
+) -> list[FormulaLine]:
     """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
     `flops` holds `model_flops` and `hardware_flops` of one call."""
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
@@ -349,14 +303,14 @@ def lines(
         ("activations kept", "residuals", formula.residual_bytes),
     ]
     out = [
-        Line(title, "bytes", breakdown.get(name, 0), by_formula)
+        FormulaLine(title, "bytes", breakdown.get(name, 0), by_formula)
         for title, name, by_formula in rows
         if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)
     ]
     return [
         *out,
-        Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
-        *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
-        Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
-        Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
+        FormulaLine("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
+        *([FormulaLine("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
+        FormulaLine("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
+        FormulaLine("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
     ]

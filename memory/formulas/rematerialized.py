@@ -15,43 +15,43 @@ from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas, transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import TARGETS, adapted, matrices
-from bytescope.memory.formulas.transformer_formulas import Model, Tensor
+from bytescope.memory.formulas.transformer_formulas import LayerTensor, ModelShape
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {
     tensor.name: tensor
     for tensor in (
-        Tensor("block_in", "width", "sequence"),
-        Tensor("attn_norm", "width", "sequence", operand=True),
-        Tensor("q", "queries", "tensor"),
-        Tensor("k", "unrotated", "tensor"),
-        Tensor("v", "values", "tensor"),
-        Tensor("q_latent", "query_latent", "sequence", only="latent"),
-        Tensor("kv_latent", "latent", "sequence", only="latent"),
-        Tensor("k_rope", "rotary", "sequence", only="latent"),
-        Tensor("q_rot", "queries", "tensor"),
-        Tensor("k_rot", "keys", "tensor"),
-        Tensor("probs", "scores", "tensor"),
-        Tensor("probs_mask", "scores", "tensor", 1, only="dropout"),
-        Tensor("probs_dropped", "scores", "tensor", only="dropout"),
-        Tensor("lse", "heads", "tensor", 4),
-        Tensor("context", "context", "tensor"),
-        Tensor("attn_out", "width", "sequence"),
-        Tensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
-        Tensor("mid", "width", "sequence"),
-        Tensor("mlp_norm", "width", "sequence", operand=True),
-        Tensor("gate", "mlp", "tensor", only="gated"),
-        Tensor("up", "mlp", "tensor"),
-        Tensor("act", "mlp", "tensor", operand=True),
-        Tensor("mlp_out", "width", "sequence"),
-        Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
-        Tensor("router_logits", "experts", "sequence", 4, only="experts"),
-        Tensor("dispatched", "routed", "", only="experts"),
-        Tensor("expert_gate", "routed_mlp", "tensor", only="gated"),
-        Tensor("expert_up", "routed_mlp", "tensor"),
-        Tensor("expert_act", "routed_mlp", "tensor"),
-        Tensor("combined", "width", "sequence", only="experts"),
-        *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
+        LayerTensor("block_in", "width", "sequence"),
+        LayerTensor("attn_norm", "width", "sequence", operand=True),
+        LayerTensor("q", "queries", "tensor"),
+        LayerTensor("k", "unrotated", "tensor"),
+        LayerTensor("v", "values", "tensor"),
+        LayerTensor("q_latent", "query_latent", "sequence", only="latent"),
+        LayerTensor("kv_latent", "latent", "sequence", only="latent"),
+        LayerTensor("k_rope", "rotary", "sequence", only="latent"),
+        LayerTensor("q_rot", "queries", "tensor"),
+        LayerTensor("k_rot", "keys", "tensor"),
+        LayerTensor("probs", "scores", "tensor"),
+        LayerTensor("probs_mask", "scores", "tensor", 1, only="dropout"),
+        LayerTensor("probs_dropped", "scores", "tensor", only="dropout"),
+        LayerTensor("lse", "heads", "tensor", 4),
+        LayerTensor("context", "context", "tensor"),
+        LayerTensor("attn_out", "width", "sequence"),
+        LayerTensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
+        LayerTensor("mid", "width", "sequence"),
+        LayerTensor("mlp_norm", "width", "sequence", operand=True),
+        LayerTensor("gate", "mlp", "tensor", only="gated"),
+        LayerTensor("up", "mlp", "tensor"),
+        LayerTensor("act", "mlp", "tensor", operand=True),
+        LayerTensor("mlp_out", "width", "sequence"),
+        LayerTensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
+        LayerTensor("router_logits", "experts", "sequence", 4, only="experts"),
+        LayerTensor("dispatched", "routed", "", only="experts"),
+        LayerTensor("expert_gate", "routed_mlp", "tensor", only="gated"),
+        LayerTensor("expert_up", "routed_mlp", "tensor"),
+        LayerTensor("expert_act", "routed_mlp", "tensor"),
+        LayerTensor("combined", "width", "sequence", only="experts"),
+        *(LayerTensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
     )
 }
 
@@ -123,75 +123,25 @@ LATENT = {
     "v": MadeFrom(("kv_latent",), "v_up"),
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
-# reads its input: tensor -> the Model field with which it is normed.
+# reads its input: tensor -> the ModelShape field with which it is normed.
 UNREAD = frozenset(("q", "k", "kv_down", "k_rope", "attn_out", "mlp_out", "combined", "kernel"))
 NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms", "combined": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
-# What jax.checkpoint's policies for products with weights keep.
-LATENTS = ("q_latent", "kv_latent", "k_rope")
-WEIGHT_PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
-EXPERT_PRODUCTS = ("expert_gate", "expert_up")
-# The first of an adapter's two products, which the gradient of the second reads.
-ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
-# What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
-SAVED = {
-    "full": (),
-    "selective": (
-        "attn_norm",
-        "q",
-        "k",
-        "q_rot",
-        "k_rot",
-        "v",
-        "context",
-        "lse",
-        "attn_out",
-        "attn_out_mask",
-        "mid",
-        "mlp_norm",
-        "gate",
-        "up",
-        "act",
-        "mlp_out",
-        "mlp_out_mask",
-        *LATENTS,
-        "router_logits",
-        "dispatched",
-        *EXPERT_PRODUCTS,
-        "expert_act",
-        "combined",
-        *ADAPTERS,
-    ),
-    "minimal": (
-        "q",
-        "k",
-        "v",
-        *LATENTS,
-        "context",
-        "lse",
-        "attn_out",
-        "gate",
-        "up",
-        "router_logits",
-        *EXPERT_PRODUCTS,
-        *ADAPTERS,
-    ),
-}
 # Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
 # A fused kernel outside of the checkpoint keeps what its own gradient reads.
 AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
-class Walk(NamedTuple):
+class RematWalk(NamedTuple):
     """`kept`: names whose tensors live until the backward pass; `recomputed`: names and kernels that are recomputed."""
 
     kept: frozenset[str]
     recomputed: frozenset[str]
 
 
-def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
+def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
     """One layer under jax.checkpoint with these names kept; `attention` is "naive" or "flash".
 
     The input of the block is always kept: the loop over the layers hands it on.
@@ -207,10 +157,10 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
         elif name not in recomputed and name in made:
             recomputed.add(name)
             todo += [other for other in made[name].inputs if not (name == "context" and other in skip)]
-    return Walk(frozenset(kept), frozenset(recomputed))
+    return RematWalk(frozenset(kept), frozenset(recomputed))
 
 
-def _table(model: Model, attention: str) -> dict[str, MadeFrom]:
+def _table(model: ModelShape, attention: str) -> dict[str, MadeFrom]:
     """How each tensor of a layer is made."""
     latents: dict[str, MadeFrom] = {}
     if model.latent:
@@ -220,14 +170,14 @@ def _table(model: Model, attention: str) -> dict[str, MadeFrom]:
     return {**LAYER, **latents, **CORES[attention]}
 
 
-def _is_read(name: str, model: Model) -> bool:
+def _is_read(name: str, model: ModelShape) -> bool:
     """Whether some gradient reads a tensor."""
     if name in UNREAD:
         return name in NORMED and getattr(model, NORMED[name])
     return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
 
 
-def product_flops(model: Model, sequence: int) -> dict[str, float]:
+def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
     """FLOPs per token by product: those with a matrix by its name, `core` is both products of attention, `scores` and
     `weighted` are one each, `experts` one of the products of k experts."""
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
@@ -243,19 +193,19 @@ def product_flops(model: Model, sequence: int) -> dict[str, float]:
     }
 
 
-def recomputed_flops(model: Model, attention: str, names: Collection[str], sequence: int) -> float:
+def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], sequence: int) -> float:
     """FLOPs per token and layer of computing these names once more."""
     table, flops = _table(model, attention), product_flops(model, sequence)
     return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
-def tiles_flops(model: Model, sequence: int) -> float:
+def tiles_flops(model: ModelShape, sequence: int) -> float:
     """FLOPs per token and layer that an MLP in tiles recomputes: all but the last product, if no norm reads that."""
     names = ["up", *(["gate"] if model.gated else []), *(["mlp_out"] if model.post_norms else [])]
     return recomputed_flops(model, "flash", names, sequence)
 
 
-def forward_flops(model: Model, attention: str, sequence: int) -> float:
+def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
     """FLOPs per token and layer in the forward pass."""
     names = [name for name in _table(model, attention) if _exists(name, model)]
     return recomputed_flops(model, attention, names, sequence)
@@ -263,10 +213,10 @@ def forward_flops(model: Model, attention: str, sequence: int) -> float:
 
 def bytes_of(
     names: Collection[str],
-    model: Model,
-    layout: transformer_formulas.Layout,
+    model: ModelShape,
+    layout: transformer_formulas.StepLayout,
     sequence: int,
-    tokens: int,
+    tokens: float,
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
@@ -281,7 +231,7 @@ def bytes_of(
     )
 
 
-def _exists(name: str, model: Model) -> bool:
+def _exists(name: str, model: ModelShape) -> bool:
     """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
     tensor = NAMED.get(name)
     return tensor is None or transformer_formulas.exists(tensor, model)

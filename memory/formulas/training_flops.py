@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bytescope.memory.formulas import expert_formulas
 from bytescope.memory.formulas.adapter_formulas import adapter_count
-from bytescope.memory.formulas.transformer_formulas import Model, layer_count
+from bytescope.memory.formulas.transformer_formulas import ModelShape, layer_count
 
 
-def model_flops(model: Model, sequence: int, sequences: int) -> float:
+def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     """FLOPs of one iteration over `sequences`, forward and backward, nothing recomputed.
 
     6 a matrix parameter that a token meets, 12 a s for each head's width: for GPT the
@@ -27,7 +27,7 @@ def model_flops(model: Model, sequence: int, sequences: int) -> float:
     return 3 * forward - frozen
 
 
-def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, tiled: bool = False) -> float:
+def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute: str, tiled: bool = False) -> float:
     """Model FLOPs and the forward FLOPs that are recomputed: the core's 4 B L s^2 h, or those of all layers; of an MLP
     in tiles, which no layer with experts has, all but its last product, whatever the policy.
 
@@ -45,7 +45,7 @@ def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, 
     return total
 
 
-def published_selective_flops(model: Model, sequence: int, sequences: int) -> float:
+def published_selective_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     """Hardware FLOPs with selective recomputation as Korthikanti et al. 2022 print them, for their HFU column.
 
     Their s/(3h) in the place of s/(6h) adds 12 B L s^2 h, three times the core's forward pass, which is all that is
@@ -54,24 +54,24 @@ def published_selective_flops(model: Model, sequence: int, sequences: int) -> fl
     return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
 
 
-def _core_forward(model: Model, sequence: int, sequences: int) -> float:
+def _core_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     widths = model.score_width + model.value_width
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * widths
 
 
-def _active_matrices(model: Model) -> int:
+def _active_matrices(model: ModelShape) -> int:
     """Parameters of the matrices of all layers that one token meets."""
     return sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model)) - expert_formulas.idle_count(
         model
     )
 
 
-def _layers_forward(model: Model, sequence: int, sequences: int) -> float:
+def _layers_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     products = 2.0 * (_active_matrices(model) + adapter_count(model)) * sequences * sequence
     return products + _core_forward(model, sequence, sequences)
 
 
-def _head_forward(model: Model, sequence: int, sequences: int) -> float:
+def _head_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     return 2.0 * model.width * model.vocabulary * sequences * sequence
 
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from bytescope.memory.formulas import expert_formulas as experts
 from bytescope.memory.formulas import latent_formulas as latent
 from bytescope.memory.formulas.adapter_formulas import Adapters, adapted, matrices
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelShape:
     """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied.
 
     adapters: what is trained in the place of the weights; None: the weights. experts: what layers have in the place of
@@ -40,7 +40,7 @@ class Model:
     adapters: Adapters | None = None
     qk_norm: bool = False
     post_norms: bool = False
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     latent: Latent | None = None
 
     @property
@@ -55,7 +55,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """How a training step is sharded: `tensor` t ways, with `sequence` the activations between the tensor-parallel
     products too; `data` ranks that shard state by the ZeRO stage `zero`, of which each `expert` share the routed
     experts; `pipeline` stages of `interleave` chunks each. `stash`: what each stage of one program that runs on all of
@@ -77,27 +77,27 @@ class Layout:
         return ((1 - routed) / ranks + routed / max(ranks, self.expert)) / (self.tensor * self.pipeline)
 
 
-def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> Model:
+def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> ModelShape:
     """The architecture of the papers: MLP of 4h, GELU, one embedding table for input and output."""
-    return Model(layers, width, heads, heads, width // heads, 4 * width, vocabulary, dropout=dropout)
+    return ModelShape(layers, width, heads, heads, width // heads, 4 * width, vocabulary, dropout=dropout)
 
 
-def parameter_count(model: Model) -> int:
+def parameter_count(model: ModelShape) -> int:
     """Matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 % together)."""
     return sum(layer_count(kind) * kind.layers for kind in experts.by_kind(model)) + table_count(model)
 
 
-def active_count(model: Model) -> int:
+def active_count(model: ModelShape) -> int:
     """Those of `parameter_count` that one token meets: all but the routed experts that it does not go to."""
     return parameter_count(model) - experts.idle_count(model)
 
 
-def table_count(model: Model) -> int:
+def table_count(model: ModelShape) -> int:
     """Parameters of the embedding tables, an untied head among them."""
     return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
-def layer_count(kind: Model) -> int:
+def layer_count(kind: ModelShape) -> int:
     """Parameters of the matrices of one layer, one of `experts.by_kind`."""
     routed = experts.expert_size(kind) * kind.experts.count if kind.experts else 0
     return sum(rows * columns for rows, columns in matrices(kind).values()) + experts.router_size(kind) + routed
@@ -106,14 +106,14 @@ def layer_count(kind: Model) -> int:
 # ---- activations ---------------------------------------------------------------------------------------------
 
 
-class Tensor(NamedTuple):
+class LayerTensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
     name; size: elements per token, a key of `token_sizes`; split: "tensor" is sharded t ways always, "sequence" only
     with sequence parallelism, "" never; itemsize: bytes of an element, 0 for the activations' own; core: part of the
-    attention core; only: the Model field without which it does not exist; operand: kept for products alone, in their
-    dtype; tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for whose
-    gradients alone it is kept, () for what other gradients read too.
+    attention core; only: the ModelShape field without which it does not exist; operand: kept only for products, in
+    their dtype; tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for
+    whose gradients alone it is kept, () for what other gradients read too.
     """
 
     name: str
@@ -136,49 +136,49 @@ class Tensor(NamedTuple):
 # and that of its input reads the matrix alone: inputs are kept where one of `weights` has an adapter, which reads them
 # too and keeps r numbers a token besides (Hu et al. 2021, arXiv 2106.09685). Left out: dropout before adapters.
 LAYER = (
-    Tensor("attention norm input", "width", "sequence"),
-    Tensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
-    Tensor("queries' latent", "query_latent", "sequence", only="latent"),
-    Tensor("queries' latent, normed", "query_latent", "sequence", operand=True, only="latent"),
-    Tensor("keys' and values' latent", "latent", "sequence", only="latent"),
-    Tensor("keys' and values' latent, normed", "latent", "sequence", operand=True, only="latent"),
-    Tensor("queries before their norm", "queries", "tensor", only="qk_norm"),
-    Tensor("keys before their norm", "keys", "tensor", only="qk_norm"),
-    Tensor("queries", "queries", "tensor"),
-    Tensor("keys", "keys", "tensor"),
-    Tensor("values", "values", "tensor"),
-    Tensor("probabilities", "scores", "tensor", core=True),
-    Tensor("probabilities' dropout mask", "scores", "tensor", 1, core=True, only="dropout"),
-    Tensor("dropped probabilities", "scores", "tensor", core=True, only="dropout"),
-    Tensor("context", "context", "tensor"),
-    Tensor("attention output", "width", "sequence", only="post_norms"),
-    Tensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
-    Tensor("mlp norm input", "width", "sequence"),
-    Tensor("mlp input", "width", "sequence", operand=True, tiled=True, weights=("gate", "up")),
-    Tensor("gate", "mlp", "tensor", only="gated", tiled=True),
-    Tensor("up", "mlp", "tensor", tiled=True),
-    Tensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
-    Tensor("router logits", "experts", "sequence", 4, only="experts"),
-    Tensor("dispatched rows", "routed", "", only="experts"),
-    Tensor("experts' gate", "routed_mlp", "tensor", only="gated"),
-    Tensor("experts' up", "routed_mlp", "tensor"),
-    Tensor("experts' down input", "routed_mlp", "tensor"),
-    Tensor("mlp output", "width", "sequence", only="post_norms", tiled=True),
-    Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
-    Tensor("inside the adapters", "adapters", "sequence", only="adapters"),
+    LayerTensor("attention norm input", "width", "sequence"),
+    LayerTensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
+    LayerTensor("queries' latent", "query_latent", "sequence", only="latent"),
+    LayerTensor("queries' latent, normed", "query_latent", "sequence", operand=True, only="latent"),
+    LayerTensor("keys' and values' latent", "latent", "sequence", only="latent"),
+    LayerTensor("keys' and values' latent, normed", "latent", "sequence", operand=True, only="latent"),
+    LayerTensor("queries before their norm", "queries", "tensor", only="qk_norm"),
+    LayerTensor("keys before their norm", "keys", "tensor", only="qk_norm"),
+    LayerTensor("queries", "queries", "tensor"),
+    LayerTensor("keys", "keys", "tensor"),
+    LayerTensor("values", "values", "tensor"),
+    LayerTensor("probabilities", "scores", "tensor", core=True),
+    LayerTensor("probabilities' dropout mask", "scores", "tensor", 1, core=True, only="dropout"),
+    LayerTensor("dropped probabilities", "scores", "tensor", core=True, only="dropout"),
+    LayerTensor("context", "context", "tensor"),
+    LayerTensor("attention output", "width", "sequence", only="post_norms"),
+    LayerTensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
+    LayerTensor("mlp norm input", "width", "sequence"),
+    LayerTensor("mlp input", "width", "sequence", operand=True, tiled=True, weights=("gate", "up")),
+    LayerTensor("gate", "mlp", "tensor", only="gated", tiled=True),
+    LayerTensor("up", "mlp", "tensor", tiled=True),
+    LayerTensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
+    LayerTensor("router logits", "experts", "sequence", 4, only="experts"),
+    LayerTensor("dispatched rows", "routed", "", only="experts"),
+    LayerTensor("experts' gate", "routed_mlp", "tensor", only="gated"),
+    LayerTensor("experts' up", "routed_mlp", "tensor"),
+    LayerTensor("experts' down input", "routed_mlp", "tensor"),
+    LayerTensor("mlp output", "width", "sequence", only="post_norms", tiled=True),
+    LayerTensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
+    LayerTensor("inside the adapters", "adapters", "sequence", only="adapters"),
 )
 
 # FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query in the place of the core.
-FLASH = Tensor("log of the softmax's denominator", "heads", "tensor", 4)
+FLASH = LayerTensor("log of the softmax's denominator", "heads", "tensor", 4)
 
 # Full recomputation keeps the block's input alone: 2 sbh, with sequence parallelism 2/t.
 BLOCK_INPUT = LAYER[0]
 
 # Outside the layers, on the first stage (the paper's section 4.3): sbh/t (p + 4 + 4v/h), the last two for p = 1 only.
 # Logits in float32; their gradient is left out.
-EMBEDDING_MASK = Tensor("embedding dropout mask", "width", "sequence", 1, only="dropout")
-HEAD = (Tensor("final norm input", "width", "sequence"), Tensor("head input", "width", "sequence"))
-LOGITS = Tensor("logits", "vocabulary", "tensor", 4)
+EMBEDDING_MASK = LayerTensor("embedding dropout mask", "width", "sequence", 1, only="dropout")
+HEAD = (LayerTensor("final norm input", "width", "sequence"), LayerTensor("head input", "width", "sequence"))
+LOGITS = LayerTensor("logits", "vocabulary", "tensor", 4)
 
 RECOMPUTE = {
     "none": "nothing recomputed",
@@ -188,8 +188,8 @@ RECOMPUTE = {
 ATTENTION = ("naive", "flash")
 
 
-def token_sizes(model: Model, sequence: int) -> dict[str, int]:
-    """Elements per token by kind of tensor, the values of `Tensor.size`."""
+def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
+    """Elements per token by kind of tensor, the values of `LayerTensor.size`."""
     return {
         "width": model.width,
         "queries": model.heads * model.score_width,
@@ -209,14 +209,22 @@ def token_sizes(model: Model, sequence: int) -> dict[str, int]:
 
 
 def tensor_bytes(
-    tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: float, itemsize: int, operand: float = 0.0
+    tensor: LayerTensor,
+    model: ModelShape,
+    layout: StepLayout,
+    sequence: int,
+    tokens: float,
+    itemsize: int,
+    operand: float = 0.0,
 ) -> float:
     """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations,
     `operand`: of those that are kept for products alone, 0 for the same."""
     if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
-    count = experts.rows(model.experts, tokens, layout.expert) if tensor.size in experts.BY_ROW else tokens
+    count = tokens
+    if model.experts and tensor.size in experts.BY_ROW:
+        count = experts.rows(model.experts, tokens, layout.expert)
     return (
         token_sizes(model, sequence)[tensor.size]
         * count
@@ -225,21 +233,21 @@ def tensor_bytes(
     )
 
 
-def exists(tensor: Tensor, model: Model) -> bool:
+def exists(tensor: LayerTensor, model: ModelShape) -> bool:
     """Whether a layer of this model keeps a tensor: it makes it, and some gradient reads it."""
     if (tensor.only and not getattr(model, tensor.only)) or not _has_mlp(tensor.size, model):
         return False
     return model.adapters is None or not tensor.weights or not adapted(model).keys().isdisjoint(tensor.weights)
 
 
-def _has_mlp(size: str, model: Model) -> bool:
+def _has_mlp(size: str, model: ModelShape) -> bool:
     """Whether tensors of a size exist: of the routed experts' widths, or of an MLP's that every token goes to."""
     if size == "routed_mlp":
         return model.experts is not None
     return size != "mlp" or experts.mlp_width(model) > 0
 
 
-def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[Tensor, ...]:
+def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[LayerTensor, ...]:
     """The tensors a layer keeps; under `flash` there is no core to recompute, and `selective` equals `none`.
 
     tiled: of an MLP in tiles only the input is kept, whatever the policy (Bekman et al. 2025, arXiv 2506.13996).
@@ -254,10 +262,10 @@ def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False)
 
 
 def layer_bytes(
-    model: Model,
-    layout: Layout,
+    model: ModelShape,
+    layout: StepLayout,
     sequence: int,
-    batch: int,
+    batch: float,
     *,
     recompute: str = "none",
     attention: str = "naive",
@@ -274,7 +282,7 @@ def layer_bytes(
 
 
 def tile_bytes(
-    model: Model, layout: Layout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
+    model: ModelShape, layout: StepLayout, sequence: int, tokens: float, *, itemsize: int = 2, operand: float = 0.0
 ) -> float:
     """Bytes on a device of the MLP's tensors for the `tokens` of one tile."""
     return sum(
@@ -282,7 +290,7 @@ def tile_bytes(
     )
 
 
-def layers_in_flight(layers: int, layout: Layout) -> float:
+def layers_in_flight(layers: int, layout: StepLayout) -> float:
     """Layers' worth of activations on the first pipeline stage.
 
     One-forward-one-backward: p micro-batches of L/p layers, so L for any p; interleaving multiplies by
@@ -296,7 +304,13 @@ def layers_in_flight(layers: int, layout: Layout) -> float:
 
 
 def outside_bytes(
-    model: Model, layout: Layout, sequence: int, batch: int, *, itemsize: int = 2, logit_tokens: int | None = None
+    model: ModelShape,
+    layout: StepLayout,
+    sequence: int,
+    batch: float,
+    *,
+    itemsize: int = 2,
+    logit_tokens: int | None = None,
 ) -> float:
     """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
@@ -314,10 +328,10 @@ def outside_bytes(
 
 
 def recomputed_bytes(
-    model: Model,
-    layout: Layout,
+    model: ModelShape,
+    layout: StepLayout,
     sequence: int,
-    batch: int,
+    batch: float,
     *,
     recompute: str,
     attention: str = "naive",
@@ -329,9 +343,19 @@ def recomputed_bytes(
 
     The papers leave it out: their figures are what lives through the forward pass.
     """
-    shape = {"itemsize": itemsize, "operand": operand}
-    both = [
-        layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
+    everything, kept = (
+        layer_bytes(
+            model,
+            layout,
+            sequence,
+            batch,
+            recompute=policy,
+            attention=attention,
+            itemsize=itemsize,
+            operand=operand,
+            tile=tile,
+        )
         for policy in ("none", recompute)
-    ]
-    return both[0] - both[1] + tile_bytes(model, layout, sequence, min(tile, sequence * batch), **shape)
+    )
+    tokens = min(tile, sequence * batch)
+    return everything - kept + tile_bytes(model, layout, sequence, tokens, itemsize=itemsize, operand=operand)

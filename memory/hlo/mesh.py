@@ -1,17 +1,16 @@
 """The mesh of a compiled program: its axes, how its arguments lie on them, and which axes a collective spans.
 
 A compiled module knows devices by their place in the mesh, counted row by row; names and sizes of axes come from
-the shardings of the executable's arguments, or from a config's `mesh.*` keys.
+the shardings of the executable's arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bytescope.memory.config_keys import MESH
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.hlo.module import Module
@@ -20,8 +19,6 @@ from bytescope.memory.hlo.wire import Span
 Axes = tuple[tuple[str, int], ...]
 Groups = list[list[int]]
 
-# The order in which the trainer lays its axes over the devices, the last one over neighbours.
-ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 # Groups of more devices than this are no mesh anyone has, but a damaged file.
 _MOST = 2**20
 
@@ -79,25 +76,6 @@ def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in getattr(sharding, "spec", ())]
     parts += [()] * (rank - len(parts))
     return tuple(tuple(axis for axis in part if sizes[axis] > 1) for part in parts)
-
-
-def of_config(config: Mapping[str, Any], devices: int) -> Axes:
-    """Mesh axes by a config's sizes `mesh.*`, one of which may be -1; () where they do not make `devices`."""
-    known = flat(config)
-    sizes = {axis: known[MESH + axis] for axis in ORDER if type(known.get(MESH + axis)) is int}
-    if any(size < 1 and size != -1 for size in sizes.values()):
-        return ()
-    fixed = math.prod(size for size in sizes.values() if size > 0)
-    axes = tuple((name, size if size > 0 else devices // fixed) for name, size in sizes.items())
-    return axes if axes and math.prod(size for _, size in axes) == devices else ()
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a config, nested or flat already."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
 
 
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, Axes
@@ -27,6 +29,7 @@ class PlacedProgram:
         activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
         jaxpr: the ClosedJaxpr of the whole program, None for one that was not traced.
         arguments: what its entry parameters are.
+        facts: what its trainer says of it, None for a program of which nobody says more.
     """
 
     program: HloProgram
@@ -36,6 +39,7 @@ class PlacedProgram:
     activations: tuple[Activation, ...] | None = None
     jaxpr: Any = None
     arguments: Arguments = dataclasses.field(default_factory=Arguments)
+    facts: ModelFacts | None = None
 
     @property
     def module(self) -> Module:
@@ -49,27 +53,29 @@ class PlacedProgram:
 
 
 def place(
-    program: HloProgram, compilation: Compilation, config: Mapping[str, Any], arguments: Arguments
+    program: HloProgram, compilation: Compilation, facts: ModelFacts | None, arguments: Arguments
 ) -> PlacedProgram:
-    """A program with the mesh of its arguments, else the config's, and the activations of its jaxpr.
+    """A program with the mesh of its arguments, and the activations of its jaxpr.
 
     Args:
         compilation: where the program is from; its executable tells layouts, its jaxpr activations.
-        config: dotted keys; `mesh.*` tell the mesh of a program whose arguments do not.
+        facts: what its trainer says of it; its mesh is used if the arguments do not tell theirs.
         arguments: what its entry parameters are.
     """
     module = program.module
     axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
-    mesh, matched = axes or hlo_mesh.of_config(config, module.devices), hlo_mesh.match(module, layouts)
+    matched = hlo_mesh.match(module, layouts)
+    if facts and not axes and math.prod(facts.mesh.values()) == module.devices:
+        axes = tuple(facts.mesh.items())
     replicated, activations = None, None
     if layouts:
         replicated = frozenset(number for number, layout in matched.items() if layout.local == layout.dims)
     if compilation.jaxpr is not None and module.devices > 1:
         known = arguments.roles
         batch = {
-            layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
+            layout.position: {dim: names for dim, names in enumerate(layout.spec) if names}
             for number, layout in matched.items()
             if known[number] == "batch"
         }
         activations = activations_of(compilation.jaxpr, batch)
-    return PlacedProgram(program, mesh, matched, replicated, activations, compilation.jaxpr, arguments)
+    return PlacedProgram(program, axes, matched, replicated, activations, compilation.jaxpr, arguments, facts)

@@ -13,14 +13,12 @@ the gradients of the MLP are gone before that of the token table is there, 1.87 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from bytescope.memory.config_keys import MESH, PRECISION_PRESET
-from bytescope.memory.formulas.communication_volume import plan_of
-from bytescope.memory.formulas.config_formulas import routed_share
-from bytescope.memory.formulas.training_state import PRECISIONS, STRATEGIES, state_bytes_per_parameter
-from bytescope.memory.hlo.mesh import ArgumentLayout
+from bytescope.memory.formulas.expert_formulas import idle_count
+from bytescope.memory.formulas.model_facts import STATE_ROLES
+from bytescope.memory.formulas.training_state import ZERO, state_bytes_per_parameter
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, LedgerRow, ReportRecord, ZeroRow
 from bytescope.memory.units import human
@@ -139,9 +137,7 @@ def _per_parameter(size: int, parameters: int) -> float:
 
 # Role -> bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of
 # optimizer: master parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1).
-CLASSIC = state_bytes_per_parameter("mixed", "adamw")
-# Preset -> bytes of gradients where they are summed in float32 too, which makes it 20 bytes per parameter.
-SUMMED = {"fp32_grads": PRECISIONS["fp32_grads"].gradients}
+CLASSIC = state_bytes_per_parameter()
 _CLOSE = 0.01
 
 
@@ -151,8 +147,7 @@ class State:
 
     Fields:
         parameters: of the model that one tensor-parallel rank uses, the P of the paper; 0 when unknown.
-        strategy: a row of `training_state.STRATEGIES`, "" without a config that tells; degree: devices that shard
-            state, Nd.
+        zero: stage of ZeRO, None without facts; degree: devices that shard state, Nd.
         tensor: devices of a tensor-parallel group.
         gradients: bytes per parameter of gradients by the paper, sums in float32 included.
         replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
@@ -161,7 +156,7 @@ class State:
     """
 
     parameters: int = 0
-    strategy: str = ""
+    zero: int | None = None
     degree: int = 1
     tensor: int = 1
     gradients: float = CLASSIC["gradients"]
@@ -171,84 +166,72 @@ class State:
 
     def shards(self, role: str) -> float:
         """Devices over which a role is sharded, 1 where it is not; of a mixture a mean."""
-        degree = self.degree if role in _sharded(self.strategy) else 1
+        degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
             return degree
         return 1 / ((1 - self.routed) / degree + self.routed / self.expert)
 
 
-def _sharded(strategy: str) -> tuple[str, ...]:
-    """The roles that a strategy shards; () for one that is not known."""
-    return STRATEGIES[strategy].sharded if strategy in STRATEGIES else ()
-
-
-def state_of(
-    report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]
-) -> State:
-    """The training state by the layouts of a program's arguments, else by its ledger and its config (dotted keys).
+def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> State:
+    """The training state by the layouts of a program's arguments, else by its ledger and the trainer's facts.
 
     `roles`: entry parameter number -> role.
     """
-    axes = dict(program.mesh)
-    plan = plan_of(config, axes) if any(key.startswith(MESH) for key in config) else None
-    strategy, degree, tensor = (plan.strategy, plan.degree, plan.tensor) if plan else ("", 1, 1)
-    if strategy not in STRATEGIES:
-        strategy = ""
+    facts, mesh = program.facts, dict(program.mesh)
+    shard: dict[str, int] = {}
+    zero, degree, tensor, expert, routed, gradients = None, 1, 1, 1, 0.0, CLASSIC["gradients"]
+    question = facts.question if facts else None
+    if facts and question and any(facts.roles.get(axis) in ("replica", "state") for axis in mesh):
+        shard = facts.axes(*STATE_ROLES, mesh=mesh)
+        zero = question.layout.zero if shard else 0
+        degree = math.prod(shard.values()) if zero else 1
+        tensor, expert = facts.devices("tensor", mesh=mesh), facts.devices("expert", mesh=mesh)
+        routed = question.routed if expert > 1 else 0.0
+    if question and question.precision.gradients > question.precision.state:  # in 16 bits, and their float32 sums
+        gradients = question.precision.gradients
     params = [layout for number, layout in program.layouts.items() if roles.get(number) == "params"]
     if params:
         count = sum(layout.elements for layout in params) // tensor
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
-        count = held * (degree if "params" in _sharded(strategy) else 1)
-    share = routed_share(config) if plan and plan.expert > 1 else 0.0
-    gradients = SUMMED.get(str(config.get(PRECISION_PRESET, "")), CLASSIC["gradients"])
-    return State(
-        count,
-        strategy,
-        degree,
-        tensor,
-        gradients,
-        _replicated(program, roles, plan.shard if plan else {}, strategy),
-        share,
-        plan.expert if plan else 1,
-    )
+        count = held * (degree if "params" in ZERO[zero or 0] else 1)
+    replicated = _replicated(program, roles, shard) if zero else {}
+    return State(count, zero, degree, tensor, gradients, replicated, routed, expert)
 
 
-def parameters_held(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
-    """Parameters of the whole program, frozen ones among them, as they are stored; 0 when unknown."""
+def parameter_counts(
+    report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State
+) -> dict[str, int]:
+    """`total` parameters of a program, frozen ones among them, and those `active` that one token meets: all of them
+    unless the model has experts. {} if the parameters are unknown."""
     found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
-    return sum(found) or state.parameters * state.tensor + round(frozen * state.shards("params"))
-
-
-def _replicated(
-    program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str
-) -> dict[str, int]:
-    """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
-    if not shard or not _sharded(strategy):
+    total = sum(found) or state.parameters * state.tensor + round(frozen * state.shards("params"))
+    if not total:
         return {}
+    idle = idle_count(program.facts.question.model) if program.facts and program.facts.question else 0
+    return {"total": total, "active": total - idle}
+
+
+def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int]) -> dict[str, int]:
+    """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
     module, found = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():
-        if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not _is_sharded(layout, shard):
+        if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not set(shard) <= set(layout.axes):
             parameter = module.instructions[entry.parameters[number]]
             found[program.arguments.path(number)] = module.shape(parameter).bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _is_sharded(layout: ArgumentLayout, shard: Mapping[str, int]) -> bool:
-    """Whether every axis of `shard` shards an array."""
-    return all(axis in layout.axes for axis in shard)
-
-
 def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
     """ZeRO's accounting compared with what is held at the peak, bytes per parameter, a total last; () for a program
-    without parameters or a strategy that is not known.
+    without parameters, or whose stage of ZeRO nobody told.
 
     Held are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are gathered
     or cast copies of parameters and the buffers of collectives.
     """
-    if not state.parameters or not state.strategy:
+    if not state.parameters or state.zero is None:
         return ()
     live = [b for b in report.buffers if b.at_peak and b.memory == "device"]
     copies = sum(b.bytes for b in live if b.component == "param_copy" or b.category == "collectives")

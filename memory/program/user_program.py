@@ -29,7 +29,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
 # What the options of a program may be besides those of jax.jit.
-OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names", "tokens")
+OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens")
 # Parameters of a function that get the target, and all keys of the grid in one dict.
 TARGET, OVERRIDES = "target", "overrides"
 # What a config factory's result has the function as.

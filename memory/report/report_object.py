@@ -26,6 +26,7 @@ from bytescope.memory.report import guard
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
+    from bytescope.memory.formulas.model_facts import ModelFacts
     from bytescope.memory.report.difference import Difference
     from bytescope.memory.view.object_table import Table
 
@@ -114,13 +115,24 @@ def analyze(
     target: Target | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
     return Report.of(
         with_seconds(
-            analyzed(program, *args, target=target, kwargs=kwargs, config=config, roles=roles, names=names, **options)
+            analyzed(
+                program,
+                *args,
+                target=target,
+                kwargs=kwargs,
+                config=config,
+                facts=facts,
+                roles=roles,
+                names=names,
+                **options,
+            )
         )
     )
 

@@ -12,6 +12,7 @@ from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
@@ -96,6 +97,7 @@ def compile(
     target: Target | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
@@ -118,7 +120,7 @@ def compile(
             "plain or jitted, and memory.analyze all else"
         )
     compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
-    report = report_of(compilation, target=found, config=config, roles=roles, names=names)
+    report = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names)
     return executable, Report.of(with_seconds(report))
 
 

@@ -21,6 +21,7 @@ from typing import Any, overload
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.program.in_place import LostUpdateError
 from bytescope.memory.program.roles import checked_roles
@@ -270,6 +271,7 @@ def watch(
     folder: str | Path = ".",
     tell: Callable[[str], None] = print,
     config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     **options: Any,
@@ -289,7 +291,7 @@ def watch(
         limit: bytes of one device, or text such as "72GiB": a step that is predicted to take more fails as on a device
             with that memory. None: the device decides.
         folder: where the post-mortem is written. tell: called with each text that is printed.
-        config, roles, names, options: those of `memory.analyze`.
+        config, facts, roles, names, options: those of `memory.analyze`.
 
     Raises:
       ReportError: the limit is not a size, the step cannot be called, or options are given for a jitted step.
@@ -303,7 +305,7 @@ def watch(
         limit=parse_bytes(limit) if limit is not None else None,
         folder=Path(folder),
         tell=tell,
-        about={"config": config, "roles": checked_roles(roles), "names": tuple(names)},
+        about={"config": config, "facts": facts, "roles": checked_roles(roles), "names": tuple(names)},
         options=options,
     )
     if step is None:

@@ -16,7 +16,6 @@ LAYERS = {
     "memory": (
         ("memory.errors", "memory.units", "memory.config_keys", "memory.files", "memory.jaxprs"),
         ("memory.records",),
-        ("memory.pipeline",),
         ("memory.hlo", "memory.formulas"),
         ("memory.devices",),
         ("memory.program",),

@@ -14,15 +14,15 @@ from bytescope.memory.commands.arguments import (
     user_path,
     write,
 )
-from bytescope.memory.config_keys import MESH, MESH_CONTEXT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
-from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
+from bytescope.train.plan import state_rows
+from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
+from bytescope.train.plan.model_facts import question_of
 from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shard norms and the residual stream over the tensor-parallel ranks too",
     )
     for flag, choices, summary in (
-        ("optimizer", training_state.OPTIMIZERS, "the optimizer"),
-        ("precision", training_state.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
+        ("optimizer", state_rows.OPTIMIZERS, "the optimizer"),
+        ("precision", state_rows.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
         ("attention", transformer_formulas.ATTENTION, "whether attention scores are kept in memory"),
         ("offload", training_state.OFFLOAD, "what is kept in host memory"),
     ):
@@ -171,13 +171,13 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
     notes = []
     for axis in ("data", "fsdp", "expert", "tensor"):
         flag = "tensor" if axis == "tensor" else "data"
-        if config[MESH + axis] == -1:
+        if config[f"mesh.{axis}"] == -1:
             if not getattr(args, flag):
-                notes.append(f"{MESH}{axis}=-1 counts as 1 device here: give the number with --{flag}=N.")
+                notes.append(f"mesh.{axis}=-1 counts as 1 device here: give the number with --{flag}=N.")
             break  # at most one axis may be -1
-    if config[MESH_CONTEXT] != 1:
+    if config["mesh.context"] != 1:
         notes.append(
-            f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out, which would divide the activations of a "
+            f"mesh.context={config['mesh.context']} is left out, which would divide the activations of a "
             "device by it: bytescope report --formulas counts it."
         )
     return tuple(notes)
@@ -190,9 +190,11 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         layout["expert"] = number(vars(args), "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
-    rest = {
-        name: value for name in ("optimizer", "precision", "attention", "offload") if (value := getattr(args, name))
-    }
+    rest: dict[str, Any] = {name: value for name in ("attention", "offload") if (value := getattr(args, name))}
+    if args.optimizer:
+        rest["optimizer"] = state_rows.OPTIMIZERS[args.optimizer]
+    if args.precision:
+        rest["precision"] = state_rows.PRECISIONS[args.precision]
     if args.fused is not None:
         rest["fused"] = args.fused
     for field, flag in (("sequence", "length"), ("batch", "batch")):
@@ -254,8 +256,8 @@ def show(found: Estimate, console: Any = None) -> None:
             ]
         ),
         Prose(
-            f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision}, {q.optimizer}, {q.attention} "
-            f"attention{trained}; per device"
+            f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision.name}, {q.optimizer.name}, "
+            f"{q.attention} attention{trained}; per device"
         ),
         _table(found),
         *(Prose(f"note: {note}", "dim") for note in found.notes),

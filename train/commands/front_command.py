@@ -13,15 +13,6 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.compare import row_cache, worker_pool
-from bytescope.memory.config_keys import (
-    REMAT_AUTO_OFFLOAD,
-    REMAT_BUDGET,
-    REMAT_COST,
-    REMAT_LAYERS,
-    REMAT_OFFLOAD,
-    REMAT_POLICY,
-    REMAT_SAVE,
-)
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.ilp import COSTS
@@ -34,7 +25,15 @@ from bytescope.train.plan.config_grid import given_flags
 from bytescope.train.plan.trials import Trials
 
 # Keys that the plans of a front set, or that a front has flags of its own for.
-OWN = (REMAT_POLICY, REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD, REMAT_BUDGET, REMAT_COST, REMAT_AUTO_OFFLOAD)
+OWN = (
+    "remat.policy",
+    "remat.layers",
+    "remat.save",
+    "remat.offload",
+    "remat.budget",
+    "remat.cost",
+    "remat.auto_offload",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,6 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
-from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_subject, require_config
@@ -100,7 +99,7 @@ def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
     """The level with its figures, out of a worker's answer."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(
-        level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"][MODEL_ATTENTION]
+        level, row=ConfigRow.from_answer(keys, answer), kernel=answer["settled"]["model.attention"]
     )
 
 

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
@@ -19,6 +19,9 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import add_subject
 from bytescope.train.generate import budget_arguments
 from bytescope.train.program import config_files as configs
+
+if TYPE_CHECKING:
+    from bytescope.memory.formulas.model_facts import ModelFacts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,16 +93,18 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.report_remedies import with_remedies
 
     config = configs.load(args.config, args.overrides)
     flat, target = configs.flatten(config), targets.parse(args.target)
     program = build_program(config, target)
     prepared = prepare_program(program, target, flat)
     report, compilation = report_command.make_report(prepared, subject_of(args.config, args.overrides, prepared))
+    report = with_remedies(report)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
-    if args.formulas:
-        more["formula"] = _show_formulas(report, flat, prepared.settled, compilation.jaxpr)
+    if args.formulas and prepared.facts:
+        more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
     if args.run:
         more["run"] = _show_run(report, run_peak.peaks(program))
     report_command.write_files(args, report, compilation.proto, more)
@@ -132,8 +137,8 @@ def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
     """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
     from rich.text import Text
 
-    from bytescope.memory.findings.remedies import advice
     from bytescope.memory.view.text_layout import CopyCommand, Prose
+    from bytescope.train.plan import advice
 
     parts: list[Any] = [Prose(line) for line in advice.lines(report, advice.open_levers(report), [])]
     if command := advice.fit_command(args.config, args.target, args.overrides, report):
@@ -141,9 +146,7 @@ def _advise(report: ReportRecord, args: argparse.Namespace) -> None:
     report_command.show_missing(report, parts)
 
 
-def _show_formulas(
-    report: ReportRecord, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any
-) -> dict[str, Any] | None:
+def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[str, Any] | None:
     """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
     from rich.console import Group
     from rich.text import Text
@@ -154,7 +157,7 @@ def _show_formulas(
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 
-    formula = reconcile.formula_of(config, settled, report.target.get("platform", ""))
+    formula = reconcile.formula_of(facts, report.target.get("platform", ""))
     if isinstance(formula, str):
         put(Group(Text(), Prose(f"no formula: {formula}")))
         return None

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
+from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one
 from bytescope.train.step.state import Batch
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.pipeline.schedule import Schedule
-from bytescope.memory.pipeline.schedule_figures import full_ticks
 from bytescope.model.frozen import joined
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
 from bytescope.train.pipeline.ticks import Ticks
 from bytescope.train.step.losses import count_tokens

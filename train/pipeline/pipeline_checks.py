@@ -6,11 +6,11 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import divergence
 from bytescope.memory.hlo import mesh as hlo_mesh
-from bytescope.memory.pipeline.schedule import Schedule
-from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.model import ModelConfig, RematPlan
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedules import make_schedule
 from bytescope.train.pipeline.stages import Stages
 
 

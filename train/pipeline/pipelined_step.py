@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bytescope.memory.pipeline.schedule_figures import expected_bubble, full_ticks, simulate
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
+from bytescope.train.pipeline.schedule_figures import expected_bubble, full_ticks, simulate
 from bytescope.train.pipeline.stage_units import stack_units
 from bytescope.train.pipeline.stages import Stages
 from bytescope.train.program.choices import Choices

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import Transformer
 from bytescope.model.experts.expert_layer import Load, choice_shares
 from bytescope.model.frozen import joined
 from bytescope.model.runs import BLOCKS
 from bytescope.model.segments import Packed
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import StackRows
 from bytescope.train.step.pullback import Pullback, row_of
 from bytescope.train.step.routing import weighed

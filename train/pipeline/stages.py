@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bytescope.memory.pipeline.schedule import Schedule
-from bytescope.memory.pipeline.stage_layers import divide_layers
 from bytescope.model import ModelConfig
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.stage_layers import divide_layers
 
 
 @dataclasses.dataclass(frozen=True)

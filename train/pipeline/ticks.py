@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,8 +78,10 @@ class ConfigFactory(ProgramFactory):
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """What the published formulas give for a row, a `formulas.reconcile.Formula` as JSON."""
         from bytescope.memory.formulas import reconcile
+        from bytescope.train.plan.model_facts import model_facts
 
-        found = reconcile.formula_of(resolved, answer["settled"], answer["target"].get("platform", ""))
+        platform = answer["target"].get("platform", "")
+        found = reconcile.formula_of(model_facts(resolved, answer["settled"], platform=platform), platform)
         return None if isinstance(found, str) else dataclasses.asdict(found)
 
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -113,16 +115,15 @@ def making_programs() -> tuple[ModuleType, ...]:
     Searches, views, commands and whatever runs around the step are not among them."""
     from bytescope import model
     from bytescope.memory import formulas
-    from bytescope.memory import pipeline as schedules
     from bytescope.memory.remat import block_graph
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
-    from bytescope.train.plan import block_description, config_factory, run_peak
+    from bytescope.train.plan import block_description, config_factory, model_facts, run_peak, state_rows
 
     return (
-        *(model, formulas, schedules, block_graph),
+        *(model, formulas, block_graph),
         *(parallel, pipeline, program, step, batch_algebra),
-        *(block_description, config_factory, run_peak),
+        *(block_description, config_factory, model_facts, state_rows, run_peak),
     )
 
 
@@ -178,9 +179,11 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     """
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
+    from bytescope.train.plan.model_facts import model_facts
     from bytescope.train.plan.run_peak import loop_overhead
 
     settled = settle(program)
+    facts = model_facts(config, settled, platform=target.platform)
 
     def compile_program() -> tuple[Compilation, Target]:
         with config_mistakes():
@@ -194,7 +197,8 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
         loop=loop_overhead(program),
         calls_per_update=program.calls_per_update,
         tokens_per_update=tokens_of(program),
-        model_flops=lambda counted: reconcile.model_flops(config, settled, counted),
+        facts=facts,
+        model_flops=lambda counted: reconcile.model_flops(facts, counted),
         settled=settled,
         batch=settled["batch"],
         policy=policy_words(settled["segments"]),

@@ -1,6 +1,6 @@
 """The calculator as one HTML file that opens offline: inputs, the same formulas in JavaScript, a stacked bar.
 
-The page gets the tables of formulas/transformer.py as data, so that a tensor, a precision or an optimizer is one row in
+The page gets the tables of memory/formulas as data, so that a tensor, a precision or an optimizer is one row in
 one place; what the script repeats is the arithmetic, which tests/memory/formulas/test_estimate.py compares with
 Python's. Its presets are the shipped configs and the chips of devices/chips.py, and what is shown can be copied as a
 command.
@@ -15,11 +15,13 @@ from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, Experts
+from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
+from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
+from bytescope.train.plan import state_rows
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
 SHAPE = {
@@ -87,7 +89,7 @@ WITHIN = (
 )
 
 # What the inputs of experts and of latent attention begin with where a model has neither.
-NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
+NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 class Preset(NamedTuple):
@@ -124,8 +126,8 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "logits": transformer_formulas.LOGITS._asdict(),
         "by_row": BY_ROW,
         "tiles": (SMALLEST_TILE, LARGEST_TILE),
-        "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
-        "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
+        "precisions": {name: _without_name(row) for name, row in state_rows.PRECISIONS.items()},
+        "optimizers": {name: _without_name(row) for name, row in state_rows.OPTIMIZERS.items()},
         "targets": adapter_formulas.TARGETS,
         "bases": {name: row._asdict() for name, row in adapter_formulas.BASES.items()},
         "offloads": training_state.OFFLOAD,
@@ -139,6 +141,10 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "models": {name: inputs(preset.question, preset.recompute) for name, preset in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
     }
+
+
+def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
+    return {field: value for field, value in row._asdict().items() if field != "name"}
 
 
 def cards() -> dict[str, dict[str, Any]]:
@@ -195,8 +201,8 @@ def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
         "fused": q.fused,
         "attention": q.attention,
         "recompute": recompute,
-        "precision": q.precision,
-        "optimizer": q.optimizer,
+        "precision": q.precision.name,
+        "optimizer": q.optimizer.name,
         "tensor": layout.tensor,
         "sequence_parallel": layout.sequence,
         "data": layout.data,

@@ -20,21 +20,6 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.grids import as_text
-from bytescope.memory.config_keys import (
-    LOSS_KIND,
-    MODEL_ATTENTION,
-    MODEL_MLP_CHUNK,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAMS,
-    OPTIMIZER_CLIP,
-    OPTIMIZER_FUSED_BACKWARD,
-    OPTIMIZER_NAME,
-    PRECISION_PRESET,
-    REMAT_LAYERS,
-    REMAT_OFFLOAD,
-    REMAT_POLICY,
-    REMAT_SAVE,
-)
 from bytescope.memory.errors import ReportError, remedy_for
 
 
@@ -49,60 +34,62 @@ class Stage:
 
 # What every level starts from: no lever at all. Keys that a config lacks are left out.
 BASELINE = {
-    PRECISION_PRESET: "fp32",
-    LOSS_KIND: "full",
-    MODEL_ATTENTION: "naive",
-    REMAT_POLICY: "none",
-    OPTIMIZER_NAME: "adamw",
-    REMAT_LAYERS: "()",
-    REMAT_SAVE: "()",
-    REMAT_OFFLOAD: "()",
-    MODEL_MLP_CHUNK: "0",
-    OPTIMIZER_FUSED_BACKWARD: "false",
-    OPTIMIZER_CLIP: "global",
-    OFFLOAD_OPTIMIZER: "false",
-    OFFLOAD_PARAMS: "false",
+    "precision.preset": "fp32",
+    "loss.kind": "full",
+    "model.attention": "naive",
+    "remat.policy": "none",
+    "optimizer.name": "adamw",
+    "remat.layers": "()",
+    "remat.save": "()",
+    "remat.offload": "()",
+    "model.mlp_chunk": "0",
+    "optimizer.fused_backward": "false",
+    "optimizer.clip": "global",
+    "offload.optimizer": "false",
+    "offload.params": "false",
 }
 
 STAGES: Mapping[str, Stage] = {
-    "fp32": Stage("fp32", {PRECISION_PRESET: "fp32"}, "no lever: nothing recomputed, nothing in host memory"),
+    "fp32": Stage("fp32", {"precision.preset": "fp32"}, "no lever: nothing recomputed, nothing in host memory"),
     "bf16": Stage(
-        "bf16", {PRECISION_PRESET: "bf16"}, "activations of half the size, float32 master parameters; costs rounding"
+        "bf16", {"precision.preset": "bf16"}, "activations of half the size, float32 master parameters; costs rounding"
     ),
     "loss": Stage(
-        "+ chunked loss", {LOSS_KIND: "chunked"}, "logits of one chunk at a time, recomputed in its gradient"
+        "+ chunked loss", {"loss.kind": "chunked"}, "logits of one chunk at a time, recomputed in its gradient"
     ),
     "attention": Stage(
         "+ flash attention",
-        {MODEL_ATTENTION: "auto"},
+        {"model.attention": "auto"},
         "no attention scores in memory; the kernel recomputes them in its gradient",
     ),
     "selective": Stage(
-        "+ selective remat", {REMAT_POLICY: "selective"}, "the attention core, norms and rotations are recomputed"
+        "+ selective remat", {"remat.policy": "selective"}, "the attention core, norms and rotations are recomputed"
     ),
-    "full": Stage("+ full remat", {REMAT_POLICY: "full"}, "every block is recomputed: it runs forward twice"),
+    "full": Stage("+ full remat", {"remat.policy": "full"}, "every block is recomputed: it runs forward twice"),
     "adamw_8bit": Stage(
-        "+ 8-bit moments", {OPTIMIZER_NAME: "adamw_8bit"}, "each moment in one byte; costs quantization error"
+        "+ 8-bit moments", {"optimizer.name": "adamw_8bit"}, "each moment in one byte; costs quantization error"
     ),
     "fused_backward": Stage(
         "+ fused backward",
-        {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"},
+        {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
         "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
         "clipped by its own norm",
     ),
     "offload": Stage(
-        "+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments in host memory; they cross the host link twice per update"
+        "+ offload", {"offload.optimizer": "true"}, "moments in host memory; they cross the host link twice per update"
     ),
-    "offload_params": Stage("+ offload of params", {OFFLOAD_PARAMS: "true"}, "master parameters in host memory too"),
+    "offload_params": Stage("+ offload of params", {"offload.params": "true"}, "master parameters in host memory too"),
     # Not default stages; only for --savings.
     "bf16_params": Stage(
-        "+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are rounded stochastically"
+        "+ 16-bit params", {"precision.preset": "bf16_params"}, "no float32 master; updates are rounded stochastically"
     ),
     "offload_blocks": Stage(
-        "+ offload of block inputs", {REMAT_POLICY: "offload"}, "block inputs go to host memory and come back"
+        "+ offload of block inputs", {"remat.policy": "offload"}, "block inputs go to host memory and come back"
     ),
     "mlp_chunk": Stage(
-        "+ tiled MLP", {MODEL_MLP_CHUNK: "4096"}, "the MLP over pieces of the sequence, each recomputed in its gradient"
+        "+ tiled MLP",
+        {"model.mlp_chunk": "4096"},
+        "the MLP over pieces of the sequence, each recomputed in its gradient",
     ),
 }
 DEFAULT = (

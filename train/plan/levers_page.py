@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.elements import (
@@ -139,7 +138,7 @@ def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
 
 def _adds(level: Mapping[str, Any]) -> str:
     """The keys that a stage sets, a line each, and the attention kernel where the trainer chooses one."""
-    chosen = f" → {level['kernel']}" if f"{MODEL_ATTENTION}=auto" in level["flags"] else ""
+    chosen = f" → {level['kernel']}" if "model.attention=auto" in level["flags"] else ""
     return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 

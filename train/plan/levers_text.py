@@ -11,7 +11,6 @@ from rich.text import Text
 
 from bytescope.memory.compare.compare_rows import unit_of
 from bytescope.memory.compare.compare_text import cell, verdict
-from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.units import human
@@ -169,7 +168,7 @@ def _table(levels: Sequence[Level], size: int) -> RenderableType:
     for number, (level, change) in enumerate(zip(levels, changes(levels)), 1):
         cells = [cell(read(level), form, size) for _, read, form in COLUMNS]
         first, *rest = flags_of(level).split() or [level.title]
-        chosen = f" → {level.kernel}" if f"{MODEL_ATTENTION}=auto" in first else ""
+        chosen = f" → {level.kernel}" if "model.attention=auto" in first else ""
         table.add(f"{number} {first}{chosen}", "" if change is None else f"{change / size:+,.2f}", *cells)
         for flag in rest:
             table.add(f"  {flag}")

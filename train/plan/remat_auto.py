@@ -14,7 +14,6 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
@@ -22,6 +21,7 @@ from bytescope.memory.remat.search import FULL, NONE, Search
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO, POLICIES
+from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, most_ranges
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check_values

@@ -1,6 +1,6 @@
 """Advice for a step that does not fit here: variants with one lever more, compiled; the `fit` command to copy.
 
-The levers and the words are `memory.findings.remedies.advice`; here the variants of a run's own program are compiled.
+The levers and the words are in `advice`; here the variants of a run's own program are compiled.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ from typing import NoReturn
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.host_memory import free_host_bytes
-from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.launch.failures import too_big
+from bytescope.train.plan import advice
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.config_files import flatten
@@ -33,7 +33,7 @@ def refuse(
 ) -> NoReturn:
     """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
 
-    The advice includes the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), if the
+    The advice includes the cheapest change that fits, found by compiling (train/plan/advice.py), if the
     program runs in one process (several processes must compile together) and the host has COMPILE_BYTES.
 
     Args:

@@ -8,12 +8,12 @@ from fractions import Fraction
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from bytescope.memory.pipeline import schedule_figures
-from bytescope.memory.pipeline.published_schedules import PUBLISHED
-from bytescope.memory.pipeline.schedule import IDLE, Schedule
-from bytescope.memory.pipeline.schedules import SCHEDULES
 from bytescope.memory.view.text_layout import Prose, ignoring
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
+from bytescope.train.pipeline import schedule_figures
+from bytescope.train.pipeline.published_schedules import PUBLISHED
+from bytescope.train.pipeline.schedule import IDLE, Schedule
+from bytescope.train.pipeline.schedules import SCHEDULES
 
 # (forward, backward, weights) in a tick -> its letter, and its style.
 MARKS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.pipeline import schedule_figures
-from bytescope.memory.pipeline.published_schedules import PUBLISHED
-from bytescope.memory.pipeline.schedule import IDLE, Schedule
-from bytescope.memory.pipeline.schedules import SCHEDULES
 from bytescope.memory.view.elements import Cell, PageTable, table
 from bytescope.memory.view.frame import page
+from bytescope.train.pipeline import schedule_figures
+from bytescope.train.pipeline.published_schedules import PUBLISHED
+from bytescope.train.pipeline.schedule import IDLE, Schedule
+from bytescope.train.pipeline.schedules import SCHEDULES
 from bytescope.train.plan.schedule_drawing import share
 
 # Columns and rows of a tick, in the units of the drawing.

@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
 from bytescope.model.adapters import Lora, is_adapter
 from bytescope.model.attention.attention_kernels import choose_kernel, platform_of
@@ -22,6 +21,7 @@ from bytescope.train.parallel.expert_checks import check_experts
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
 from bytescope.train.pipeline.pipeline_checks import check_pipeline
+from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import Stages
 from bytescope.train.program.checks import (
     check_effort,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.config_keys import TRAIN_STEPS
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.records import report_record
 
@@ -78,7 +77,7 @@ class RunDirectory:
     @property
     def steps(self) -> int | None:
         """The steps that the run was planned for; None where its config does not tell."""
-        planned = self.config.get(TRAIN_STEPS)
+        planned = self.config.get("train.steps")
         return planned if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0 else None
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 
 from bytescope.memory.files import write_whole
-from bytescope.memory.findings import routing_findings
 from bytescope.memory.profile import trace_page
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.seconds.step_prediction import StepPrediction
@@ -33,6 +32,7 @@ from bytescope.memory.view.elements import (
     versions,
 )
 from bytescope.memory.view.frame import page
+from bytescope.train.run import routing_findings
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
 # Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and

@@ -32,6 +32,7 @@ from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import remedies
 from bytescope.train.plan.config_factory import prepare_program, subject_of
+from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
@@ -191,12 +192,19 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     work = flops.count(compilation.jaxpr)
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
-    report = report_of(compilation, target=target, config=prepared.config, names=prepared.names, loop=prepared.loop)
+    report = report_of(
+        compilation,
+        target=target,
+        config=prepared.config,
+        facts=prepared.facts,
+        names=prepared.names,
+        loop=prepared.loop,
+    )
     named = dataclasses.replace(
         subject_of(command.config or DEFAULT, command.overrides, prepared),
         model_flops=round(prepared.model_flops(work.model_flops)),
     )
-    report = with_seconds(dataclasses.replace(report, subject=named))
+    report = with_seconds(dataclasses.replace(with_remedies(report), subject=named))
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         summary.show(

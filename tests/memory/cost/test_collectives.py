@@ -13,15 +13,22 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.formulas import communication_volume
 from bytescope.memory.formulas.communication_volume import Expected
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import ModelFacts
+from bytescope.memory.formulas.training_state import PrecisionBytes
+from bytescope.memory.formulas.transformer_formulas import StepLayout, gpt
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import COLLECTIVES
 from bytescope.memory.records.report_record import Collective, Communication, ReportRecord
 from bytescope.memory.report import report_page, report_text
+from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.program.config_files import flatten
 from support import programs
 from support.formats import field
 from support.oracles import require
+from support.toy import small_config
 
 
 def groups(*fields):
@@ -82,12 +89,6 @@ def test_groups_that_cannot_be_are_refused(fields):
         groups(fields)
 
 
-def test_mesh_of_a_config():
-    config = {"mesh": {"fsdp": -1, "data": 2, "tensor": 2, "strategy": "zero3", "sequence_parallel": True}}
-    assert hlo_mesh.of_config(config, 8) == (("data", 2), ("fsdp", 2), ("tensor", 2))
-    assert hlo_mesh.of_config(config, 6) == () == hlo_mesh.of_config({}, 8)
-
-
 # ---- programs --------------------------------------------------------------------------------------------------
 
 
@@ -118,9 +119,9 @@ def test_one_device_says_nothing(devices):
 
 
 def test_data_parallel_gradients_are_the_formula(devices):
-    report = memory.analyze(
-        programs.trace_step(devices, "full"), config={"mesh": {"data": 8, "fsdp": 1}, "precision": {"preset": "fp32"}}
-    )
+    question = Question(1, gpt(1, 8, 1, 8), StepLayout(data=8), precision=PrecisionBytes("", "", 4, 4, 0, 4, 4))
+    facts = ModelFacts(question=question, roles={"data": "replica"}, sent_parameter=4)
+    report = memory.analyze(programs.trace_step(devices, "full"), facts=facts)
     (row,) = [row for row in report.communication if row.formula_bytes]
     assert (row.kind, row.axes, row.group) == ("all-reduce", ("data",), 8)
     # the CPU sums gradients in float32; the loss goes with them
@@ -264,14 +265,14 @@ def test_zero_of_the_paper():
     """Section 7: 2 psi for plain data parallelism and the first two stages, 3 psi for the third, but for (N-1)/N."""
     psi, share = 1000, 7 / 8
     sent = {
-        strategy: sum(wire(communication_volume.data_parallel(strategy, psi, 1, {}, {"fsdp": 8})).values()) / share
-        for strategy in ("ddp", "zero1", "zero2", "zero3")
+        stage: sum(wire(communication_volume.data_parallel(stage, psi, 1, {}, {"fsdp": 8})).values()) / share
+        for stage in range(4)
     }
-    assert sent == {"ddp": 2 * psi, "zero1": 2 * psi, "zero2": 2 * psi, "zero3": 3 * psi}
+    assert sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi}
 
 
 def test_shards_are_summed_over_replicas():
-    entries = communication_volume.data_parallel("zero3", 1000, 2, {"data": 2}, {"fsdp": 4}, gathers=3, reductions=5)
+    entries = communication_volume.data_parallel(3, 1000, 2, {"data": 2}, {"fsdp": 4}, gathers=3, reductions=5)
     assert [(e.kind, e.axes, e.bytes) for e in entries] == [
         ("all-gather", ("fsdp",), 3 * 5 * 2000),
         ("reduce-scatter", ("fsdp",), 5 * 2000),
@@ -280,23 +281,17 @@ def test_shards_are_summed_over_replicas():
 
 
 def test_tensor_parallelism_sends_the_same_with_sequence_parallelism_but_for_what_is_gathered_again():
-    plain = wire(communication_volume.tensor_parallel("tensor", 8, 3, 1000))
-    divided = wire(communication_volume.tensor_parallel("tensor", 8, 3, 1000, sequence_parallel=True))
+    plain = wire(communication_volume.tensor_parallel({"tensor": 8}, 3, 1000))
+    divided = wire(communication_volume.tensor_parallel({"tensor": 8}, 3, 1000, sequence_parallel=True))
     assert plain == {"all-reduce": 3 * 4 * 1000 * 2 * 7 / 8}
     assert sum(divided.values()) == plain["all-reduce"] + 3 * 2 * 1000 * 7 / 8
-    assert communication_volume.tensor_parallel("tensor", 1, 3, 1000) == []
+    assert communication_volume.tensor_parallel({}, 3, 1000) == []
 
 
 CONFIG = {
-    "mesh.strategy": "zero3",
-    "precision.preset": "bf16",
+    **flatten(small_config({"precision.preset": "bf16", "remat.policy": "full", "batch.accumulation": 4})),
     "batch.micro": 2,
-    "batch.mode": "multisteps",
-    "batch.accumulation": 4,
     "data.seq_len": 16,
-    "model.d_model": 32,
-    "model.n_layers": 3,
-    "remat.policy": "full",
 }
 
 
@@ -325,7 +320,7 @@ CONFIG = {
     ],
 )
 def test_formulas_of_a_config(change, axes, expected):
-    found = communication_volume.of_config({**CONFIG, **change}, axes, 1000)
+    found = communication_volume.expected_collectives(model_facts({**CONFIG, **change}), axes, 1000)
     assert {(e.kind, e.axes): e.bytes for e in found} == expected
 
 

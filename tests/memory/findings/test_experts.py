@@ -6,19 +6,15 @@ import pytest
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.findings import expert_findings as rule
-from bytescope.memory.findings import finding_rules as findings
-from bytescope.memory.findings.remedies.case import case_of
-from bytescope.memory.findings.remedies.expert_room import room_of, smaller
-from bytescope.memory.findings.remedies.open_levers import open_levers
-from bytescope.memory.hlo.buffers import HloProgram
-from bytescope.memory.hlo.module import Module
-from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import MIB
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.placement import Peers
+from bytescope.train.plan.config_case import case_of
+from bytescope.train.plan.open_levers import open_levers
 from bytescope.train.program.config_files import flatten
+from support.facts import NOTHING, facts_of, findings_of
 from support.toy import small_config, small_program
 
 MOE = {
@@ -30,7 +26,18 @@ MOE = {
     "remat.policy": "none",
     "mesh.expert": 8,
 }
-NOTHING = PlacedProgram(HloProgram(Module()))
+
+
+def room_of(report):
+    """The room for rows of a device under the config of a report."""
+    shape = case_of(report).routing
+    return rule.room_for(*shape) if shape else None
+
+
+def smaller(report):
+    """The next smaller room."""
+    shape = case_of(report).routing
+    return rule.smaller_room(*shape) if shape else None
 
 
 def made(buffers=(), peak=100 * MIB, n_devices=8, **keys):
@@ -55,7 +62,7 @@ def row(shape, module="blocks/mlp/experts", size=20 * MIB):
     ],
 )
 def test_the_room_is_the_trainers(keys, exchange, factor):
-    room = room_of(case_of(made(**keys)))
+    room = room_of(made(**keys))
     peers = Peers("expert", 1 if exchange == "local" else 8)
     assert room.rows == EXCHANGES[exchange].shape(8 * 32, 2, 8, factor, peers).rows
     assert room.filled == 8 * 32 * 2
@@ -63,18 +70,18 @@ def test_the_room_is_the_trainers(keys, exchange, factor):
 
 def test_the_next_smaller_room():
     """Without a factor as many rows as all peers could send; on a device with all experts nothing is to be had."""
-    assert smaller(case_of(made()))[0] == 2.0
-    assert smaller(case_of(made(model__capacity_factor=2)))[0] == 1.25
-    assert smaller(case_of(made(model__moe_kernel="capacity"))) is None
-    assert smaller(case_of(made(mesh__expert=1))) is None
-    assert room_of(case_of(made(model__experts=0))) is room_of(case_of(made(model__moe_kernel="dense"))) is None
+    assert smaller(made())[0] == 2.0
+    assert smaller(made(model__capacity_factor=2))[0] == 1.25
+    assert smaller(made(model__moe_kernel="capacity")) is None
+    assert smaller(made(mesh__expert=1)) is None
+    assert room_of(made(model__experts=0)) is room_of(made(model__moe_kernel="dense")) is None
     dropping = [lever for lever in open_levers(made()) if "model.capacity_factor" in lever.keys]
     assert [lever.curve for lever in dropping] == [False] and "are dropped" in dropping[0].costs
     assert not [lever for lever in open_levers(made(model__experts=0)) if "model.capacity_factor" in lever.keys]
 
 
 def test_rows_are_told_by_shape_and_scope():
-    rows = room_of(case_of(made())).rows
+    rows = room_of(made()).rows
     found = [
         row((2, rows, 256)),
         row((rows // 64, 64, 32), "blocks/mlp/dispatch"),
@@ -82,12 +89,12 @@ def test_rows_are_told_by_shape_and_scope():
         row((rows + 1, 256)),
         dataclasses.replace(row((rows, 256)), at_peak=False),
     ]
-    (one,) = [each for each in findings.find(made(found), NOTHING) if each.kind == "empty_expert_rows"]
+    (one,) = [each for each in findings_of(made(found)) if each.kind == "empty_expert_rows"]
     assert one.bytes == int(40 * MIB * (1 - 512 / rows))
     assert "(dispatch 20.00 MiB, experts 20.00 MiB)" in one.message and f"room for {rows:,} rows" in one.message
     assert one.flags == "--config.model.capacity_factor=2"
-    assert rule.empty_expert_rows(made(found[2:]), NOTHING) is None
-    assert rule.empty_expert_rows(dataclasses.replace(made(found), config={}), NOTHING) is None
+    assert "empty_expert_rows" not in {each.kind for each in findings_of(made(found[2:]))}
+    assert rule.empty_expert_rows(made(found), NOTHING) is None
 
 
 @pytest.mark.exhaustive
@@ -99,12 +106,13 @@ def test_the_remedy_frees_what_it_says(monkeypatch):
     def compiled(**keys):
         overrides = {**MOE, **keys}
         program = small_program(overrides, 8)
-        return report_of(program.compile_for_report(), config=flatten(small_config(overrides)), names=NAMES)
+        config, facts = flatten(small_config(overrides)), facts_of(program)
+        return report_of(program.compile_for_report(), config=config, facts=facts, names=NAMES)
 
     before, after = compiled(), compiled(**{"model.capacity_factor": 2})
     (finding,) = [each for each in before.findings if each.kind == "empty_expert_rows"]
-    now, then = (room_of(case_of(report)).rows for report in (before, after))
+    now, then = (room_of(report).rows for report in (before, after))
     assert finding.bytes > 0.3 * before.peak_bytes
-    held = finding.bytes / room_of(case_of(before)).empty
+    held = finding.bytes / room_of(before).empty
     freed = before.peak_bytes - after.peak_bytes
     assert freed == pytest.approx(held * (1 - then / now), rel=0.15)

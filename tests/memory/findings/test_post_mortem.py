@@ -13,7 +13,6 @@ from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
 from bytescope.memory.report import post_mortem_text as text
 from bytescope.memory.units import GIB, MIB
-from bytescope.train.program.config_files import flatten, load
 
 pytestmark = pytest.mark.quick
 
@@ -80,20 +79,6 @@ def test_a_pool_that_leaves_a_quarter_of_the_card_idle(pool, told):
     assert (
         ways[0].words.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92") and ways[0].bytes == int(0.92 * 80 * GIB) - pool
     ) is told
-
-
-def test_a_config_of_the_trainers_has_its_levers():
-    config = flatten(load("llama_8b"))
-    found = ways_out(
-        report_of(
-            KEPT,
-            WIDE,
-            config={**config, "loss.kind": "full", "remat.policy": "none"},
-            target={"platform": "cuda", "n_devices": 1},
-        )
-    )
-    assert len(found) == 3 and all(way.flags.startswith("--config.") and way.bytes for way in found)
-    assert not any("jax.checkpoint" in way.words for way in found)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

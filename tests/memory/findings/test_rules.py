@@ -16,6 +16,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.findings import finding_rules as findings
 from bytescope.memory.findings.replicated import are_partial_sums, missing
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
@@ -27,8 +28,11 @@ from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint
 from bytescope.memory.units import MIB
+from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.program.config_files import flatten
 from support import programs
 from support.oracles import require
+from support.toy import small_config
 
 NOTHING = PlacedProgram(HloProgram(Module()))
 
@@ -67,24 +71,25 @@ def test_fragmentation():
 def test_wide_activations_only_where_narrow_ones_were_asked():
     wide = Buffer("a", 5 * MIB, (5,), "float32", "residuals", "forward", source="/w/model.py:3", at_peak=True)
     narrow = Buffer("b", 10, (5,), "bfloat16", "workspace", "forward")
-    asked = {"config": {"precision": {"preset": "bf16"}}}
+    asked = dataclasses.replace(NOTHING, facts=ModelFacts(question=None, compute="bfloat16"))
 
-    def found(*buffers, **fields):
-        return findings.find(report({"residuals": 5 * MIB}, buffers, peak=10 * MIB, **fields), NOTHING)
+    def found(*buffers, program=NOTHING, **fields):
+        return findings.find(report({"residuals": 5 * MIB}, buffers, peak=10 * MIB, **fields), program)
 
     assert found(wide) == ()
     (one,) = found(wide, narrow)
     assert one.kind == "wide_activations" and one.message.endswith("the largest float32[5] at model.py:3")
-    assert [each.kind for each in found(wide, **asked)] == ["wide_activations"]
+    assert [each.kind for each in found(wide, program=asked)] == ["wide_activations"]
     (on_cpu,) = found(wide, narrow, target={"platform": "cpu"})
     assert "the CPU computes bfloat16 in float32" in on_cpu.message and "target='h200'" in on_cpu.remedy
     assert found(dataclasses.replace(wide, bytes=MIB), narrow) == ()
 
 
 def test_idle_offload():
-    asked = {"remat": {"policy": "offload_dots"}}
-    assert kinds(report(config=asked)) == kinds(report(config={"remat.policy": "offload"})) == {"idle_offload"}
-    assert kinds(report(config=asked, host_bytes=10)) == set()
+    for keys in ({"remat.policy": "offload_dots"}, {"offload.optimizer": True}, {"remat.layers": "0-1:offload"}):
+        program = dataclasses.replace(NOTHING, facts=model_facts(flatten(small_config(keys))))
+        assert kinds(report(), program) == {"idle_offload"}
+        assert kinds(report(host_bytes=10), program) == set()
 
 
 def test_xla_remat():

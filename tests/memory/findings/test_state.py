@@ -19,6 +19,7 @@ from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.program.config_files import flatten, override
+from support.facts import NOTHING, finding
 
 pytestmark = pytest.mark.quick
 
@@ -64,7 +65,7 @@ def test_a_leaf_that_was_forgotten_is_named_with_a_sharding_for_it():
         "196.50 MiB of state is whole on each of 8 devices of data: params['embed'] float32[50304, 1024]"
         in found.message
     )
-    assert "params['embed'] as jax.sharding.NamedSharding(mesh, P('data', None))" in found.remedy and not found.flags
+    assert "params['embed'] as jax.sharding.NamedSharding(mesh, P('data', None))" in found.remedy
     # The same state sharded, and a step so large that the leaf does not matter.
     assert whole_state(*placed([leaf("params['embed']", WIDE, (("data",), ())), small, *rest])) is None
     assert whole_state(*placed([embed, small, *rest], rows={"residuals": 40 * GIB})) is None
@@ -107,9 +108,9 @@ def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
     leaves = [leaf("params['w']", (402432, 1024)), leaf("mu", (402432, 1024), category="optimizer")]
     report, program = placed(leaves, layouts=False)
     report = dataclasses.replace(report, config=config(**keys), target={"n_devices": 8})
-    found = whole_state(report, program)
+    found = finding(report, "whole_state", program)
     assert found is None if not said else said in found.message
-    flags = [finding.flags for finding in finding_rules.find(report, program) if finding.kind == "whole_state"]
+    flags = [found.flags] if found else []
     assert flags == (
         {"mesh.strategy": ["--config.mesh.strategy=zero3"], "mesh.data": ["--config.mesh.data=1 --config.mesh.fsdp=8"]}[
             next(iter(keys))
@@ -172,9 +173,6 @@ def config(**keys):
     return flatten(found)
 
 
-NOTHING = PlacedProgram(HloProgram(Module()))
-
-
 @pytest.mark.parametrize(
     ("limit", "target", "expected"),
     [
@@ -188,16 +186,16 @@ NOTHING = PlacedProgram(HloProgram(Module()))
     ],
 )
 def test_the_cheapest_levers_that_leave_less(limit, target, expected):
-    found = state_too_large(large(limit * GIB, config(), **target), NOTHING)
+    found = finding(large(limit * GIB, config(), **target), "state_too_large")
     assert set(shlex.split(found.flags)) == set(shlex.split(expected)) and found.bytes == (96 - limit) * GIB
     assert found.message.startswith(f"parameters and optimizer state alone take 96.00 GiB of {limit}.00 GiB")
 
 
 def test_more_devices_where_no_lever_is_enough():
-    found = state_too_large(large(10 * GIB, config(), host_memory_bytes=GIB), NOTHING)
+    found = finding(large(10 * GIB, config(), host_memory_bytes=GIB), "state_too_large")
     assert not found.flags and "take 77 devices or more" in found.remedy  # 8 x 96 GiB over 10 GiB
     other = state_too_large(large(10 * GIB), NOTHING)
-    assert "over 10 devices or more" in other.remedy and "--config" not in other.remedy + other.flags
+    assert "over 10 devices or more" in other.remedy and "--config" not in other.remedy
 
 
 def test_state_that_fits_is_no_finding():
@@ -273,8 +271,6 @@ def test_a_config_has_flags(keys, rows, kind, flags):
     rows = dict.fromkeys(ROWS, 0) | {"params": 10 * GIB, **rows}
     size = sum(rows.values())
     report = ReportRecord(size, size, rows, config=config(**keys), target={"n_devices": 8})
-    (found,) = [finding for finding in finding_rules.find(report, NOTHING) if finding.kind == kind]
-    assert found.flags == flags
-    foreign = dataclasses.replace(report, config={})
-    (other,) = [finding for finding in finding_rules.find(foreign, NOTHING) if finding.kind == kind]
+    assert finding(report, kind).flags == flags
+    (other,) = [found for found in finding_rules.find(report, NOTHING) if found.kind == kind]
     assert not other.flags and "loss." not in other.remedy

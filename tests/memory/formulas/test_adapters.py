@@ -15,17 +15,19 @@ from bytescope.memory.formulas import (
     transformer_formulas,
 )
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.config_formulas import question_of
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
-from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
+from bytescope.memory.formulas.training_state import ADAM
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
+from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.state_rows import PRECISIONS
 from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick
 
-LLAMA_8B = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 # Touvron et al. 2023 (arXiv 2302.13971), table 2, and the MLP's width of the released weights.
-LLAMA_65B = Model(80, 8192, 64, 64, 128, 22016, 32000, gated=True, tied=False)
-ALONE = Layout()
+LLAMA_65B = ModelShape(80, 8192, 64, 64, 128, 22016, 32000, gated=True, tied=False)
+ALONE = StepLayout()
 GPT3 = gpt(96, 12288, 96, 50257, dropout=False)
 
 
@@ -50,10 +52,10 @@ def test_adapters_of_gpt_3_are_those_of_the_paper(rank, millions):
 def test_gpt_3_takes_a_third_of_the_memory():
     """Hu et al. 2021, section 4.2: 1.2 TB becomes 350 GB, and a checkpoint of rank 4 has 35 MB."""
     count = 175e9
-    whole = training_state.state_bytes_per_parameter("pure_bf16", "adamw")
+    whole = training_state.state_bytes_per_parameter(PRECISIONS["pure_bf16"], ADAM)
     assert (whole["params"] + whole["optimizer"]) * count == 1.05e12  # the rest of 1.2 TB are activations
     model = with_adapters(GPT3, 4, ("q", "v"))
-    found = estimate(Question(count, model, precision="pure_bf16"))
+    found = estimate(Question(count, model, precision=PRECISIONS["pure_bf16"]))
     assert found.state["frozen"] == 350e9
     assert sum(found.state.values()) / 350e9 == pytest.approx(1, abs=0.001)
     assert 2 * adapter_formulas.adapter_count(model) / 2**20 == pytest.approx(35, abs=1.1)
@@ -66,13 +68,13 @@ def test_bits_of_nf4_are_those_of_the_paper():
 
 def test_65b_fits_a_card_of_48_gb():
     """Dettmers et al. 2023, abstract and section 1: more than 780 GB in 16 bits become less than 48 GB."""
-    whole = training_state.state_bytes_per_parameter("bf16_params", "adamw")
+    whole = training_state.state_bytes_per_parameter(PRECISIONS["bf16_params"], ADAM)
     assert sum(whole.values()) * 65e9 == 780e9
     asked = Question(
         transformer_formulas.parameter_count(LLAMA_65B),
         with_adapters(LLAMA_65B, 64, base="nf4"),
         sequence=512,
-        precision="pure_bf16",
+        precision=PRECISIONS["pure_bf16"],
         attention="flash",
     )
     found = estimate(asked)
@@ -89,15 +91,15 @@ def test_frozen_llama_8b_by_hand():
     assert frozen(LLAMA_8B, "bf16") == 2 * matrices + tables
     assert frozen(LLAMA_8B, "int8") == matrices + 4 * outputs + tables
     assert frozen(LLAMA_8B, "nf4") == matrices // 2 + matrices // 64 + 4 * (matrices // 64 // 256) + tables
-    assert frozen(LLAMA_8B, "nf4", Layout(tensor=2, data=4), True) == frozen(LLAMA_8B, "nf4") / 8
-    assert frozen(LLAMA_8B, "nf4", Layout(data=4)) == frozen(LLAMA_8B, "nf4")
+    assert frozen(LLAMA_8B, "nf4", StepLayout(tensor=2, data=4), True) == frozen(LLAMA_8B, "nf4") / 8
+    assert frozen(LLAMA_8B, "nf4", StepLayout(data=4)) == frozen(LLAMA_8B, "nf4")
 
 
 def test_what_a_layer_keeps_for_adapters_by_hand():
     """Inputs of frozen matrices go, those of adapted ones stay, each with r numbers a token."""
 
     def kept(model, policy="none"):
-        return transformer_formulas.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
+        return transformer_formulas.layer_bytes(model, StepLayout(), 10, 1, attention="flash", recompute=policy)
 
     plain, every = kept(LLAMA_8B), kept(with_adapters(LLAMA_8B, 16))
     assert every == plain + 10 * 2 * 16 * 7
@@ -133,7 +135,7 @@ def test_frozen_matrices_take_four_flops_and_adapters_six():
 
 
 def test_only_adapters_have_gradients_and_moments():
-    asked = Question(8e9, with_adapters(LLAMA_8B, 16, base="nf4"), precision="bf16", offload="none")
+    asked = Question(8e9, with_adapters(LLAMA_8B, 16, base="nf4"), precision=PRECISIONS["bf16"], offload="none")
     found, count = estimate(asked), adapter_formulas.adapter_count(asked.model)
     assert {role: found.state[role] / count for role in training_state.ROLES} == {
         "params": 4,

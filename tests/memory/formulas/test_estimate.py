@@ -15,37 +15,39 @@ from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.assumed import parse_count
-from bytescope.memory.formulas.config_formulas import question_of
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
-from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.memory.formulas.training_state import ADAM, MIXED
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.train.plan import estimate_page
+from bytescope.train.plan.assumed_model import parse_count
+from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
 from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
 
 LLAMA_8B = Question(
     8_029_995_008,
-    Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
-    Layout(data=8, zero=3),
+    ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
+    StepLayout(data=8, zero=3),
     8192,
     1,
-    "bf16",
-    "adamw",
+    PRECISIONS["bf16"],
+    ADAM,
     "flash",
     1024,
 )
 MIXTRAL = Question(
     46_702_526_464,
     dataclasses.replace(
-        Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False), experts=Experts(8, 2, 14336)
+        ModelShape(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False), experts=ExpertShape(8, 2, 14336)
     ),
-    Layout(data=16, zero=3, expert=8),
+    StepLayout(data=16, zero=3, expert=8),
     4096,
     1,
-    "bf16",
-    "adamw",
+    PRECISIONS["bf16"],
+    ADAM,
     "flash",
     1024,
 )
@@ -53,26 +55,26 @@ MIXTRAL = Question(
 DEEPSEEK = Question(
     5e9,
     dataclasses.replace(
-        Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False),
+        ModelShape(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False),
         latent=Latent(96, 64, 32, 48),
-        experts=Experts(32, 4, 200, 2, 3, 2, 1.25, slots=True),
+        experts=ExpertShape(32, 4, 200, 2, 3, 2, 1.25, slots=True),
     ),
-    Layout(2, True, 8, 1, expert=4),
+    StepLayout(2, True, 8, 1, expert=4),
     1024,
     2,
-    "mixed",
-    "adamw",
+    MIXED,
+    ADAM,
     "naive",
     fused=True,
 )
 DROPOUT = Question(
     1e9,
     transformer_formulas.gpt(24, 2048, 16, 50304),
-    Layout(tensor=4, sequence=True, data=2, zero=1),
+    StepLayout(tensor=4, sequence=True, data=2, zero=1),
     1024,
     4,
-    "mixed_fp32_grads",
-    "adamw_8bit",
+    PRECISIONS["mixed_fp32_grads"],
+    OPTIMIZERS["adamw_8bit"],
 )
 
 
@@ -111,7 +113,7 @@ def test_the_shipped_config_asks_that_question():
     assert asked == LLAMA_8B
     assert question_of(config("tiny", [("precision.preset", "fp32")])).attention == "naive"
     spread = [("mesh.tensor", "2"), ("mesh.sequence_parallel", "true"), ("mesh.fsdp", "4"), ("mesh.strategy", "zero2")]
-    assert question_of(config("llama_8b", spread)).layout == Layout(2, True, 4, 2)
+    assert question_of(config("llama_8b", spread)).layout == StepLayout(2, True, 4, 2)
     assert question_of(config("tiny", [("model.vocab_size", "50257")])).model.vocabulary == 50304
 
 
@@ -245,9 +247,9 @@ QLORA = dataclasses.replace(
     LLAMA_8B,
     model=dataclasses.replace(LLAMA_8B.model, adapters=Adapters(16, ("q", "v", "up"), "int8")),
     fused=True,
-    layout=Layout(data=2, zero=3),
+    layout=StepLayout(data=2, zero=3),
 )
-LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
+LEVERS = dataclasses.replace(LLAMA_8B, precision=PRECISIONS["fp8"], mlp_tokens=1000, offload="both", fused=True)
 
 
 def test_levers_by_hand():
@@ -300,8 +302,11 @@ def test_the_address_holds_the_inputs(tmp_path):
         "precision=fp32&optimizer=momentum&tensor=2&sequence_parallel=true&data=5&zero=2&recompute=full&memory=40"
     )
     found, document = computed(tmp_path, LLAMA_8B, fragment)
-    model = Model(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
-    assert same(found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, "fp32", "momentum", "naive"))
+    model = ModelShape(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
+    assert same(
+        found,
+        Question(3e9, model, StepLayout(2, True, 5, 2), 512, 3, PRECISIONS["fp32"], OPTIMIZERS["momentum"], "naive"),
+    )
     assert "fits 40 GiB" in document and "total, full recomputation" in document
 
 

@@ -5,15 +5,17 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import communication_volume, reconcile
-from bytescope.memory.formulas.expert_exchange import DISPATCHES, chosen_dispatch, repeats, sent
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_exchange import EXCHANGES as FORMULAS
+from bytescope.memory.formulas.expert_exchange import sent
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.plan.config_factory import settle
+from bytescope.train.plan.model_facts import model_facts
 from bytescope.train.program.config_files import flatten
+from support.facts import facts_of
 from support.toy import small_config, small_program
 
 MOE = {
@@ -26,7 +28,7 @@ MOE = {
     "mesh.fsdp": 2,
     "mesh.expert": 4,
 }
-EXPERTS = Experts(8, 2, 64)
+EXPERTS = ExpertShape(8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -45,34 +47,38 @@ def test_a_layer_by_hand(dispatch, again, expected):
 
 
 def test_every_dispatch_of_the_trainer_has_a_formula():
-    assert {"auto", *DISPATCHES} == set(TRAINED) and set(DISPATCHES) <= set(EXCHANGES)
+    assert {"auto", *FORMULAS} == set(TRAINED) and set(FORMULAS) <= set(EXCHANGES)
     layout = small_program({**MOE, "model.experts": 4}, 8).layout
-    for slotted in (False, True):
-        assert chosen_dispatch("auto", slotted, "cpu") == layout.exchange(slotted)
-    assert chosen_dispatch("auto", False, "cuda") == "ragged_all_to_all"
-    assert chosen_dispatch("ragged_all_to_all", False, "cpu") == ""
+
+    def chosen(platform, **keys):
+        return model_facts(flatten(small_config({**MOE, **keys})), platform=platform).exchange
+
+    for slotted, kernel in ((False, "grouped"), (True, "capacity")):
+        assert chosen("cpu", **{"model.moe_kernel": kernel}) == layout.exchange(slotted)
+    assert chosen("cuda") == "ragged_all_to_all"
+    assert chosen("cpu", **{"mesh.dispatch": "ragged_all_to_all"}) == ""
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"custom"}))
 def test_rows_move_again_unless_they_are_kept(policy):
-    row = POLICIES[policy]
-    times = 0 if row.saveable is None else 2 if policy == "sqrt" else 1
-    assert repeats(policy) == (0 if "dispatched" in row.names else times, times)
-    assert repeats("custom", ("dispatched",)) == (0, 1) and repeats("custom", ("up",)) == (1, 1)
+    """How often the backward pass repeats the forward pass, and whether with its rows, as the trainer's policies do."""
+    row, found = POLICIES[policy], model_facts(flatten(small_config({**MOE, "remat.policy": policy}))).policy
+    assert found.forward_passes == (0 if row.saveable is None else 2 if row.nested else 1)
+    assert ("dispatched" in found.save) == ("dispatched" in row.names)
 
 
 def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
     """Dense parameters over fsdp and expert, a device's own experts over fsdp; on one host of four nothing is left."""
-    config = flatten(small_config({**MOE, "remat.policy": "full"}))
+    facts = model_facts(flatten(small_config({**MOE, "remat.policy": "full"})), platform="cpu")
     total, routed = 100_000, 2 * 8 * 3 * 32 * 32
     found = {
         (one.kind, one.axes): one.bytes
-        for one in communication_volume.of_config(config, {"fsdp": 2, "expert": 4}, total, "cpu")
+        for one in communication_volume.expected_collectives(facts, {"fsdp": 2, "expert": 4}, total)
     }
     assert found["all-gather", ("fsdp", "expert")] == 2 * 4 * (total - routed)
     assert found["all-gather", ("fsdp",)] == 2 * 4 * routed // 4
     assert found["reduce-scatter", ("fsdp",)] == 4 * routed // 4
-    alone = communication_volume.of_config(config, {"fsdp": 1, "expert": 4}, total, "cuda")
+    alone = communication_volume.expected_collectives(facts, {"fsdp": 1, "expert": 4}, total)
     assert {one.axes for one in alone} == {("expert",)}
 
 
@@ -87,10 +93,10 @@ def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
 def step(request):
     """(formula, report, FLOPs counted) of a step whose experts are shared by four devices."""
     overrides = {**MOE, **dict(zip(("mesh.dispatch", "model.moe_kernel", "remat.policy"), request.param))}
-    program, config = small_program(overrides, 8), flatten(small_config(overrides))
-    compilation = program.compile_for_report()
-    formula = reconcile.formula_of(config, settle(program), "cpu")
-    return formula, report_of(compilation, config=config, names=NAMES), flops.count(compilation.jaxpr)
+    program = small_program(overrides, 8)
+    compilation, facts = program.compile_for_report(), facts_of(program)
+    formula = reconcile.formula_of(facts, "cpu")
+    return formula, report_of(compilation, facts=facts, names=NAMES), flops.count(compilation.jaxpr)
 
 
 def test_exchanged_bytes_are_the_formula(step):

@@ -17,24 +17,29 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.config_formulas import question_of
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, estimate
-from bytescope.memory.formulas.transformer_formulas import Layout, Model
+from bytescope.memory.formulas.training_state import ADAM
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.model import ModelConfig
 from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
+from bytescope.model.remat.policies import POLICIES
+from bytescope.train.plan.model_facts import model_facts, question_of
+from bytescope.train.plan.state_rows import PRECISIONS
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
 pytestmark = pytest.mark.quick
 
-MIXTRAL = Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False, experts=Experts(8, 2, 14336))
-QWEN3 = Model(48, 2048, 32, 4, 128, 6144, 151936, gated=True, tied=False, qk_norm=True, experts=Experts(128, 8, 768))
-DEEPSEEK = Model(
+MIXTRAL = ModelShape(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False, experts=ExpertShape(8, 2, 14336))
+QWEN3 = ModelShape(
+    48, 2048, 32, 4, 128, 6144, 151936, gated=True, tied=False, qk_norm=True, experts=ExpertShape(128, 8, 768)
+)
+DEEPSEEK = ModelShape(
     61,
     7168,
     128,
@@ -44,12 +49,12 @@ DEEPSEEK = Model(
     129280,
     gated=True,
     tied=False,
-    experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+    experts=ExpertShape(256, 8, 2048, shared=1, dense_layers=3),
     latent=Latent(1536, 512, 64, 128),
 )
 # Of each two layers past the first the second has experts: layers 2 and 4 of five.
-MIXED = Model(
-    5, 64, 4, 4, 16, 96, 128, gated=True, tied=True, experts=Experts(8, 2, 32, shared=1, dense_layers=1, every=2)
+MIXED = ModelShape(
+    5, 64, 4, 4, 16, 96, 128, gated=True, tied=True, experts=ExpertShape(8, 2, 32, shared=1, dense_layers=1, every=2)
 )
 
 
@@ -102,14 +107,14 @@ def test_flops_are_those_of_active_parameters():
 def test_activations_of_a_layer_by_hand():
     """Router's logits in float32, rows of k experts a token that fill tiles of 16, and the shared expert's MLP."""
     _, mixture = expert_formulas.by_kind(MIXED)
-    kept = transformer_formulas.layer_bytes(mixture, Layout(), 32, 1, attention="flash")
+    kept = transformer_formulas.layer_bytes(mixture, StepLayout(), 32, 1, attention="flash")
     attention = 2 * 64 + 3 * 64 + 64 + 2 * 4  # norm, input, queries, keys, values, context, sums of the softmax
     rows = 32 * 2 + 8 * 16
     assert kept == 2 * (32 * (attention + 2 * 64 + 3 * 32 + 2 * 8) + rows * (64 + 3 * 32))
     slotted = dataclasses.replace(mixture, experts=dataclasses.replace(mixture.experts, capacity=1.5, slots=True))
-    fewer = kept - transformer_formulas.layer_bytes(slotted, Layout(), 32, 1, attention="flash")
+    fewer = kept - transformer_formulas.layer_bytes(slotted, StepLayout(), 32, 1, attention="flash")
     assert fewer == 2 * (rows - 8 * 16) * (64 + 3 * 32)  # 1.5 x 8 rows each, a multiple of 8
-    sharded = transformer_formulas.layer_bytes(mixture, Layout(2, True), 32, 1, attention="flash")
+    sharded = transformer_formulas.layer_bytes(mixture, StepLayout(2, True), 32, 1, attention="flash")
     assert sharded == kept / 2 + 2 * rows * 64 / 2  # rows are as wide as before
 
 
@@ -118,7 +123,7 @@ def test_activations_of_a_layer_by_hand():
 def test_rows_are_those_of_the_model(kernel, factor, tokens, k, count, ranks):
     """The static shapes of the trainer's exchanges, for each way to share the experts."""
     slotted = kernel == "capacity"
-    asked = Experts(count, k, 64, capacity=factor, slots=slotted)
+    asked = ExpertShape(count, k, 64, capacity=factor, slots=slotted)
     dispatches = ("slots", "all_to_all") if slotted else ("local", "allgather", "ragged_all_to_all")
     for name in dispatches[:1] if ranks == 1 else dispatches[1:]:
         shape = EXCHANGES[name].shape(tokens, k, count, factor, Peers(size=ranks))
@@ -128,7 +133,7 @@ def test_rows_are_those_of_the_model(kernel, factor, tokens, k, count, ranks):
 def test_latent_attention_by_hand():
     """Keys and values of 128 heads, and the latents before and after their norms."""
     kind, _ = expert_formulas.by_kind(DEEPSEEK)
-    kept = transformer_formulas.layer_bytes(kind, Layout(), 4096, 1, attention="flash")
+    kept = transformer_formulas.layer_bytes(kind, StepLayout(), 4096, 1, attention="flash")
     attention = 2 * 7168 + 2 * 1536 + 2 * 512 + 2 * 128 * 192 + 2 * 128 * 128 + 2 * 128
     assert kept == 4096 * 2 * (attention + 2 * 7168 + 3 * 18432)
     tokens, core = 4096, 6 * 61 * 4096 * 128 * (192 + 128)
@@ -149,23 +154,23 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
         if kind.experts:
             down += kind.width * kind.experts.width * kind.experts.per_token
         assert rematerialized.recomputed_flops(kind, "flash", again, 4096) == forward - 2 * down
-        kept = rematerialized.walk(kind, "flash", rematerialized.SAVED["selective"]).recomputed
+        kept = rematerialized.walk(kind, "flash", POLICIES["selective"].names).recomputed
         assert not kept & {"dispatched", "expert_gate", "expert_up", "expert_act", "router_logits"}
 
 
 @pytest.mark.parametrize(
     "layout, dense, routed",
     [
-        (Layout(data=16, zero=3, expert=8), 1 / 16, 1 / 16),
-        (Layout(data=16, zero=0, expert=8), 1, 1 / 8),
-        (Layout(2, data=4, zero=3), 1 / 8, 1 / 8),
-        (Layout(data=8, zero=3, expert=8), 1 / 8, 1 / 8),
+        (StepLayout(data=16, zero=3, expert=8), 1 / 16, 1 / 16),
+        (StepLayout(data=16, zero=0, expert=8), 1, 1 / 8),
+        (StepLayout(2, data=4, zero=3), 1 / 8, 1 / 8),
+        (StepLayout(data=8, zero=3, expert=8), 1 / 8, 1 / 8),
     ],
 )
 def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
     """Float32 masters, gradients and moments: 16 bytes a parameter of a device."""
     share = expert_formulas.routed_count(MIXTRAL) / transformer_formulas.parameter_count(MIXTRAL)
-    each = training_state.state_bytes_per_parameter("bf16", "adamw", layout, share)
+    each = training_state.state_bytes_per_parameter(PRECISIONS["bf16"], ADAM, layout, share)
     assert sum(each.values()) == pytest.approx(16 * ((1 - share) * dense + share * routed))
 
 
@@ -188,7 +193,7 @@ def test_an_estimate_tells_total_and_active(tmp_path, capsys):
     assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
     assert "46,702,526,464 parameters" in out and "12,879,659,008 active" in out
     assert max(map(len, out.splitlines())) <= 100
-    expected = estimate(Question(46702526464, MIXTRAL, Layout(data=8, expert=8))).to_json()
+    expected = estimate(Question(46702526464, MIXTRAL, StepLayout(data=8, expert=8))).to_json()
     assert document["policies"] == expected["policies"] and document["model_flops"] == expected["model_flops"]
     assert main(["estimate", "--params=47e9", "--experts=8"]) == 0  # the shape follows from the count
     assert "of 8 experts" in capsys.readouterr().out
@@ -211,7 +216,9 @@ def test_a_config_says_its_experts_and_its_attention():
         ("mesh.expert", "4"),
     ]
     asked = question_of(load_flat("tiny", keys))
-    assert asked.model.experts == Experts(8, 3, 64, 1, 1, 2) and asked.layout == Layout(data=8, zero=3, expert=4)
+    assert asked.model.experts == ExpertShape(8, 3, 64, 1, 1, 2) and asked.layout == StepLayout(
+        data=8, zero=3, expert=4
+    )
     capacity = question_of(load_flat("tiny", [*keys, ("model.moe_kernel", "capacity")]))
     assert capacity.model.experts.capacity == 1.25 and capacity.model.experts.slots
     latent = question_of(load_flat("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
@@ -247,8 +254,8 @@ def test_capacity_and_padding_are_no_model_flops():
     settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
     length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
     expected = training_flops.model_flops(question_of(config).model, length, sequences)
-    assert reconcile.model_flops(config, settled, 1e30) == expected
-    assert reconcile.model_flops({**config, "model.experts": 0}, settled, 7) == 7
+    assert reconcile.model_flops(model_facts(config, settled), 1e30) == expected
+    assert reconcile.model_flops(model_facts({**config, "model.experts": 0}, settled), 7) == 7
 
 
 def test_a_kernels_cost_estimate_is_what_it_computes():

@@ -10,7 +10,7 @@ from rich.console import Console
 from bytescope.memory.__main__ import main
 from bytescope.memory.compare import formulas_text, worker_pool
 from bytescope.memory.formulas import reconcile
-from bytescope.memory.formulas.reconcile import Line
+from bytescope.memory.formulas.reconcile import FormulaLine
 from bytescope.memory.records.report_record import load
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.same_process import SameProcess
@@ -19,8 +19,8 @@ MIB = 2**20
 
 
 def test_gaps():
-    assert Line("x", "bytes", 150, 100).gap == 50 and Line("x", "bytes", 150, 100).share == 0.5
-    assert Line("x", "bytes", 150, None).gap is None and Line("x", "bytes", None, 1).share is None
+    assert FormulaLine("x", "bytes", 150, 100).gap == 50 and FormulaLine("x", "bytes", 150, 100).share == 0.5
+    assert FormulaLine("x", "bytes", 150, None).gap is None and FormulaLine("x", "bytes", None, 1).share is None
     assert [formulas_text.percent(reconcile.share(a, b)) for a, b in ((0, 0), (3, 0), (75, 100), (1, None))] == [
         "+0.0 %",
         "new",

@@ -7,17 +7,16 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import reconcile, rematerialized
-from bytescope.memory.formulas.transformer_formulas import Layout, Model, gpt
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
-from bytescope.train.plan.config_factory import settle
-from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from support.described import described
 from support.exhaustive import exhaustive
+from support.facts import facts_of
 from support.toy import small_config, small_program
 
-LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+LLAMA = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
 SIZES = {
     "BLD": "width",
@@ -88,9 +87,9 @@ def test_a_kernel_runs_again_unless_both_its_results_stay():
 def test_the_papers_selective_row_from_names():
     """34 sbh (Korthikanti et al. 2022), from the names that the policy keeps."""
     path = rematerialized.walk(GPT, "naive", POLICIES["selective"].names)
-    size = rematerialized.bytes_of(path.kept, GPT, Layout(), 1024, 1024, 2)
+    size = rematerialized.bytes_of(path.kept, GPT, StepLayout(), 1024, 1024, 2)
     assert size == 34 * 1024 * 768 and not {"probs", "q", "k"} & path.kept
-    split = rematerialized.bytes_of(path.kept, GPT, Layout(8, True), 1024, 1024, 2)
+    split = rematerialized.bytes_of(path.kept, GPT, StepLayout(8, True), 1024, 1024, 2)
     assert split == size / 8
 
 
@@ -100,7 +99,7 @@ def test_the_papers_selective_row_from_names():
 def both(overrides, *, compiled=False):
     """(formula, FLOPs counted, the report or None) of a small program on the CPU."""
     program = small_program(overrides)
-    formula = reconcile.formula_of(flatten(small_config(overrides)), settle(program), "cpu")
+    formula = reconcile.formula_of(facts_of(program), "cpu")
     if compiled:
         compilation = program.compile_for_report()
         return formula, flops.count(compilation.jaxpr), report_of(compilation)
@@ -166,7 +165,7 @@ def test_what_stages_hold(overrides):
     devices = 2 * overrides.get("mesh.tensor", 1)
     program = small_program(overrides, devices)
     compilation = program.compile_for_report()
-    formula = reconcile.formula_of(flatten(small_config(overrides)), settle(program), "cpu")
+    formula = reconcile.formula_of(facts_of(program), "cpu")
     report, counted = report_of(compilation), flops.count(compilation.jaxpr)
     assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.01)
     assert (counted.model_flops, counted.hardware_flops) == (formula.model_flops, formula.hardware_flops)
@@ -252,7 +251,7 @@ def test_levers_have_formulas(keys):
     fused backward pass holds no more gradients than the formula."""
     config = small_config({**WIDE, "model.attention": "cudnn", **keys})
     program = build(config, described("h200"))
-    found = reconcile.formula_of(flatten(config), settle(program), "cuda")
+    found = reconcile.formula_of(facts_of(program, "cuda"), "cuda")
     report = report_of(program.compile_for_report(), names=NAMES)
     lines = {
         line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {}, report.host_bytes)
@@ -265,8 +264,9 @@ def test_levers_have_formulas(keys):
         assert lines["gradients"].formula < 0.5 * lines["parameters"].formula
 
 
-def settled(program, **changes):
-    return {**settle(program), **changes}
+def formula(program, platform="", **changes):
+    """The formulas of a program with some keys of its config changed."""
+    return reconcile.formula_of(facts_of(program, platform, **changes), platform)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,8 @@ def settled(program, **changes):
 )
 def test_strategies_divide_what_they_say(strategy, divided):
     program = small_program({"remat.policy": "full"})
-    flat = {**flatten(small_config({"remat.policy": "full"})), "mesh.strategy": strategy}
-    one = reconcile.formula_of(flat, settled(program))
-    four = reconcile.formula_of(flat, settled(program, **{"mesh.fsdp": 4}))
+    one = formula(program, **{"mesh.strategy": strategy})
+    four = formula(program, **{"mesh.strategy": strategy, "mesh.fsdp": 4})
     names = ("params_bytes", "gradients_bytes", "optimizer_bytes")
     assert tuple(getattr(one, name) / getattr(four, name) for name in names) == divided
     assert four.residual_bytes == one.residual_bytes and four.model_flops == 4 * one.model_flops
@@ -288,25 +287,22 @@ def test_strategies_divide_what_they_say(strategy, divided):
 
 def test_a_ring_and_accumulation():
     program = small_program({"remat.policy": "full"})
-    flat = flatten(small_config({"remat.policy": "full"}))
-    one, ring = (reconcile.formula_of(flat, settled(program, **{"mesh.context": n})) for n in (1, 2))
+    one, ring = (formula(program, **{"mesh.context": n}) for n in (1, 2))
     assert ring.residual_bytes == one.residual_bytes / 2 and ring.model_flops == one.model_flops
-    more = reconcile.formula_of({**flat, "batch.accumulation": 2}, settled(program))
+    more = formula(program, **{"batch.accumulation": 2})
     assert one.accumulator_bytes == 0 and more.accumulator_bytes == more.params_bytes
     assert more.peak_bytes == one.peak_bytes + more.params_bytes and more.model_flops == one.model_flops
 
 
 def test_offload_moves_bytes_where_there_is_another_memory():
     program = small_program({"remat.policy": "offload"})
-    flat = flatten(small_config({"remat.policy": "offload"}))
-    here, there = (reconcile.formula_of(flat, settled(program), platform) for platform in ("cpu", "cuda"))
+    here, there = (formula(program, platform) for platform in ("cpu", "cuda"))
     assert (here.residual_bytes, here.host_bytes) == (3 * 8 * 32 * 32 * 4, 0)
     assert (there.residual_bytes, there.host_bytes) == (0, 3 * 8 * 32 * 32 * 4)
 
 
 def test_a_policy_without_a_formula_has_none():
-    formula, counted, _ = both({"remat.policy": "dots"})
-    assert (formula.residual_bytes, formula.peak_bytes, formula.hardware_flops) == (None, None, None)
-    assert formula.model_flops == counted.model_flops and any(note.startswith("dots:") for note in formula.notes)
-    flat = {**flatten(small_config()), "optimizer.name": "shampoo"}
-    assert "shampoo" in reconcile.formula_of(flat, settled(small_program()))
+    found, counted, _ = both({"remat.policy": "dots"})
+    assert (found.residual_bytes, found.peak_bytes, found.hardware_flops) == (None, None, None)
+    assert found.model_flops == counted.model_flops and any(note.startswith("dots:") for note in found.notes)
+    assert "shampoo" in formula(small_program(), **{"optimizer.name": "shampoo"})

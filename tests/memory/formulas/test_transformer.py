@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
-from bytescope.memory.formulas.transformer_formulas import Layout, gpt
+from bytescope.memory.formulas.training_state import ADAM, MIXED
+from bytescope.memory.formulas.transformer_formulas import StepLayout, gpt
+from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
 
 pytestmark = pytest.mark.quick
 
@@ -23,7 +25,7 @@ LAYER_22B = gpt(48, 6144, 64, V)
 
 
 def in_sbh(tensor, sequence, recompute):
-    size = transformer_formulas.layer_bytes(LAYER_22B, Layout(tensor, sequence), S, 4, recompute=recompute)
+    size = transformer_formulas.layer_bytes(LAYER_22B, StepLayout(tensor, sequence), S, 4, recompute=recompute)
     return size / (S * 4 * LAYER_22B.width)
 
 
@@ -78,28 +80,30 @@ def test_what_lies_outside_the_layers_and_on_the_first_stage():
     h, L, b, t = LAYER_22B.width, LAYER_22B.layers, 4, 8
     for p in (1, 4):
         closed = S * b * h * L / t * (p / L + (p == 1) * 4 / L * (1 + V / h))
-        assert transformer_formulas.outside_bytes(LAYER_22B, Layout(t, True, pipeline=p), S, b) == pytest.approx(closed)
-    assert transformer_formulas.layers_in_flight(96, Layout(pipeline=8)) == 96
-    assert transformer_formulas.layers_in_flight(96, Layout(pipeline=8, interleave=3)) == pytest.approx(
+        assert transformer_formulas.outside_bytes(LAYER_22B, StepLayout(t, True, pipeline=p), S, b) == pytest.approx(
+            closed
+        )
+    assert transformer_formulas.layers_in_flight(96, StepLayout(pipeline=8)) == 96
+    assert transformer_formulas.layers_in_flight(96, StepLayout(pipeline=8, interleave=3)) == pytest.approx(
         96 * (1 + 7 / 24)
     )
-    chunked = transformer_formulas.outside_bytes(LAYER_22B, Layout(), S, b, logit_tokens=1024)
-    assert transformer_formulas.outside_bytes(LAYER_22B, Layout(), S, b) - chunked == 4 * V * (S * b - 1024)
+    chunked = transformer_formulas.outside_bytes(LAYER_22B, StepLayout(), S, b, logit_tokens=1024)
+    assert transformer_formulas.outside_bytes(LAYER_22B, StepLayout(), S, b) - chunked == 4 * V * (S * b - 1024)
 
 
 def test_llama_and_flash_forms_by_hand():
     """One token of Llama 3 8B: norms and what they give, queries, context, keys, values, the MLP's three, sums."""
-    llama = transformer_formulas.Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
-    kept = transformer_formulas.layer_bytes(llama, Layout(), S, 1, attention="flash")
+    llama = transformer_formulas.ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+    kept = transformer_formulas.layer_bytes(llama, StepLayout(), S, 1, attention="flash")
     assert kept == S * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32)
-    assert transformer_formulas.layer_bytes(llama, Layout(), S, 1, attention="flash", recompute="selective") == kept
-    naive = transformer_formulas.layer_bytes(llama, Layout(), S, 1)
+    assert transformer_formulas.layer_bytes(llama, StepLayout(), S, 1, attention="flash", recompute="selective") == kept
+    naive = transformer_formulas.layer_bytes(llama, StepLayout(), S, 1)
     assert naive == kept - 4 * 32 * S + 2 * 32 * S * S
-    assert transformer_formulas.layer_bytes(llama, Layout(), S, 1, itemsize=4, recompute="selective") == 2 * (
+    assert transformer_formulas.layer_bytes(llama, StepLayout(), S, 1, itemsize=4, recompute="selective") == 2 * (
         kept - 4 * 32 * S
     )
-    assert transformer_formulas.recomputed_bytes(llama, Layout(), S, 1, recompute="full") == naive - 2 * 4096 * S
-    assert transformer_formulas.recomputed_bytes(llama, Layout(), S, 1, recompute="none") == 0
+    assert transformer_formulas.recomputed_bytes(llama, StepLayout(), S, 1, recompute="full") == naive - 2 * 4096 * S
+    assert transformer_formulas.recomputed_bytes(llama, StepLayout(), S, 1, recompute="none") == 0
     assert transformer_formulas.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
     # 6 FLOPs a matrix parameter and token, the look-up table apart, and 12 s for each of 4096 in 32 layers.
     assert training_flops.model_flops(llama, S, 1) == pytest.approx(
@@ -109,16 +113,18 @@ def test_llama_and_flash_forms_by_hand():
 
 def test_dropout_is_what_its_masks_cost():
     dry = dataclasses.replace(LAYER_22B, dropout=False)
-    assert transformer_formulas.layer_bytes(dry, Layout(), S, 1) == pytest.approx(S * 6144 * (32 + 2 * 64 * S / 6144))
+    assert transformer_formulas.layer_bytes(dry, StepLayout(), S, 1) == pytest.approx(
+        S * 6144 * (32 + 2 * 64 * S / 6144)
+    )
 
 
 def test_published_sizes_of_states():
-    adam = training_state.state_bytes_per_parameter("mixed", "adamw")
+    adam = training_state.state_bytes_per_parameter(MIXED, ADAM)
     assert sum(adam.values()) * 7e9 == 112e9
-    assert sum(training_state.state_bytes_per_parameter("mixed_fp32_grads", "adamw").values()) == 20
+    assert sum(training_state.state_bytes_per_parameter(PRECISIONS["mixed_fp32_grads"], ADAM).values()) == 20
     gpt3 = gpt(96, 12288, 96, 50257)
     assert transformer_formulas.parameter_count(gpt3) == pytest.approx(175e9, rel=0.005)
-    assert training_state.PRECISIONS["fp32"].params * 175e9 == 700e9
+    assert PRECISIONS["fp32"].params * 175e9 == 700e9
 
 
 @pytest.mark.parametrize(
@@ -126,10 +132,10 @@ def test_published_sizes_of_states():
 )
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_zero_stages(stage, closed, ranks):
-    layout = Layout(data=ranks, zero=stage)
-    each = training_state.state_bytes_per_parameter("mixed", "adamw", layout)
+    layout = StepLayout(data=ranks, zero=stage)
+    each = training_state.state_bytes_per_parameter(MIXED, ADAM, layout)
     assert sum(each.values()) == pytest.approx(closed(ranks))
-    halved = training_state.state_bytes_per_parameter("mixed", "adamw", dataclasses.replace(layout, tensor=2))
+    halved = training_state.state_bytes_per_parameter(MIXED, ADAM, dataclasses.replace(layout, tensor=2))
     assert sum(halved.values()) == pytest.approx(closed(ranks) / 2)
 
 
@@ -138,4 +144,4 @@ def test_zero_stages(stage, closed, ranks):
     [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8), ("adamw_8bit", 2 + 8 / 128), ("adafactor", 0)],
 )
 def test_optimizers(optimizer, size):
-    assert training_state.state_bytes_per_parameter("fp32", optimizer)["optimizer"] == size
+    assert training_state.state_bytes_per_parameter(PRECISIONS["fp32"], OPTIMIZERS[optimizer])["optimizer"] == size

@@ -4,6 +4,9 @@ import jax
 import pytest
 
 from bytescope import memory
+from bytescope.memory.formulas import transformer_formulas
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak import ledger
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from support import programs
@@ -11,29 +14,27 @@ from support import programs
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8), ("zero3", 16 / 8)]
-)
-def test_zero_of_the_ledger(strategy, total):
+@pytest.mark.parametrize(("stage", "total"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
+def test_zero_of_the_ledger(stage, total):
     """Rajbhandari et al. 2020, figure 1, for 8 devices."""
     report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
-    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, strategy, 8))}
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, stage, 8))}
     assert rows["total"].classic == total and rows["total"].held == 2.0
     assert rows["params"].held == 0.5 and rows["params"].reason
 
 
-@pytest.mark.parametrize("strategy, degree, shards", [("ddp", 1, 2.5), ("zero1", 8, 2.5), ("zero3", 8, 8)])
-def test_experts_are_sharded_whatever_the_strategy(strategy, degree, shards):
+@pytest.mark.parametrize("stage, degree, shards", [(0, 1, 2.5), (1, 8, 2.5), (3, 8, 8)])
+def test_experts_are_sharded_whatever_the_stage(stage, degree, shards):
     """Four fifths of the parameters over four devices: 1/5 + 4/5/4 of them on each."""
-    state = ledger.State(100, strategy, degree, routed=0.8, expert=4)
+    state = ledger.State(100, stage, degree, routed=0.8, expert=4)
     assert state.shards("params") == pytest.approx(shards)
 
 
 def test_agreement_needs_no_reason():
     report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
-    rows = ledger.zero_rows(report, ledger.State(100, "ddp"))
+    rows = ledger.zero_rows(report, ledger.State(100, 0))
     assert [row.reason for row in rows] == [""] * 5 and rows[-1].held == rows[-1].classic == 16
-    assert ledger.zero_rows(report, ledger.State(0, "ddp")) == () == ledger.zero_rows(report, ledger.State(100, ""))
+    assert ledger.zero_rows(report, ledger.State(0, 0)) == () == ledger.zero_rows(report, ledger.State(100))
 
 
 @pytest.mark.parametrize(
@@ -43,18 +44,20 @@ def test_agreement_needs_no_reason():
 def test_gradients_have_their_reason(size, reason):
     alive = [Buffer("g", size, (size // 4,), "float32", "gradients", at_peak=True)] if size else []
     report = ReportRecord(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
-    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, "ddp"))}
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, 0))}
     assert (rows["gradients"].held, rows["gradients"].reason) == (size / 100, reason)
 
 
 def test_leaves_that_do_not_divide_are_named(devices):
-    config = {"mesh.data": 1, "mesh.fsdp": 8, "mesh.strategy": "zero3", "precision.preset": "bf16"}
-    report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), config=config)
+    model = transformer_formulas.gpt(1, 8, 1, 8)
+    question = Question(1, model, transformer_formulas.StepLayout(data=8, zero=3))
+    facts = ModelFacts(question=question, roles={"fsdp": "state"})
+    report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), facts=facts)
     rows = {row.role: row for row in report.zero}
     parameters = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
     assert rows["params"].held * parameters == 4 * parameters / 8
     assert "replicated on every device" not in rows["params"].reason
-    left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), config=config)
+    left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), facts=facts)
     reason = {row.role: row.reason for row in left.zero}["params"]
     assert "replicated on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
     assert {row.role: row.held for row in left.zero}["params"] == 4.0

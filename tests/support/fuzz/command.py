@@ -86,9 +86,9 @@ def read_words(data: bytes, folder: Path) -> None:
     """What flags hold: sizes, counts, grids, policies, levers, stages, updates. The first letter says which."""
     from bytescope.memory.compare import grids
     from bytescope.memory.devices.limits import budget_of
-    from bytescope.memory.formulas.assumed import parse_count
     from bytescope.memory.units import human, parse_bytes
     from bytescope.train.plan import levers
+    from bytescope.train.plan.assumed_model import parse_count
     from bytescope.train.plan.config_grid import policy_keys
     from bytescope.train.plan.fit import fit_space
     from bytescope.train.run.profile import Asked

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bytescope.memory import __main__ as command
-from bytescope.memory.formulas.communication_volume import accumulation
 from bytescope.memory.view.console import make_console
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.data.feed import feed
+from bytescope.train.plan.model_facts import accumulation
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from bytescope.train.run.loop import run

@@ -9,7 +9,7 @@ import pytest
 from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
-from bytescope.memory.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedules import make_schedule
 from bytescope.train.plan import estimate_page, frontier_page, levers_page
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import pytest
 
-from bytescope.memory.findings.remedies.open_levers import open_levers, together
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.launch.failures import explained
 from bytescope.train.plan import remedies
+from bytescope.train.plan.open_levers import open_levers, together
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.program.choices import check
 from bytescope.train.program.program import build

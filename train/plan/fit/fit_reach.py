@@ -17,16 +17,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MICRO,
-    BATCH_TOKENS,
-    DATA_SEQ_LEN,
-    LORA_BASE,
-    LORA_RANK,
-    MODEL_MAX_SEQ_LEN,
-    REMAT,
-)
 from bytescope.memory.remat.ilp import remat_keys
 from bytescope.memory.remat.search import FULL
 from bytescope.train.plan.fit.fit_step import Step, judged
@@ -141,12 +131,12 @@ class Reach:
         """Tries what the limits on compiles and time allow."""
         if self.walk.stopped or self.walk.tightest is None:
             return
-        own = self.space.flat[LORA_RANK]
-        ranks = [own] if LORA_RANK in self.space.given else sorted({own, *RANKS})
+        own = self.space.flat["lora.rank"]
+        ranks = [own] if "lora.rank" in self.space.given else sorted({own, *RANKS})
         try:
             if not {"micro", "accumulation"} - self.space.levers:
                 self._micros(ranks)
-            if DATA_SEQ_LEN not in self.space.given:
+            if "data.seq_len" not in self.space.given:
                 for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
                     self._lengths(ranks, policy)
         except Stopped as reason:
@@ -171,7 +161,7 @@ class Reach:
             tried: dict[int, Reached] = {}
 
             def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
-                keys = {**smallest, LORA_RANK: str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
+                keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
                 row = self._compiled(keys, FULL, "micro")
                 if row is not None:
                     tried[micro] = row
@@ -184,14 +174,22 @@ class Reach:
 
     def _lengths(self, ranks: Sequence[int], policy: str) -> None:
         """The longest sequences of each rank, one at once."""
-        own, most = self.space.flat[DATA_SEQ_LEN], self.space.flat[MODEL_MAX_SEQ_LEN]
+        own, most = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
         grain = min(GRAIN, own)
         bracket = Bracket(0, most // grain * grain + grain, own // grain * grain, grain)
-        keys = {**self._smallest(), BATCH_MICRO: "1", BATCH_TOKENS: "0", BATCH_ACCUMULATION: "1", **remat_keys(policy)}
+        keys = {
+            **self._smallest(),
+            "batch.micro": "1",
+            "batch.tokens": "0",
+            "batch.accumulation": "1",
+            **remat_keys(policy),
+        }
         for rank in ranks:
             tried = {}
             while bracket.at:
-                row = self._compiled({**keys, LORA_RANK: str(rank), DATA_SEQ_LEN: str(bracket.at)}, policy, "length")
+                row = self._compiled(
+                    {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}, policy, "length"
+                )
                 if row is None:
                     return
                 tried[bracket.at] = row
@@ -204,9 +202,9 @@ class Reach:
         stages, which need several micro-batches."""
         ran = [step for step in self.walk.steps if step.ok]
         ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
-        narrow = [step for step in ran if step.keys.get(LORA_BASE) == "nf4"] or ran
+        narrow = [step for step in ran if step.keys.get("lora.base") == "nf4"] or ran
         keys = min(narrow, key=lambda step: step.allocated).keys
-        return {key: text for key, text in keys.items() if not key.startswith(REMAT)}
+        return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
     def _compiled(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
         """A variant and its figures; None for one that cannot run."""
@@ -216,10 +214,10 @@ class Reach:
         flat = self.trials.flat(keys)
         step = judged("reach", "", keys, answer, self.walk.budget, self.trials)
         row = Reached(
-            flat[LORA_RANK],
-            flat[DATA_SEQ_LEN],
-            flat[BATCH_MICRO],
-            flat[LORA_BASE],
+            flat["lora.rank"],
+            flat["data.seq_len"],
+            flat["batch.micro"],
+            flat["lora.base"],
             policy,
             most,
             step,

@@ -7,42 +7,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH,
-    BATCH_ACCUMULATION,
-    BATCH_ACCUMULATION_SCHEDULE,
-    BATCH_MICRO,
-    BATCH_MODE,
-    BATCH_TOKENS,
-    DATA_SEQ_LEN,
-    LORA_BASE,
-    LORA_RANK,
-    MESH,
-    MESH_CONTEXT,
-    MESH_DATA,
-    MESH_EXPERT,
-    MESH_FSDP,
-    MESH_SEQUENCE_PARALLEL,
-    MESH_STAGE,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    MODEL_EXPERTS,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    OFFLOAD,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAMS,
-    OPTIMIZER_CLIP,
-    OPTIMIZER_FUSED_BACKWARD,
-    OPTIMIZER_NAME,
-    PIPELINE_SCHEDULE,
-    PIPELINE_VIRTUAL,
-    PRECISION_PRESET,
-    REMAT,
-)
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.formulas.communication_volume import BATCH_AXES
 from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
+from bytescope.train.plan.model_facts import BATCH_AXES
 
 Keys = dict[str, str]
 
@@ -58,17 +25,17 @@ LEVERS: Mapping[str, str] = {
 }
 
 # Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
-HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
+HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
 ONE_AXIS = {
-    MESH_STAGE: "1",
-    MESH_DATA: "1",
-    MESH_EXPERT: "1",
-    MESH_CONTEXT: "1",
-    MESH_TENSOR: "1",
-    MESH_SEQUENCE_PARALLEL: "false",
-    PIPELINE_VIRTUAL: "1",
+    "mesh.stage": "1",
+    "mesh.data": "1",
+    "mesh.expert": "1",
+    "mesh.context": "1",
+    "mesh.tensor": "1",
+    "mesh.sequence_parallel": "false",
+    "pipeline.virtual": "1",
 }
 
 
@@ -91,11 +58,11 @@ class Squeeze:
     beside: bool = False
 
 
-_MOMENTS = {OFFLOAD_OPTIMIZER: "true"}
-_STATE = {**_MOMENTS, OFFLOAD_PARAMS: "true"}
-_BYTES = {OPTIMIZER_NAME: "adamw_8bit"}
-_NARROW = {PRECISION_PRESET: "bf16_params"}
-_FUSED = {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}
+_MOMENTS = {"offload.optimizer": "true"}
+_STATE = {**_MOMENTS, "offload.params": "true"}
+_BYTES = {"optimizer.name": "adamw_8bit"}
+_NARROW = {"precision.preset": "bf16_params"}
+_FUSED = {"optimizer.fused_backward": "true", "optimizer.clip": "layer"}
 # In the order in which they are tried: what costs transfers before what changes the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
@@ -115,13 +82,13 @@ SQUEEZES = (
     Squeeze(
         "16-bit parameters updated inside the backward pass, Adafactor",
         ("precision",),
-        {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"},
+        {**_NARROW, **_FUSED, "optimizer.name": "adafactor"},
         False,
         True,
     ),
 )
 # Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
-_INT8, _NF4 = {LORA_BASE: "int8"}, {LORA_BASE: "nf4"}
+_INT8, _NF4 = {"lora.base": "int8"}, {"lora.base": "nf4"}
 ADAPTER_SQUEEZES = (
     Squeeze("recomputation"),
     Squeeze("frozen weights in 8 bits", ("base",), _INT8, beside=True),
@@ -152,7 +119,7 @@ class Space:
     @property
     def sequences(self) -> int:
         """Sequences per update, over all devices."""
-        return self.tokens // self.flat[DATA_SEQ_LEN]
+        return self.tokens // self.flat["data.seq_len"]
 
     def meshes(self) -> list[Keys]:
         """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
@@ -161,24 +128,26 @@ class Space:
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, list[Keys]([{}])
-        found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1"})
+        found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"})
         if hosts > 1:
-            found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts), MESH_FSDP: str(self.per_host)})
-        found += [{**ONE_AXIS, MESH_STRATEGY: name, MESH_FSDP: "-1"} for name in ("zero2", "zero1", "ddp")]
-        experts, sizes = self.flat[MODEL_EXPERTS], (self.n_devices, self.per_host, self.per_host // 2)
+            found.append(
+                {**ONE_AXIS, "mesh.strategy": "zero3", "mesh.data": str(hosts), "mesh.fsdp": str(self.per_host)}
+            )
+        found += [{**ONE_AXIS, "mesh.strategy": name, "mesh.fsdp": "-1"} for name in ("zero2", "zero1", "ddp")]
+        experts, sizes = self.flat["model.experts"], (self.n_devices, self.per_host, self.per_host // 2)
         found += [
-            {**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_EXPERT: str(size)}
+            {**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1", "mesh.expert": str(size)}
             for size in sizes
             if experts and size > 1 and experts % size == 0
         ]
-        heads = math.gcd(self.flat[MODEL_N_HEADS], self.flat[MODEL_N_KV_HEADS])
+        heads = math.gcd(self.flat["model.n_heads"], self.flat["model.n_kv_heads"])
         found += [
             {
                 **ONE_AXIS,
-                MESH_STRATEGY: "zero3",
-                MESH_FSDP: "-1",
-                MESH_TENSOR: str(size),
-                MESH_SEQUENCE_PARALLEL: "true",
+                "mesh.strategy": "zero3",
+                "mesh.fsdp": "-1",
+                "mesh.tensor": str(size),
+                "mesh.sequence_parallel": "true",
             }
             for size in (2, 4, 8)
             if self.per_host % size == 0 and heads % size == 0
@@ -193,8 +162,8 @@ class Space:
         """Sizes of the mesh's axes without -1, and its strategy: "ddp" wherever nothing is sharded."""
 
         def value(name: str) -> Any:
-            text = keys.get(MESH + name)
-            return self.flat[MESH + name] if text is None else text
+            text = keys.get("mesh." + name)
+            return self.flat["mesh." + name] if text is None else text
 
         sizes = {axis: int(value(axis)) for axis in AXES}
         rest = math.prod(size for size in sizes.values() if size > 0)
@@ -209,8 +178,8 @@ class Space:
 
     def schedule(self, mesh: Mapping[str, str]) -> str:
         """The schedule of a mesh with stages, given as keys; "" of one without."""
-        stages = mesh.get(MESH_STAGE) or self.flat[MESH_STAGE]
-        return mesh.get(PIPELINE_SCHEDULE) or self.flat[PIPELINE_SCHEDULE] if int(stages) > 1 else ""
+        stages = mesh.get("mesh.stage") or self.flat["mesh.stage"]
+        return mesh.get("pipeline.schedule") or self.flat["pipeline.schedule"] if int(stages) > 1 else ""
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
         """Data-parallel ranks of a mesh, given as keys."""
@@ -224,42 +193,42 @@ class Space:
             return []
         each = self.sequences // ranks
         if "accumulation" not in self.levers:
-            steps = self.flat[BATCH_ACCUMULATION]
+            steps = self.flat["batch.accumulation"]
             sizes = [each // steps] if each % steps == 0 else []
         else:
             sizes = [size for size in range(1, each + 1) if each % size == 0]
         if schedule and mesh:
             stages = self._axes(mesh)["stage"]
             sizes = [size for size in sizes if takes(schedule, stages, each // size)]
-        own = self.flat[BATCH_MICRO]
+        own = self.flat["batch.micro"]
         return sizes if "micro" in self.levers else [size for size in sizes if size == own]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
         """The keys of a micro-batch on a mesh. It is accumulated within one step, which holds one accumulator and
         updates once."""
         steps = self.sequences // (self.ranks(mesh) * micro)
-        keys = {BATCH_MICRO: str(micro), BATCH_TOKENS: "0", BATCH_ACCUMULATION: str(steps)}
+        keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}
         once = steps == 1 and not self.schedule(mesh)
-        return keys if BATCH_MODE in self.given or once else {**keys, BATCH_MODE: "scan"}
+        return keys if "batch.mode" in self.given or once else {**keys, "batch.mode": "scan"}
 
     def squeezes(self) -> list[Squeeze]:
         """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
         AdamW."""
-        adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
-        table = ADAPTER_SQUEEZES if self.flat[LORA_RANK] else SQUEEZES
+        adam = str(self.flat["optimizer.name"]).startswith("adamw")
+        table = ADAPTER_SQUEEZES if self.flat["lora.rank"] else SQUEEZES
         return [
             squeeze
             for squeeze in table
             if set(squeeze.levers) <= self.levers
             and not self.given.intersection(squeeze.keys)
-            and (adam or OPTIMIZER_NAME not in squeeze.keys)
+            and (adam or "optimizer.name" not in squeeze.keys)
         ]
 
     def baseline(self) -> Keys:
         """The keys of every variant: bf16 compute over float32 master parameters, where the config is float32
         throughout and the lever `precision` is free; else none."""
-        wide = self.flat[PRECISION_PRESET] == "fp32" and PRECISION_PRESET not in self.given
-        return {PRECISION_PRESET: "bf16"} if wide and self.narrow and "precision" in self.levers else {}
+        wide = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
+        return {"precision.preset": "bf16"} if wide and self.narrow and "precision" in self.levers else {}
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
@@ -269,9 +238,9 @@ def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
     """Tokens per update of a config, dotted key -> value, over all devices."""
-    if flat[BATCH_TOKENS]:
-        return flat[BATCH_TOKENS]
-    return flat[BATCH_MICRO] * flat[BATCH_ACCUMULATION] * ranks_of(flat, n_devices) * flat[DATA_SEQ_LEN]
+    if flat["batch.tokens"]:
+        return flat["batch.tokens"]
+    return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
 
 
 def choose(text: str | None) -> frozenset[str]:
@@ -301,12 +270,12 @@ def space_of(
 
     Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
     """
-    if flat[BATCH_ACCUMULATION_SCHEDULE]:
+    if flat["batch.accumulation_schedule"]:
         raise ReportError(
-            f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
+            "batch.accumulation_schedule: a fit plans one batch size; fit the largest one with "
             "--batch-tokens, and give the schedule when training"
         )
-    length = flat[DATA_SEQ_LEN]
+    length = flat["data.seq_len"]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
         raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
@@ -320,8 +289,10 @@ def space_of(
 def _indivisible(space: Space) -> str:
     """What to say of a batch that no mesh can have: the value, and the nearest that works."""
     ranks = space.ranks({})
-    fixed = {BATCH + name: space.flat[BATCH + name] for name in ("micro", "accumulation") if name not in space.levers}
-    works = ranks * space.flat[DATA_SEQ_LEN] * math.prod(fixed.values())
+    fixed = {
+        "batch." + name: space.flat["batch." + name] for name in ("micro", "accumulation") if name not in space.levers
+    }
+    works = ranks * space.flat["data.seq_len"] * math.prod(fixed.values())
     text = f"{space.tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
     if fixed:
         text += f" with {' and '.join(f'{key}={value}' for key, value in fixed.items())}"
@@ -342,11 +313,11 @@ def words(keys: Mapping[str, str], space: Space) -> str:
     """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
     parts = [
         layout(keys, space),
-        f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}",
+        f"{keys.get('batch.micro', space.flat['batch.micro'])} x {keys.get('batch.accumulation', '?')}",
     ]
     for key, value in keys.items():
-        if key in (PRECISION_PRESET, OPTIMIZER_NAME, LORA_BASE):
+        if key in ("precision.preset", "optimizer.name", "lora.base"):
             parts.append(f"{key.rpartition('.')[2]}={value}")
-        elif key.startswith((OFFLOAD, OPTIMIZER_FUSED_BACKWARD)):
+        elif key.startswith(("offload.", "optimizer.fused_backward")):
             parts.append(key)
     return ", ".join(parts)

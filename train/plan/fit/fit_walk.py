@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.config_keys import REMAT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
 from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
@@ -294,7 +293,7 @@ class Walk:
                 return
 
     def _try_one_more_name(self, search: Search, plan: Plan, best: Step) -> None:
-        keys = {key: text for key, text in best.keys.items() if not key.startswith(REMAT)}
+        keys = {key: text for key, text in best.keys.items() if not key.startswith("remat.")}
         block, rates = search.problem.block, search.problem.rates
         more = []
         for name in block.names:
@@ -320,4 +319,4 @@ def _seconds(step: Step) -> float:
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     """Whether `keys` are those of a variant, but for remat."""
-    return {key: text for key, text in keys.items() if not key.startswith(REMAT)} == dict(variant)
+    return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)

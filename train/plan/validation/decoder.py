@@ -8,20 +8,6 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH_MICRO,
-    DATA_SEQ_LEN,
-    LOSS_KIND,
-    MODEL_D_FF,
-    MODEL_D_HEAD,
-    MODEL_D_MODEL,
-    MODEL_MAX_SEQ_LEN,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    MODEL_N_LAYERS,
-    MODEL_ROPE_SCALING,
-    MODEL_VOCAB_SIZE,
-)
 from bytescope.train.plan.validation.measured_rows import Row
 
 # A row of a table, and its setup: base config and overrides, or the reason why there is none.
@@ -42,18 +28,18 @@ def shape(fact: Fact) -> dict[str, str]:
     """Model, sequence and batch of a row, with all logits in one array, as the measured programs have them."""
     heads, width = int(fact["heads"]), int(fact["hidden"])
     return {
-        MODEL_N_LAYERS: fact["layers"],
-        MODEL_D_MODEL: fact["hidden"],
-        MODEL_N_HEADS: fact["heads"],
-        MODEL_N_KV_HEADS: fact["kv"],
-        MODEL_D_HEAD: f"{width // heads}",
-        MODEL_D_FF: fact["ffn"],
-        MODEL_VOCAB_SIZE: fact["vocab"],
-        MODEL_MAX_SEQ_LEN: fact["seq"],
-        DATA_SEQ_LEN: fact["seq"],
-        BATCH_MICRO: fact["bs_per_gpu"],
-        LOSS_KIND: "full",
-        MODEL_ROPE_SCALING: "()",
+        "model.n_layers": fact["layers"],
+        "model.d_model": fact["hidden"],
+        "model.n_heads": fact["heads"],
+        "model.n_kv_heads": fact["kv"],
+        "model.d_head": f"{width // heads}",
+        "model.d_ff": fact["ffn"],
+        "model.vocab_size": fact["vocab"],
+        "model.max_seq_len": fact["seq"],
+        "data.seq_len": fact["seq"],
+        "batch.micro": fact["bs_per_gpu"],
+        "loss.kind": "full",
+        "model.rope_scaling": "()",
     }
 
 

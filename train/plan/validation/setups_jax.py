@@ -11,32 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MICRO,
-    BATCH_MODE,
-    MESH_DATA,
-    MESH_FSDP,
-    MESH_PREFETCH,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    MODEL_ATTENTION,
-    MODEL_DROPOUT,
-    MODEL_SCAN,
-    MODEL_TIE_EMBEDDINGS,
-    MODEL_UNROLL,
-    MODEL_VOCAB_MULTIPLE,
-    OPTIMIZER_CLIP_NORM,
-    PRECISION_CAST,
-    PRECISION_LOGITS,
-    PRECISION_LOSS_SCALE,
-    PRECISION_PRESET,
-    PRECISION_REDUCE,
-    REMAT_GRANULARITY,
-    REMAT_POLICY,
-    REMAT_SAVE,
-    XLA_LATENCY_HIDING,
-)
 from bytescope.train.plan.validation.decoder import Fact, Setup, facts, refused, row_of, shape
 from bytescope.train.plan.validation.measured_rows import Row
 
@@ -92,7 +66,7 @@ def _row(number: int, fact: Fact) -> Row:
         gpus,
         per_host,
         setup=" ".join(filter(None, (fact["precision"], fact["parallelism"], fact["remat"]))),
-        tensor=int("1" if isinstance(said, str) else said[1].get(MESH_TENSOR, "1")),
+        tensor=int("1" if isinstance(said, str) else said[1].get("mesh.tensor", "1")),
         bytes_are="allocated" if fact["mem_gib"] else "",
         bytes_reason=BYTES.get(fact["source_id"], _compared)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
@@ -109,11 +83,11 @@ def _maxtext_7b(fact: Fact) -> Setup:
     """JAX-Toolbox's and GCP's scripts: layers unrolled, sharded within a host, a replica on each. `minimal_flash` and
     `minimal_with_context` keep products with weights and what attention made (MaxText, layers/decoders.py)."""
     return "llama_8b", shape(fact) | {
-        REMAT_POLICY: "minimal",
-        MODEL_SCAN: "False",
-        XLA_LATENCY_HIDING: "on",
-        MESH_FSDP: "8",
-        MESH_DATA: f"{int(fact['n_gpus']) // 8}",
+        "remat.policy": "minimal",
+        "model.scan": "False",
+        "xla.latency_hiding": "on",
+        "mesh.fsdp": "8",
+        "mesh.data": f"{int(fact['n_gpus']) // 8}",
     }
 
 
@@ -134,25 +108,25 @@ def _maxtext_70b(fact: Fact) -> Setup:
     if not policy or policy[0] not in _KEPT:
         return _NO_REMAT
     return "llama_8b", shape(fact) | {
-        REMAT_POLICY: "custom",
-        REMAT_SAVE: _KEPT[policy[0]],
-        XLA_LATENCY_HIDING: "on",
-        MESH_PREFETCH: "1",
-        MESH_DATA: replicas,
-        MESH_FSDP: "-1",
+        "remat.policy": "custom",
+        "remat.save": _KEPT[policy[0]],
+        "xla.latency_hiding": "on",
+        "mesh.prefetch": "1",
+        "mesh.data": replicas,
+        "mesh.fsdp": "-1",
     }
 
 
 def _maxtext_b200(fact: Fact) -> Setup:
     """gpu-recipes: fully sharded, layers scanned and recomputed."""
-    return "llama_8b", shape(fact) | {REMAT_POLICY: "full", XLA_LATENCY_HIDING: "on", MESH_PREFETCH: "1"}
+    return "llama_8b", shape(fact) | {"remat.policy": "full", "xla.latency_hiding": "on", "mesh.prefetch": "1"}
 
 
 # Pax, paxml/contrib/gpu/scripts_gpu/configs.py. 126M has no repeated layers, and what is not repeated is not
 # checkpointed. GPT5B alone sets SAVE_DOT_WITH_NO_BATCH_DIM; GPT175B, derived from 126M, has the default of
 # tasks/lm/model_params.py, SAVE_NOTHING. The table's column is wrong there: what it says needs 264 GiB of a device.
 _PAX_REMAT = {"gpt-126m": "none", "gpt-5b": "dots_no_batch", "gpt-175b": "full"}
-_PAX_126M = {MESH_STRATEGY: "ddp", MODEL_SCAN: "False", MODEL_UNROLL: "1", MODEL_ATTENTION: "naive"}
+_PAX_126M = {"mesh.strategy": "ddp", "model.scan": "False", "model.unroll": "1", "model.attention": "naive"}
 
 
 def _pax(fact: Fact) -> Setup:
@@ -160,27 +134,27 @@ def _pax(fact: Fact) -> Setup:
     if "tp2" in fact["parallelism"]:
         return "the batch of its tensor groups is not stated"
     small = fact["model"] == "gpt-126m"
-    unfused = {} if "TE" in fact["precision"] else {MODEL_ATTENTION: "naive"}
+    unfused = {} if "TE" in fact["precision"] else {"model.attention": "naive"}
     return "gpt3_175b", shape(fact) | {
-        REMAT_POLICY: _PAX_REMAT[fact["model"]],
-        MODEL_VOCAB_MULTIPLE: "128",
-        **(_PAX_126M if small else {XLA_LATENCY_HIDING: "on", **unfused}),
+        "remat.policy": _PAX_REMAT[fact["model"]],
+        "model.vocab_multiple": "128",
+        **(_PAX_126M if small else {"xla.latency_hiding": "on", **unfused}),
     }
 
 
 _ALPA = {
-    PRECISION_PRESET: "fp16",
-    PRECISION_LOSS_SCALE: "none",
-    PRECISION_CAST: "step",
-    PRECISION_REDUCE: "float16",
-    PRECISION_LOGITS: "float16",
-    OPTIMIZER_CLIP_NORM: "0.0",
-    MODEL_TIE_EMBEDDINGS: "False",
-    MODEL_SCAN: "False",
-    MODEL_UNROLL: "1",
-    REMAT_POLICY: "full",
-    BATCH_MODE: "scan",
-    MODEL_ATTENTION: "naive",
+    "precision.preset": "fp16",
+    "precision.loss_scale": "none",
+    "precision.cast": "step",
+    "precision.reduce": "float16",
+    "precision.logits": "float16",
+    "optimizer.clip_norm": "0.0",
+    "model.tie_embeddings": "False",
+    "model.scan": "False",
+    "model.unroll": "1",
+    "remat.policy": "full",
+    "batch.mode": "scan",
+    "model.attention": "naive",
 }
 # Alpa's solver may replace an all-reduce of gradients by reduce-scatter and all-gather, which is ZeRO-2.
 _ALPA_STRATEGY = {
@@ -203,11 +177,11 @@ def _alpa(fact: Fact) -> Setup:
     data, tensor = mesh.split("x")
     accumulation = int(fact["ga"])
     return "gpt2_small", shape(fact) | _ALPA | {
-        BATCH_MICRO: f"{int(fact['gbs']) // accumulation // int(data)}",
-        BATCH_ACCUMULATION: f"{accumulation}",
-        MESH_STRATEGY: _ALPA_STRATEGY[kind] if fact["n_gpus"] != "1" else "ddp",
-        MESH_FSDP: data,
-        MESH_TENSOR: tensor,
+        "batch.micro": f"{int(fact['gbs']) // accumulation // int(data)}",
+        "batch.accumulation": f"{accumulation}",
+        "mesh.strategy": _ALPA_STRATEGY[kind] if fact["n_gpus"] != "1" else "ddp",
+        "mesh.fsdp": data,
+        "mesh.tensor": tensor,
     }
 
 
@@ -223,17 +197,17 @@ def _uva(fact: Fact) -> Setup:
     """UvA's tutorial (single_gpu_transformer): dropout of 0.1, unfused attention, bias, Adam without clipping;
     "MLP,Attn" checkpoints both halves of a block. It norms queries and keys too."""
     return "gpt2_small", shape(fact) | {
-        MODEL_DROPOUT: "0.1",
-        MODEL_ATTENTION: "naive",
-        MODEL_TIE_EMBEDDINGS: "False",
-        MODEL_UNROLL: "1",
-        MODEL_SCAN: str(fact["scan"] == "1"),
-        PRECISION_PRESET: fact["precision"],
-        BATCH_MODE: "scan",
-        BATCH_ACCUMULATION: fact["ga"],
-        OPTIMIZER_CLIP_NORM: "0.0",
-        REMAT_POLICY: "none" if fact["remat"] == "none" else "full",
-        REMAT_GRANULARITY: "parts" if fact["remat"] == "MLP,Attn" else "block",
+        "model.dropout": "0.1",
+        "model.attention": "naive",
+        "model.tie_embeddings": "False",
+        "model.unroll": "1",
+        "model.scan": str(fact["scan"] == "1"),
+        "precision.preset": fact["precision"],
+        "batch.mode": "scan",
+        "batch.accumulation": fact["ga"],
+        "optimizer.clip_norm": "0.0",
+        "remat.policy": "none" if fact["remat"] == "none" else "full",
+        "remat.granularity": "parts" if fact["remat"] == "MLP,Attn" else "block",
     }
 
 

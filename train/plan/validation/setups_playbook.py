@@ -30,31 +30,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MICRO,
-    BATCH_MODE,
-    DATA_SEQ_LEN,
-    LOSS_KIND,
-    MESH_FSDP,
-    MESH_SEQUENCE_PARALLEL,
-    MESH_STAGE,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    MODEL_D_FF,
-    MODEL_D_HEAD,
-    MODEL_D_MODEL,
-    MODEL_MAX_SEQ_LEN,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    MODEL_N_LAYERS,
-    MODEL_ROPE_SCALING,
-    MODEL_TIE_EMBEDDINGS,
-    MODEL_VOCAB_SIZE,
-    PIPELINE_SCHEDULE,
-    PRECISION_PRESET,
-    REMAT_POLICY,
-)
 from bytescope.train.plan.validation.decoder import facts, target
 from bytescope.train.plan.validation.measured_rows import Row
 
@@ -161,30 +136,30 @@ def _overrides(fact: Fact) -> dict[str, str]:
     layers, width, heads, mlp, tied = SHAPES[fact["model"]]
     split = int(fact["tp"])
     return {
-        MODEL_N_LAYERS: f"{layers}",
-        MODEL_D_MODEL: f"{width}",
-        MODEL_N_HEADS: f"{heads}",
-        MODEL_N_KV_HEADS: f"{heads}",
-        MODEL_D_HEAD: f"{width // heads}",
-        MODEL_D_FF: f"{mlp}",
-        MODEL_VOCAB_SIZE: f"{_VOCAB}",
-        MODEL_TIE_EMBEDDINGS: f"{tied}",
-        MODEL_ROPE_SCALING: "()",
-        MODEL_MAX_SEQ_LEN: f"{_SEQ_LEN}",
-        DATA_SEQ_LEN: f"{_SEQ_LEN}",
-        LOSS_KIND: "full",
-        PRECISION_PRESET: "fp32_grads",
-        REMAT_POLICY: _KEPT,
-        MESH_STRATEGY: "zero1" if fact["zero_stage"] == "1" else "ddp",
-        MESH_TENSOR: f"{split}",
-        MESH_SEQUENCE_PARALLEL: f"{split > 1}",
-        MESH_FSDP: fact["dp"],
-        BATCH_MICRO: fact["mbs"],
-        BATCH_ACCUMULATION: fact["ga"],
-        BATCH_MODE: "scan",
+        "model.n_layers": f"{layers}",
+        "model.d_model": f"{width}",
+        "model.n_heads": f"{heads}",
+        "model.n_kv_heads": f"{heads}",
+        "model.d_head": f"{width // heads}",
+        "model.d_ff": f"{mlp}",
+        "model.vocab_size": f"{_VOCAB}",
+        "model.tie_embeddings": f"{tied}",
+        "model.rope_scaling": "()",
+        "model.max_seq_len": f"{_SEQ_LEN}",
+        "data.seq_len": f"{_SEQ_LEN}",
+        "loss.kind": "full",
+        "precision.preset": "fp32_grads",
+        "remat.policy": _KEPT,
+        "mesh.strategy": "zero1" if fact["zero_stage"] == "1" else "ddp",
+        "mesh.tensor": f"{split}",
+        "mesh.sequence_parallel": f"{split > 1}",
+        "mesh.fsdp": fact["dp"],
+        "batch.micro": fact["mbs"],
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
         **_stages(fact["pp"]),
     }
 
 
 def _stages(stages: str) -> dict[str, str]:
-    return {MESH_STAGE: stages, PIPELINE_SCHEDULE: "1f1b"} if stages != "1" else {}
+    return {"mesh.stage": stages, "pipeline.schedule": "1f1b"} if stages != "1" else {}

@@ -10,17 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MODE,
-    MESH_DATA,
-    MESH_FSDP,
-    MESH_STRATEGY,
-    PRECISION_PRESET,
-    PRECISION_REDUCE,
-    REMAT_POLICY,
-    XLA_LATENCY_HIDING,
-)
 from bytescope.train.plan.validation.decoder import Fact, Setup, facts, refused, row_of, shape
 from bytescope.train.plan.validation.measured_rows import Row
 
@@ -90,8 +79,8 @@ _KEPT = "selective"
 # Mixed precision of FSDP in llm-foundry (composer): DEFAULT gathers in bfloat16 and reduces in float32, PURE does both
 # in bfloat16; masters are float32 either way.
 _FOUNDRY_PRECISION = {
-    "amp_bf16/DEFAULT": {PRECISION_PRESET: "bf16", PRECISION_REDUCE: "float32"},
-    "bf16/PURE": {PRECISION_PRESET: "bf16"},
+    "amp_bf16/DEFAULT": {"precision.preset": "bf16", "precision.reduce": "float32"},
+    "bf16/PURE": {"precision.preset": "bf16"},
 }
 
 
@@ -99,11 +88,11 @@ def _foundry(fact: Fact) -> Setup:
     """MPT (llm-foundry, scripts/train/benchmarking): learned positions, layernorm, GELU of four widths, tied head,
     flash attention, gradients summed over `ga` micro-batches; blocks recomputed where checkpointing is on."""
     return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
-        BATCH_ACCUMULATION: fact["ga"],
-        BATCH_MODE: "scan",
-        XLA_LATENCY_HIDING: "on",
-        MESH_STRATEGY: "zero2" if "GRAD_OP" in fact["parallelism"] else "zero3",
-        REMAT_POLICY: "full" if fact["act_ckpt"] == "True" else _KEPT,
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "xla.latency_hiding": "on",
+        "mesh.strategy": "zero2" if "GRAD_OP" in fact["parallelism"] else "zero3",
+        "remat.policy": "full" if fact["act_ckpt"] == "True" else _KEPT,
     }
 
 
@@ -127,10 +116,10 @@ def _fms(fact: Fact) -> Setup:
         "vocab": "32000",
     }
     return "llama_8b", shape(stated) | {
-        REMAT_POLICY: _KEPT,
-        XLA_LATENCY_HIDING: "on",
-        MESH_FSDP: f"{_PER_HOST}",
-        MESH_DATA: f"{int(fact['n_gpus']) // _PER_HOST}",
+        "remat.policy": _KEPT,
+        "xla.latency_hiding": "on",
+        "mesh.fsdp": f"{_PER_HOST}",
+        "mesh.data": f"{int(fact['n_gpus']) // _PER_HOST}",
     }
 
 

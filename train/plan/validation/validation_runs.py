@@ -16,7 +16,6 @@ from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
-from bytescope.memory.config_keys import MODEL_N_LAYERS, MODEL_SCAN
 from bytescope.train.plan.validation.measured_rows import Row
 
 # Hex digits of a digest in a file's name: enough to tell programs and versions apart.
@@ -129,7 +128,7 @@ def finished(
 
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
     """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
-    return 1 if job.resolved.get(MODEL_SCAN, True) else int(job.resolved[MODEL_N_LAYERS]), gpus
+    return 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"]), gpus
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:

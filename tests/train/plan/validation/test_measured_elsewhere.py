@@ -4,22 +4,6 @@ import math
 
 import pytest
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MICRO,
-    MESH_DATA,
-    MESH_FSDP,
-    MESH_PREFETCH,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    MODEL_ATTENTION,
-    MODEL_SCAN,
-    PRECISION_PRESET,
-    PRECISION_REDUCE,
-    REMAT_GRANULARITY,
-    REMAT_POLICY,
-    REMAT_SAVE,
-)
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.train.plan.validation import decoder, published_sets, setups_jax, setups_torch
 
@@ -52,44 +36,49 @@ def test_devices_of_a_target_are_those_of_the_row():
 def test_maxtext_is_sharded_in_a_host_with_replicas_over_hosts():
     best, spread = JAX[0], JAX[42]
     assert (best.target, best.measured_seconds, best.quality) == ("h100:8", 0.721, "A")
-    assert best.overrides[REMAT_POLICY] == "minimal" and best.overrides[MODEL_SCAN] == "False"
-    assert (spread.overrides[MESH_FSDP], spread.overrides[MESH_DATA], spread.target) == ("8", "16", "h100:16x8")
+    assert best.overrides["remat.policy"] == "minimal" and best.overrides["model.scan"] == "False"
+    assert (spread.overrides["mesh.fsdp"], spread.overrides["mesh.data"], spread.target) == ("8", "16", "h100:16x8")
 
 
 def test_names_that_maxtexts_policies_keep():
-    assert "mlp_out" in JAX[25].overrides[REMAT_SAVE] and PRECISION_PRESET not in JAX[25].overrides
+    assert "mlp_out" in JAX[25].overrides["remat.save"] and "precision.preset" not in JAX[25].overrides
     assert not JAX[31].overrides and "one scale an array" in JAX[31].reason
-    assert "'context'" in JAX[43].overrides[REMAT_SAVE] and JAX[43].target == "h200:32x8"
-    assert (JAX[28].overrides[MESH_DATA], JAX[28].overrides[MESH_PREFETCH]) == ("4", "1")
+    assert "'context'" in JAX[43].overrides["remat.save"] and JAX[43].target == "h200:32x8"
+    assert (JAX[28].overrides["mesh.data"], JAX[28].overrides["mesh.prefetch"]) == ("4", "1")
     assert JAX[37].reason == "its remat policy is not stated"
 
 
 def test_pax_recomputes_175b_whole_and_126m_not_at_all():
     """Only GPT5B sets the policy that the table has for all three."""
-    policies = {JAX[n].model: JAX[n].overrides[REMAT_POLICY] for n in (1, 3, 5)}
+    policies = {JAX[n].model: JAX[n].overrides["remat.policy"] for n in (1, 3, 5)}
     assert policies == {"gpt-126m": "none", "gpt-5b": "dots_no_batch", "gpt-175b": "full"}
-    assert JAX[1].overrides[MESH_STRATEGY] == "ddp"
-    assert JAX[3].overrides[MODEL_ATTENTION] == "naive" and MODEL_ATTENTION not in JAX[4].overrides
+    assert JAX[1].overrides["mesh.strategy"] == "ddp"
+    assert JAX[3].overrides["model.attention"] == "naive" and "model.attention" not in JAX[4].overrides
 
 
 def test_meshes_of_alpa_are_data_by_tensor():
     mixed, plain, stage3 = JAX[76], JAX[79], JAX[90]
-    assert [mixed.overrides[key] for key in (MESH_FSDP, MESH_TENSOR, BATCH_MICRO)] == ["4", "2", "2"]
-    assert mixed.tensor == 2 and plain.overrides[MESH_STRATEGY] == "ddp" and stage3.overrides[MESH_STRATEGY] == "zero3"
+    assert [mixed.overrides[key] for key in ("mesh.fsdp", "mesh.tensor", "batch.micro")] == ["4", "2", "2"]
+    assert (
+        mixed.tensor == 2 and plain.overrides["mesh.strategy"] == "ddp" and stage3.overrides["mesh.strategy"] == "zero3"
+    )
     assert "heuristic" in JAX[94].reason
-    assert [JAX[141].overrides[key] for key in (BATCH_MICRO, BATCH_ACCUMULATION)] == ["8", "32"]
+    assert [JAX[141].overrides[key] for key in ("batch.micro", "batch.accumulation")] == ["8", "32"]
     for row in JAX.values():
         if row.source.startswith("alpa") and not row.reason:
-            of = {key: int(row.overrides[key]) for key in (MESH_FSDP, MESH_TENSOR, BATCH_MICRO, BATCH_ACCUMULATION)}
-            assert of[MESH_FSDP] * of[MESH_TENSOR] == row.gpus
-            assert of[MESH_FSDP] * of[BATCH_MICRO] * of[BATCH_ACCUMULATION] == (
+            of = {
+                key: int(row.overrides[key])
+                for key in ("mesh.fsdp", "mesh.tensor", "batch.micro", "batch.accumulation")
+            }
+            assert of["mesh.fsdp"] * of["mesh.tensor"] == row.gpus
+            assert of["mesh.fsdp"] * of["batch.micro"] * of["batch.accumulation"] == (
                 8 if row.source.startswith("alpa_intra") else 1024
             ), row
 
 
 def test_uva_checkpoints_halves_or_blocks():
-    assert [JAX[n].overrides[REMAT_GRANULARITY] for n in (65, 66)] == ["parts", "block"]
-    assert [JAX[n].overrides[MODEL_SCAN] for n in (63, 64)] == ["True", "False"]
+    assert [JAX[n].overrides["remat.granularity"] for n in (65, 66)] == ["parts", "block"]
+    assert [JAX[n].overrides["model.scan"] for n in (63, 64)] == ["True", "False"]
     assert JAX[65].measured_bytes == int(3.9 * 2**30) and JAX[65].bytes_are == "allocated"
 
 
@@ -123,7 +112,7 @@ def test_what_is_likely_to_differ_is_said_by_row():
 
 
 def test_torch_without_checkpointing_keeps_what_eager_blocks_keep():
-    kept = {"recomputed" in row.setup: row.overrides[REMAT_POLICY] for row in setups_torch.rows() if not row.reason}
+    kept = {"recomputed" in row.setup: row.overrides["remat.policy"] for row in setups_torch.rows() if not row.reason}
     assert kept == {True: "full", False: "selective"}
 
 
@@ -131,11 +120,11 @@ def test_llm_foundry_reduces_by_its_precision():
     said = [row for row in setups_torch.rows() if not row.reason and row.source.startswith("llm_foundry")]
     pure = next(row for row in said if row.setup.startswith("bf16/PURE"))
     mixed = next(row for row in said if row.setup.startswith("amp_bf16"))
-    assert PRECISION_REDUCE not in pure.overrides and mixed.overrides[PRECISION_REDUCE] == "float32"
+    assert "precision.reduce" not in pure.overrides and mixed.overrides["precision.reduce"] == "float32"
     assert mixed.chip == "h100"
     batches = [int(fact["gbs"] or 0) for fact in decoder.facts("torch")]
     for row in said:
-        micro = int(row.overrides[BATCH_MICRO]) * int(row.overrides[BATCH_ACCUMULATION])
+        micro = int(row.overrides["batch.micro"]) * int(row.overrides["batch.accumulation"])
         assert row.gpus * micro == batches[int(row.id)], row
 
 

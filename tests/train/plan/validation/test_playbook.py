@@ -5,17 +5,6 @@ from collections import Counter
 
 import pytest
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_MICRO,
-    MESH_FSDP,
-    MESH_SEQUENCE_PARALLEL,
-    MESH_STAGE,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    PIPELINE_SCHEDULE,
-    REMAT_POLICY,
-)
 from bytescope.memory.seconds.achieved import NETWORKS
 from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, POLICIES
 from bytescope.train.plan.validation import setups_playbook
@@ -37,20 +26,20 @@ def test_every_row_computes_one_batch_on_its_devices():
     for row in setups_playbook.rows():
         if not row.reason:
             of = row.overrides
-            sequences = int(of[MESH_FSDP]) * int(of[BATCH_MICRO]) * int(of[BATCH_ACCUMULATION])
+            sequences = int(of["mesh.fsdp"]) * int(of["batch.micro"]) * int(of["batch.accumulation"])
             assert sequences == 256, row
-            assert int(of[MESH_FSDP]) * int(of[MESH_TENSOR]) * int(of.get(MESH_STAGE, 1)) == row.gpus, row
-            assert int(of.get(MESH_STAGE, 1)) == row.stages, row
+            assert int(of["mesh.fsdp"]) * int(of["mesh.tensor"]) * int(of.get("mesh.stage", 1)) == row.gpus, row
+            assert int(of.get("mesh.stage", 1)) == row.stages, row
 
 
 def test_a_row_says_its_setup():
     row = next(row for row in setups_playbook.rows() if row.setup == "dp2 tp4 zero1 1x128")
     assert (row.model, row.target, row.tensor) == ("llama-8.86B", "h100:8", 4)
-    assert row.overrides[MESH_STRATEGY] == "zero1" and row.overrides[MESH_SEQUENCE_PARALLEL] == "True"
+    assert row.overrides["mesh.strategy"] == "zero1" and row.overrides["mesh.sequence_parallel"] == "True"
     assert row.measured_seconds == pytest.approx(21.0113) and row.measured_bytes == 36946 << 20
     assert row.launch_seconds == pytest.approx(4.4e-3 * 32 * 128) and row.host_bound is True
     plain = next(row for row in setups_playbook.rows() if row.setup == "dp8 tp1 zero0 2x16")
-    assert plain.overrides[MESH_STRATEGY] == "ddp" and plain.overrides[MESH_SEQUENCE_PARALLEL] == "False"
+    assert plain.overrides["mesh.strategy"] == "ddp" and plain.overrides["mesh.sequence_parallel"] == "False"
     assert plain.host_bound is False
 
 
@@ -59,7 +48,7 @@ def test_stages_have_the_floor_of_their_own_layers_and_bubble():
         row for row in setups_playbook.rows() if (row.model, row.setup) == ("llama-1.34B", "dp2 tp2 pp2 zero1 1x128")
     )
     assert row.launch_seconds == pytest.approx(4.4e-3 * 16 / 2 * (128 + 1)) and row.stages == 2
-    assert row.overrides[PIPELINE_SCHEDULE] == "1f1b" and row.overrides[MESH_STAGE] == "2"
+    assert row.overrides["pipeline.schedule"] == "1f1b" and row.overrides["mesh.stage"] == "2"
 
 
 def test_a_split_over_hosts_has_a_floor_of_its_own_and_rows_near_it_do_not_count_for_the_level():
@@ -87,7 +76,7 @@ SAVED = {"attn_norm", "q_rot", "k_rot", "v", "context", "lse", "mid", "mlp_norm"
 
 
 def test_the_policy_keeps_what_nanotron_keeps():
-    (policy,) = {row.overrides[REMAT_POLICY] for row in setups_playbook.rows() if row.overrides}
+    (policy,) = {row.overrides["remat.policy"] for row in setups_playbook.rows() if row.overrides}
     # What only other families, adapters, experts, latents, dropout and fp8 make is not in these programs, or not read.
     other = {"q", "k", "attn_out", "mlp_out", *ADAPTERS, *EXPERTS, *LATENTS}
     names = set(POLICIES[policy].names) - other

@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from bytescope.memory.formulas.training_state import OPTIMIZERS as FORMULAS
 from bytescope.memory.formulas.training_state import state_bytes_per_parameter
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.feed import calls
+from bytescope.train.plan.state_rows import OPTIMIZERS as FORMULAS
+from bytescope.train.plan.state_rows import PRECISIONS
 from bytescope.train.program.config_files import load
 from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
@@ -242,7 +243,7 @@ def test_bytes_per_parameter_are_the_formulas(name):
             if any(str(getattr(key, "key", "")) in HIDDEN for key in path)
         ]
     parameters = sum(sizes["params"]) / 4
-    formula = state_bytes_per_parameter("fp32", name)["optimizer"]
+    formula = state_bytes_per_parameter(PRECISIONS["fp32"], FORMULAS[name])["optimizer"]
     left_out = 0.05 if name == "adafactor" else 0
     assert 0 <= sum(sizes["opt_state"]) / parameters - formula <= left_out
 

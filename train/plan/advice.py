@@ -18,13 +18,12 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
-from bytescope.memory.findings.remedies.case import Keys, case_of
-from bytescope.memory.findings.remedies.open_levers import Lever, open_levers, together
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB, MIB, human
+from bytescope.train.plan.config_case import Keys, case_of
+from bytescope.train.plan.open_levers import Lever, open_levers, together
 
-__all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
+__all__ = ["Lever", "TriedLever", "fit_command", "lines", "open_levers", "tried"]
 
 # At most so many variants are compiled, and none begun that would end after so many seconds.
 MOST, SECONDS = 4, 30.0
@@ -33,7 +32,7 @@ FREE_TO_STAY = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TriedLever:
     """A variant that was compiled: its lever, and its predicted bytes on one device; None and why for one that cannot
     run."""
 
@@ -48,7 +47,7 @@ def tried(
     bytes_of: Callable[[Keys], int],
     tell: Callable[[str], None] = lambda line: None,
     each_s: float = 0.0,
-) -> list[Tried]:
+) -> list[TriedLever]:
     """Compiles the promising levers, the cheapest first, until one fits; then all that keep the curve together.
 
     A lever is promising if the rows that it shrinks are larger than what is missing.
@@ -72,26 +71,26 @@ def tried(
         tell(f"does it fit with {lever.flags}?")
         since = time.monotonic()
         try:
-            found.append(Tried(lever, bytes_of(lever.keys)))
+            found.append(TriedLever(lever, bytes_of(lever.keys)))
         except ValueError as error:
-            found.append(Tried(lever, None, " ".join(str(error).split())))
+            found.append(TriedLever(lever, None, " ".join(str(error).split())))
         each_s = max(each_s, time.monotonic() - since)
         if found[-1].bytes is not None and found[-1].bytes <= report.limit_bytes:
             break
     return found
 
 
-def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried], fit: str = "") -> list[str]:
+def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[TriedLever], fit: str = "") -> list[str]:
     """The advice, line by line: what was compiled, else what is left to try, and the command that searches.
 
     fit: that command; "" leaves it out.
     """
     out: list[str] = []
-    compiled = [each for each in found if each.bytes is not None]
+    compiled = [(each.bytes, each.lever) for each in found if each.bytes is not None]
     if compiled:
         out.append("compiled with one change, the cheapest first:")
-        out += [f"  {human(each.bytes)}  {_verdict(each.bytes, report)}  {each.lever.flags}" for each in compiled]
-    fits = any(each.bytes <= (report.limit_bytes or 0) for each in compiled)
+        out += [f"  {human(size)}  {_verdict(size, report)}  {lever.flags}" for size, lever in compiled]
+    fits = any(size <= (report.limit_bytes or 0) for size, _ in compiled)
     known = any(report.breakdown.values())
     left = [
         lever for lever in levers if lever not in [each.lever for each in found] and (lever.most(report) or not known)
@@ -103,7 +102,7 @@ def lines(report: ReportRecord, levers: Sequence[Lever], found: Sequence[Tried],
     if case_of(report) is not None and not levers:
         out.append(
             "the config has no memory lever left: take a smaller model, shorter sequences "
-            f"(--config.{DATA_SEQ_LEN}), or more devices"
+            "(--config.data.seq_len), or more devices"
         )
     if fit and levers:
         out.append(f"the fastest that fits, found by compiling: {fit}")
@@ -136,14 +135,14 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
     case = case_of(report)
     if case is None or report.limit_bytes is None:
         return ""
-    held = [key for key, _ in overrides if key.startswith((REMAT, BATCH))]
+    held = [key for key, _ in overrides if key.startswith(("remat.", "batch."))]
     words = [
         "bytescope",
         "fit",
         config,
         *([target] if target not in ("", "local") else []),
         f"--budget={_budget(report)}",
-        *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
+        *([f"--batch-tokens={case.tokens}"] if any(key.startswith("batch.") for key in held) else []),
         *(f"--config.{key}={text}" for key, text in overrides if key not in held),
     ]
     return shlex.join(words)
@@ -152,5 +151,5 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
 def _budget(report: ReportRecord) -> str:
     """The limit as text, rounded down to a tenth of a GiB, or to a MiB below one. What is free of a host's memory
     changes: there it is a little less."""
-    limit = report.limit_bytes * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)
+    limit = (report.limit_bytes or 0) * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)
     return f"{math.floor(10 * limit / GIB) / 10:g}GiB" if limit >= GIB else f"{max(int(limit / MIB), 1)}MiB"

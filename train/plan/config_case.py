@@ -11,31 +11,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_ACCUMULATION_SCHEDULE,
-    BATCH_MICRO,
-    BATCH_TOKENS,
-    DATA_SEQ_LEN,
-    LORA_RANK,
-    LOSS_KIND,
-    MESH,
-    MESH_FSDP,
-    MODEL_ATTENTION_KIND,
-    MODEL_D_MODEL,
-    MODEL_MLA_KV_RANK,
-    MODEL_MLA_Q_RANK,
-    OFFLOAD_PARAMS,
-    OPTIMIZER_FUSED_BACKWARD,
-    OPTIMIZER_NAME,
-    PRECISION_PRESET,
-    REMAT_POLICY,
-)
-from bytescope.memory.formulas.communication_volume import BATCH_AXES
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.plan.model_facts import BATCH_AXES, experts_of, mesh_of
 
 # Keys of a config to change: dotted key -> text.
 Keys = Mapping[str, str]
+
+
+# Keys by which a report of one of the trainer's configs is recognized.
+_NEEDED = ("batch.micro", "data.seq_len", "loss.kind", "mesh.fsdp", "offload.params", "optimizer.name", "remat.policy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +41,32 @@ class Case:
     @property
     def accumulates(self) -> bool:
         """Whether an update can have more than one micro-batch."""
-        return not self.flat[OPTIMIZER_FUSED_BACKWARD] and not self.flat[OFFLOAD_PARAMS]
+        return not self.flat["optimizer.fused_backward"] and not self.flat["offload.params"]
 
     @property
     def by_layer(self) -> bool:
         """Whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
-        closed = (self.flat[BATCH_ACCUMULATION_SCHEDULE], self.flat[PRECISION_PRESET] == "fp16", self.adapters)
+        closed = (self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16", self.adapters)
         return not any(closed)
 
     @property
     def adapters(self) -> bool:
         """Whether low-rank adapters are what is trained: their state is too small to narrow or to move."""
-        return bool(self.flat.get(LORA_RANK))  # a report of before there were adapters has no such key
+        return bool(self.flat.get("lora.rank"))  # a report of before there were adapters has no such key
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches of an update; the most, with a schedule."""
-        if self.flat[BATCH_ACCUMULATION_SCHEDULE]:
+        if self.flat["batch.accumulation_schedule"]:
             return max(count for _, count in schedule(self.flat))
-        if self.flat[BATCH_TOKENS]:
-            return max(self.flat[BATCH_TOKENS] // (self.flat[BATCH_MICRO] * self._tokens_per_row), 1)
-        return self.flat[BATCH_ACCUMULATION]
+        if self.flat["batch.tokens"]:
+            return max(self.flat["batch.tokens"] // (self.flat["batch.micro"] * self._tokens_per_row), 1)
+        return self.flat["batch.accumulation"]
 
     @property
     def tokens(self) -> int:
         """Tokens of an update over all devices."""
-        return self.flat[BATCH_TOKENS] or self.flat[BATCH_MICRO] * self.micro_steps * self._tokens_per_row
+        return self.flat["batch.tokens"] or self.flat["batch.micro"] * self.micro_steps * self._tokens_per_row
 
     @property
     def shared(self) -> int:
@@ -90,29 +75,43 @@ class Case:
 
     def shards(self, ranks: int) -> bool:
         """Whether every width of a parameter that ZeRO shards, the ranks of latents included, is divisible by these."""
-        keys = [MODEL_D_MODEL]
-        if self.flat.get(MODEL_ATTENTION_KIND) == "mla":
-            keys += [MODEL_MLA_KV_RANK, MODEL_MLA_Q_RANK]
+        keys = ["model.d_model"]
+        if self.flat.get("model.attention_kind") == "mla":
+            keys += ["model.mla_kv_rank", "model.mla_q_rank"]
         return not any(self.flat.get(key, 0) % ranks for key in keys)
 
     @property
+    def routing(self) -> tuple[ExpertShape, int, int] | None:
+        """(experts, tokens of a device and micro-step, devices that share the experts); None without experts, and for
+        the kernel that has no rows."""
+        if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
+            return None
+        experts = experts_of(self.flat)
+        tokens = self.flat["batch.micro"] * self.flat["data.seq_len"] // self.axes["context"]
+        return (experts, tokens, self.axes["expert"]) if experts else None
+
+    @property
     def _tokens_per_row(self) -> int:
-        return math.prod(self.axes[axis] for axis in BATCH_AXES) * self.flat[DATA_SEQ_LEN]
+        return math.prod(self.axes[axis] for axis in BATCH_AXES) * self.flat["data.seq_len"]
 
 
 def case_of(report: ReportRecord) -> Case | None:
     """The case of a report; None where the program has no config of the trainer's."""
     flat = report.config
-    needed = (BATCH_MICRO, DATA_SEQ_LEN, LOSS_KIND, MESH_FSDP, OFFLOAD_PARAMS, OPTIMIZER_NAME, REMAT_POLICY)
+    needed = (
+        "batch.micro",
+        "data.seq_len",
+        "loss.kind",
+        "mesh.fsdp",
+        "offload.params",
+        "optimizer.name",
+        "remat.policy",
+    )
     if any(key not in flat for key in needed):
         return None
-    # A report that was written before there was an axis has no key of it.
-    axes = {axis: int(flat.get(MESH + axis, 1)) for axis in ("stage", *BATCH_AXES, "context", "tensor")}
-    known = math.prod(size for size in axes.values() if size > 0)
-    rest = max(int(report.target.get("n_devices") or 1) // known, 1)
     return Case(
         flat,
-        {axis: size if size > 0 else rest for axis, size in axes.items()},
+        mesh_of(flat, int(report.target.get("n_devices") or 1)),
         report.target.get("platform") not in (None, "cpu"),
         report,
     )
@@ -120,5 +119,5 @@ def case_of(report: ReportRecord) -> Case | None:
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(first update, micro-batches from it on) of `batch.accumulation_schedule`."""
-    pairs = (str(text).split(":") for text in flat[BATCH_ACCUMULATION_SCHEDULE])
+    pairs = (str(text).split(":") for text in flat["batch.accumulation_schedule"])
     return [(int(start), int(count)) for start, count in pairs]

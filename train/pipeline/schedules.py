@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.pipeline.schedule import IDLE, Schedule, Times, Unit, times_of
+from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit, times_of
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:

@@ -5,10 +5,10 @@ import shlex
 import pytest
 
 from bytescope.configs import base
-from bytescope.memory.findings.remedies import advice
-from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
+from bytescope.train.plan import advice
+from bytescope.train.plan.advice import TriedLever, fit_command, lines, open_levers, tried
 from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override
 
@@ -204,7 +204,7 @@ def test_a_program_of_ones_own_has_no_advice():
 def test_a_lever_counts_what_it_can_free():
     (lever,) = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
     assert lever.most(refused()) == 10 * GIB
-    assert Tried(lever, 1).why == ""
+    assert TriedLever(lever, 1).why == ""
 
 
 def test_under_adapters_the_frozen_weights_are_what_to_narrow():

@@ -6,15 +6,15 @@ from fractions import Fraction
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.pipeline.published_schedules import EQUAL, PUBLISHED, Work
-from bytescope.memory.pipeline.schedule_figures import (
+from bytescope.train.pipeline.published_schedules import EQUAL, PUBLISHED, Work
+from bytescope.train.pipeline.schedule_figures import (
     bubble,
     expected_bubble,
     published_stash,
     simulate,
     stash_by_stage,
 )
-from bytescope.memory.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedules import make_schedule
 
 pytestmark = pytest.mark.quick
 

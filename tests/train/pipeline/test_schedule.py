@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.pipeline.schedule import IDLE
-from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
-from bytescope.memory.pipeline.stage_layers import divide_layers
+from bytescope.train.pipeline.schedule import IDLE
+from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
+from bytescope.train.pipeline.stage_layers import divide_layers
 
 pytestmark = pytest.mark.quick
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.config_keys import LOSS_BALANCE, MODEL_CAPACITY_FACTOR
 from bytescope.memory.records.report_record import Finding
 
 # The load-balance coefficient of Switch (arXiv 2101.03961), and by how much room for rows is raised.
@@ -23,7 +22,7 @@ def findings_of(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) 
         return []
     found, step = [], f"at step {int(last['step']):,}"
     if idle := int(last.get("idle_experts", 0)):
-        weight = float(config.get(LOSS_BALANCE) or 0)
+        weight = float(config.get("loss.balance") or 0)
         raised = 2 * weight if weight else BALANCE
         found.append(
             Finding(
@@ -32,18 +31,18 @@ def findings_of(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) 
                 f"{idle:,} experts took no token {step}, counted over all layers: their parameters and "
                 "state are held for nothing",
                 f"raise loss.balance, now {weight:g}",
-                f"--config.{LOSS_BALANCE}={raised:g}",
+                f"--config.loss.balance={raised:g}",
             )
         )
     if dropped := last.get("dropped_share", 0.0):
-        room = float(config.get(MODEL_CAPACITY_FACTOR) or DEFAULT_ROOM)
+        room = float(config.get("model.capacity_factor") or DEFAULT_ROOM)
         found.append(
             Finding(
                 "dropped_rows",
                 0,
                 f"{dropped:.2%} of the choices found no room {step}, and went through no expert",
                 f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
-                f"--config.{MODEL_CAPACITY_FACTOR}={MORE_ROOM * room:g}",
+                f"--config.model.capacity_factor={MORE_ROOM * room:g}",
             )
         )
     return found

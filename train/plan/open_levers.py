@@ -10,40 +10,12 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_ACCUMULATION_SCHEDULE,
-    BATCH_MICRO,
-    BATCH_MODE,
-    BATCH_TOKENS,
-    DATA_SEQ_LEN,
-    LORA_BASE,
-    LOSS_KIND,
-    MESH_DATA,
-    MESH_FSDP,
-    MESH_STRATEGY,
-    MODEL_ATTENTION,
-    MODEL_CAPACITY_FACTOR,
-    MODEL_MLP_CHUNK,
-    MODEL_SCAN,
-    OFFLOAD,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAMS,
-    OPTIMIZER_CLIP,
-    OPTIMIZER_FUSED_BACKWARD,
-    OPTIMIZER_NAME,
-    PRECISION_PRESET,
-    REMAT_GRANULARITY,
-    REMAT_LAYERS,
-    REMAT_OFFLOAD,
-    REMAT_POLICY,
-    REMAT_SAVE,
-)
-from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedule
-from bytescope.memory.findings.remedies.expert_room import room_of, smaller
+from bytescope.memory.findings.expert_findings import room_for, smaller_room
 from bytescope.memory.formulas.adapter_formulas import BASES
-from bytescope.memory.formulas.training_state import STRATEGIES
+from bytescope.memory.formulas.training_state import ZERO
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.plan.config_case import Case, Keys, case_of, schedule
+from bytescope.train.plan.state_rows import ZERO_STAGES
 
 # Rows of the breakdown that grow with the batch, and those that are state of the parameters.
 _BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
@@ -101,8 +73,8 @@ def together(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
         lever
         for lever in levers
         if lever.curve
-        and not any(key.startswith(OFFLOAD) for key in lever.keys)
-        and lever.keys.get(REMAT_POLICY) != "offload"
+        and not any(key.startswith("offload.") for key in lever.keys)
+        and lever.keys.get("remat.policy") != "offload"
     ]
     if case is None or len(used) < 2:
         return None
@@ -111,8 +83,8 @@ def together(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
     for lever in used:
         keys |= lever.keys
         frees |= {row: max(share, frees.get(row, 0.0)) for row, share in lever.frees.items()}
-    if BATCH_MICRO in keys:
-        keys |= _micro_keys(case, case.flat[BATCH_MICRO])
+    if "batch.micro" in keys:
+        keys |= _micro_keys(case, case.flat["batch.micro"])
         frees |= dict.fromkeys(_BATCH_ROWS, 1.0)
     return Lever(keys, frees, True, "all of these", max(lever.adds for lever in used))
 
@@ -126,42 +98,42 @@ def flags(keys: Keys) -> str:
 
 
 def _chunked_loss(case: Case) -> Lever | None:
-    if case.flat[LOSS_KIND] != "full":
+    if case.flat["loss.kind"] != "full":
         return None
-    return Lever({LOSS_KIND: "chunked"}, {"logits_loss": 1.0, "residuals": 1.0})
+    return Lever({"loss.kind": "chunked"}, {"logits_loss": 1.0, "residuals": 1.0})
 
 
 def _flash_attention(case: Case) -> Lever | None:
-    if case.flat[MODEL_ATTENTION] != "naive":
+    if case.flat["model.attention"] != "naive":
         return None
-    return Lever({MODEL_ATTENTION: "auto"}, {"residuals": 1.0, "workspace": 1.0})
+    return Lever({"model.attention": "auto"}, {"residuals": 1.0, "workspace": 1.0})
 
 
 def _zero3(case: Case) -> Lever | None:
-    strategy, shared = case.flat[MESH_STRATEGY], case.shared
-    if shared < 2 or strategy == "zero3" or strategy not in STRATEGIES:
+    strategy, shared = case.flat["mesh.strategy"], case.shared
+    if shared < 2 or strategy == "zero3" or strategy not in ZERO_STAGES:
         return None
-    rows = [row for row in _STATE_ROWS if row not in STRATEGIES[strategy].sharded]
-    return Lever({MESH_STRATEGY: "zero3"}, dict.fromkeys(rows, 1 - 1 / shared), True, "more collectives")
+    rows = [row for row in _STATE_ROWS if row not in ZERO[ZERO_STAGES[strategy]]]
+    return Lever({"mesh.strategy": "zero3"}, dict.fromkeys(rows, 1 - 1 / shared), True, "more collectives")
 
 
 def _replicas(case: Case) -> Lever | None:
     data = case.axes["data"]
-    if data < 2 or case.flat[MESH_STRATEGY] == "ddp" or not case.shards(data * case.shared):
+    if data < 2 or case.flat["mesh.strategy"] == "ddp" or not case.shards(data * case.shared):
         return None
-    keys = {MESH_DATA: "1", MESH_FSDP: str(data * case.axes["fsdp"])}
+    keys = {"mesh.data": "1", "mesh.fsdp": str(data * case.axes["fsdp"])}
     return Lever(keys, dict.fromkeys(_STATE_ROWS, 1 - 1 / data), True, "more collectives between replicas")
 
 
 def _selective(case: Case) -> Lever | None:
-    if case.flat[REMAT_POLICY] not in _ABOVE_SELECTIVE or case.flat[REMAT_LAYERS]:
+    if case.flat["remat.policy"] not in _ABOVE_SELECTIVE or case.flat["remat.layers"]:
         return None
-    return Lever({REMAT_POLICY: "selective"}, {"residuals": 1.0})
+    return Lever({"remat.policy": "selective"}, {"residuals": 1.0})
 
 
 def _micro(case: Case) -> Lever | None:
     """The largest micro-batch that may fit, each of an update's micro-batches by the same rule."""
-    micro = case.flat[BATCH_MICRO]
+    micro = case.flat["batch.micro"]
     if micro < 2 or not case.accumulates:
         return None
     report = case.report
@@ -181,57 +153,57 @@ def _accumulator(case: Case) -> int:
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:
     """The keys of an update of `times` as many micro-batches, with as many sequences in all."""
-    keys = {BATCH_MICRO: str(case.flat[BATCH_MICRO] // times)}
-    if case.flat[BATCH_ACCUMULATION_SCHEDULE]:
+    keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
+    if case.flat["batch.accumulation_schedule"]:
         steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
-        return {**keys, BATCH_ACCUMULATION_SCHEDULE: steps}
-    if not case.flat[BATCH_TOKENS]:
-        keys[BATCH_ACCUMULATION] = str(times * case.micro_steps)
+        return {**keys, "batch.accumulation_schedule": steps}
+    if not case.flat["batch.tokens"]:
+        keys["batch.accumulation"] = str(times * case.micro_steps)
     # Accumulated within one step: one accumulator, which is the gradient.
-    return keys if case.micro_steps > 1 or case.flat[BATCH_MODE] == "scan" else {**keys, BATCH_MODE: "scan"}
+    return keys if case.micro_steps > 1 or case.flat["batch.mode"] == "scan" else {**keys, "batch.mode": "scan"}
 
 
 def _full(case: Case) -> Lever | None:
-    layers = bool(case.flat[REMAT_LAYERS])
-    if case.flat[REMAT_POLICY] in _LEAST_KEPT and not layers:
+    layers = bool(case.flat["remat.layers"])
+    if case.flat["remat.policy"] in _LEAST_KEPT and not layers:
         return None
-    cleared = {key: "" for key in (REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD) if case.flat[key]}
-    keys = {REMAT_POLICY: "full", **cleared}
+    cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat[key]}
+    keys = {"remat.policy": "full", **cleared}
     return Lever(keys, {"residuals": 1.0}, True, "every block runs forward twice")
 
 
 def _parts(case: Case) -> Lever | None:
     """Attention and MLP recomputed one after the other, where a block's recomputation is what is left."""
-    if case.flat[REMAT_POLICY] not in ("full", "offload") or case.flat[REMAT_GRANULARITY] != "block":
+    if case.flat["remat.policy"] not in ("full", "offload") or case.flat["remat.granularity"] != "block":
         return None
-    return Lever({REMAT_GRANULARITY: "parts"}, {"workspace": 0.5})
+    return Lever({"remat.granularity": "parts"}, {"workspace": 0.5})
 
 
 def _tiled_mlp(case: Case) -> Lever | None:
-    length = case.flat[DATA_SEQ_LEN] // max(case.axes["context"], 1)
-    if case.flat[MODEL_MLP_CHUNK] or length < 2 * _TILE or length % _TILE:
+    length = case.flat["data.seq_len"] // max(case.axes["context"], 1)
+    if case.flat["model.mlp_chunk"] or length < 2 * _TILE or length % _TILE:
         return None
-    return Lever({MODEL_MLP_CHUNK: str(_TILE)}, {"workspace": 1.0, "residuals": 1.0})
+    return Lever({"model.mlp_chunk": str(_TILE)}, {"workspace": 1.0, "residuals": 1.0})
 
 
 def _blocks_to_host(case: Case) -> Lever | None:
-    if not case.host_memory or case.axes["stage"] > 1 or case.flat[REMAT_POLICY] not in ("full", "sqrt"):
+    if not case.host_memory or case.axes["stage"] > 1 or case.flat["remat.policy"] not in ("full", "sqrt"):
         return None
-    return Lever({REMAT_POLICY: "offload"}, {"residuals": 1.0}, True, "block inputs cross the host link")
+    return Lever({"remat.policy": "offload"}, {"residuals": 1.0}, True, "block inputs cross the host link")
 
 
 def _moments_to_host(case: Case) -> Lever | None:
-    if not case.host_memory or case.flat[OFFLOAD_OPTIMIZER] or not case.by_layer:
+    if not case.host_memory or case.flat["offload.optimizer"] or not case.by_layer:
         return None
-    return Lever({OFFLOAD_OPTIMIZER: "true"}, {"optimizer": 1.0}, True, "moments cross the host link each update")
+    return Lever({"offload.optimizer": "true"}, {"optimizer": 1.0}, True, "moments cross the host link each update")
 
 
 def _params_to_host(case: Case) -> Lever | None:
-    streamed = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.shared == 1
-    if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not streamed or not case.by_layer:
+    streamed = case.flat["mesh.strategy"] in ("zero3", "ddp") or case.shared == 1
+    if not case.host_memory or case.flat["offload.params"] or case.micro_steps > 1 or not streamed or not case.by_layer:
         return None
     return Lever(
-        {OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"},
+        {"offload.optimizer": "true", "offload.params": "true"},
         {"optimizer": 1.0, "params": 1.0},
         True,
         "parameters and moments cross the host link",
@@ -240,12 +212,13 @@ def _params_to_host(case: Case) -> Lever | None:
 
 def _expert_room(case: Case) -> Lever | None:
     """Room for fewer rows of experts than could come."""
-    room, found = room_of(case), smaller(case)
-    if room is None or found is None:
+    shape = case.routing
+    found = smaller_room(*shape) if shape else None
+    if shape is None or found is None:
         return None
-    factor, less = found
+    room, (factor, less) = room_for(*shape), found
     return Lever(
-        {MODEL_CAPACITY_FACTOR: f"{factor:g}"},
+        {"model.capacity_factor": f"{factor:g}"},
         dict.fromkeys(("residuals", "workspace", "collectives"), 1 - less.rows / room.rows),
         False,
         f"rows of experts beyond {factor:g} times the mean are dropped",
@@ -253,37 +226,37 @@ def _expert_room(case: Case) -> Lever | None:
 
 
 def _narrow_compute(case: Case) -> Lever | None:
-    if case.flat[PRECISION_PRESET] != "fp32":
+    if case.flat["precision.preset"] != "fp32":
         return None
-    return Lever({PRECISION_PRESET: "bf16"}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "changes the arithmetic")
+    return Lever({"precision.preset": "bf16"}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "changes the arithmetic")
 
 
 def _narrow_base(case: Case) -> Lever | None:
     """Frozen weights in 4 bits; tables, and what is left in 16 bits, are not told from matrices here."""
-    if not case.adapters or case.flat[LORA_BASE] == "nf4":
+    if not case.adapters or case.flat["lora.base"] == "nf4":
         return None
-    left = BASES["nf4"].size() / BASES[case.flat[LORA_BASE]].size()
-    return Lever({LORA_BASE: "nf4"}, {"frozen": 1 - left}, False, "frozen weights are rounded to 4 bits")
+    left = BASES["nf4"].size() / BASES[case.flat["lora.base"]].size()
+    return Lever({"lora.base": "nf4"}, {"frozen": 1 - left}, False, "frozen weights are rounded to 4 bits")
 
 
 def _narrow_moments(case: Case) -> Lever | None:
-    if case.flat[OPTIMIZER_NAME] != "adamw" or case.adapters:
+    if case.flat["optimizer.name"] != "adamw" or case.adapters:
         return None
-    return Lever({OPTIMIZER_NAME: "adamw_8bit"}, {"optimizer": 0.75}, False, "changes the arithmetic")
+    return Lever({"optimizer.name": "adamw_8bit"}, {"optimizer": 0.75}, False, "changes the arithmetic")
 
 
 def _fused_update(case: Case) -> Lever | None:
     closed = (
-        case.flat[OPTIMIZER_FUSED_BACKWARD],
+        case.flat["optimizer.fused_backward"],
         case.micro_steps > 1,
-        not case.flat[MODEL_SCAN],
+        not case.flat["model.scan"],
         not case.by_layer,
-        case.flat[REMAT_POLICY] == "sqrt",
+        case.flat["remat.policy"] == "sqrt",
     )
     if any(closed):
         return None
     return Lever(
-        {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"},
+        {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
         {"gradients": 1.0},
         False,
         "each layer is clipped by its own norm",
@@ -291,25 +264,25 @@ def _fused_update(case: Case) -> Lever | None:
 
 
 def _narrow_params(case: Case) -> Lever | None:
-    if case.flat[PRECISION_PRESET] != "bf16" or case.adapters:
+    if case.flat["precision.preset"] != "bf16" or case.adapters:
         return None
     return Lever(
-        {PRECISION_PRESET: "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False, "no float32 master parameters"
+        {"precision.preset": "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False, "no float32 master parameters"
     )
 
 
 def _smaller_batch(case: Case) -> Lever | None:
-    micro = case.flat[BATCH_MICRO]
+    micro = case.flat["batch.micro"]
     if micro < 2 or case.accumulates:
         return None
-    return Lever({BATCH_MICRO: str(micro // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "a smaller batch per update")
+    return Lever({"batch.micro": str(micro // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "a smaller batch per update")
 
 
 def _shorter(case: Case) -> Lever | None:
-    length = case.flat[DATA_SEQ_LEN]
+    length = case.flat["data.seq_len"]
     if length < 2 or length % 2:
         return None
-    return Lever({DATA_SEQ_LEN: str(length // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "shorter sequences")
+    return Lever({"data.seq_len": str(length // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "shorter sequences")
 
 
 # In the order of what they cost: first time, little of it, then much; then those that change the loss curve.

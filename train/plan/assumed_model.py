@@ -7,61 +7,43 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bytescope.memory.config_keys import (
-    MODEL_ATTENTION_KIND,
-    MODEL_CAPACITY_FACTOR,
-    MODEL_D_EXPERT,
-    MODEL_D_FF,
-    MODEL_D_HEAD,
-    MODEL_D_MODEL,
-    MODEL_DENSE_LAYERS,
-    MODEL_DROPOUT,
-    MODEL_EXPERTS,
-    MODEL_EXPERTS_PER_TOKEN,
-    MODEL_MLA_D_ROPE,
-    MODEL_MLA_D_VALUE,
-    MODEL_MLA_Q_RANK,
-    MODEL_MLP,
-    MODEL_MOE_EVERY,
-    MODEL_MOE_KERNEL,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    MODEL_N_LAYERS,
-    MODEL_POST_NORMS,
-    MODEL_QK_NORM,
-    MODEL_SHARED_EXPERTS,
-    MODEL_TIE_EMBEDDINGS,
-    MODEL_VOCAB_SIZE,
-)
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas.expert_formulas import Experts
+from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What a config says itself and --params leaves open: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": (MODEL_N_LAYERS, "layers of the model"),
-    "d-model": (MODEL_D_MODEL, "width of the residual stream"),
-    "heads": (MODEL_N_HEADS, "number of attention heads"),
-    "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
-    "d-head": (MODEL_D_HEAD, "width of a head (default: d-model / heads)"),
-    "d-ff": (MODEL_D_FF, "width of the MLP (default: four times d-model)"),
-    "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
+    "layers": ("model.n_layers", "layers of the model"),
+    "d-model": ("model.d_model", "width of the residual stream"),
+    "heads": ("model.n_heads", "number of attention heads"),
+    "kv-heads": ("model.n_kv_heads", "number of key/value heads"),
+    "d-head": ("model.d_head", "width of a head (default: d-model / heads)"),
+    "d-ff": ("model.d_ff", "width of the MLP (default: four times d-model)"),
+    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
 }
 # The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
 KINDS = {
-    "gated": ("gated", True, MODEL_MLP, "a gated MLP of three matrices"),
-    "untied": ("tied", False, MODEL_TIE_EMBEDDINGS, "a head with a matrix of its own"),
-    "dropout": ("dropout", True, MODEL_DROPOUT, "masks of dropout are kept"),
-    "qk-norm": ("qk_norm", True, MODEL_QK_NORM, "each head's queries and keys are normed"),
-    "post-norms": ("post_norms", True, MODEL_POST_NORMS, "what attention and MLP add to the residual stream is normed"),
+    "gated": ("gated", True, "model.mlp", "a gated MLP of three matrices"),
+    "untied": ("tied", False, "model.tie_embeddings", "a head with a matrix of its own"),
+    "dropout": ("dropout", True, "model.dropout", "masks of dropout are kept"),
+    "qk-norm": ("qk_norm", True, "model.qk_norm", "each head's queries and keys are normed"),
+    "post-norms": (
+        "post_norms",
+        True,
+        "model.post_norms",
+        "what attention and MLP add to the residual stream is normed",
+    ),
 }
 
 
-class Part(NamedTuple):
-    """A flag of experts or of latent attention. field: of `Experts` or `Latent`; key: the config's; summary: what it
-    is; least, default: its values; kind: its type."""
+class ShapeFlag(NamedTuple):
+    """A flag of experts or of latent attention.
+
+    field: of `ExpertShape` or `Latent`. key: of the config. summary: help text. least: minimum. default: value where
+    the flag is not given. kind: type of the value.
+    """
 
     field: str
     key: str
@@ -73,22 +55,26 @@ class Part(NamedTuple):
 
 # What experts are, and what latent attention is: flag -> its part, the first one that without which there is neither.
 EXPERTS = {
-    "experts": Part("count", MODEL_EXPERTS, "number of routed experts of a layer"),
-    "experts-per-token": Part("per_token", MODEL_EXPERTS_PER_TOKEN, "routed experts that a token goes to", 1, 2),
-    "d-expert": Part("width", MODEL_D_EXPERT, "width of an expert (default, and 0: that of the MLP)"),
-    "shared-experts": Part("shared", MODEL_SHARED_EXPERTS, "experts that every token goes to"),
-    "dense-layers": Part("dense_layers", MODEL_DENSE_LAYERS, "first layers without experts"),
-    "moe-every": Part("every", MODEL_MOE_EVERY, "of the layers after those, each so manieth has experts", 1, 1),
-    "capacity": Part(
-        "capacity", MODEL_CAPACITY_FACTOR, "rows that there is room for over their mean, 0: no limit", kind=float
+    "experts": ShapeFlag("count", "model.experts", "number of routed experts of a layer"),
+    "experts-per-token": ShapeFlag("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
+    "d-expert": ShapeFlag("width", "model.d_expert", "width of an expert (default, and 0: that of the MLP)"),
+    "shared-experts": ShapeFlag("shared", "model.shared_experts", "experts that every token goes to"),
+    "dense-layers": ShapeFlag("dense_layers", "model.dense_layers", "first layers without experts"),
+    "moe-every": ShapeFlag("every", "model.moe_every", "of the layers after those, each so manieth has experts", 1, 1),
+    "capacity": ShapeFlag(
+        "capacity", "model.capacity_factor", "rows that there is room for over their mean, 0: no limit", kind=float
     ),
-    "expert-slots": Part("slots", MODEL_MOE_KERNEL, "each expert has as much room, more rows are dropped", kind=bool),
+    "expert-slots": ShapeFlag(
+        "slots", "model.moe_kernel", "each expert has as much room, more rows are dropped", kind=bool
+    ),
 }
 LATENT = {
-    "mla-kv-rank": Part("rank", MODEL_ATTENTION_KIND, "width of the latent of keys and values, of latent attention"),
-    "mla-q-rank": Part("query_rank", MODEL_MLA_Q_RANK, "width of the latent of queries, 0: none"),
-    "mla-d-rope": Part("rotary", MODEL_MLA_D_ROPE, "width of a head's part with the rotary position", 1, 64),
-    "mla-d-value": Part("value", MODEL_MLA_D_VALUE, "width of a head's values", 1, 128),
+    "mla-kv-rank": ShapeFlag(
+        "rank", "model.attention_kind", "width of the latent of keys and values, of latent attention"
+    ),
+    "mla-q-rank": ShapeFlag("query_rank", "model.mla_q_rank", "width of the latent of queries, 0: none"),
+    "mla-d-rope": ShapeFlag("rotary", "model.mla_d_rope", "width of a head's part with the rotary position", 1, 64),
+    "mla-d-value": ShapeFlag("value", "model.mla_d_value", "width of a head's values", 1, 128),
 }
 
 
@@ -100,8 +86,8 @@ def parse_count(text: str) -> float:
     """
     match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
     try:
-        return float(match[1]) * SUFFIXES[match[2]]
-    except (TypeError, ValueError):
+        return float(match[1] if match else "") * SUFFIXES[match[2] if match else ""]
+    except ValueError:
         raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
 
 
@@ -115,7 +101,9 @@ def assumed(args: Mapping[str, Any]) -> Question:
         parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
     )
     heads = given["heads"] or model.heads
-    kinds = {field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]}
+    kinds: dict[str, Any] = {
+        field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]
+    }
     model = dataclasses.replace(
         model,
         heads=heads,
@@ -130,12 +118,12 @@ def assumed(args: Mapping[str, Any]) -> Question:
     return Question(
         parameters,
         dataclasses.replace(
-            model, experts=Experts(**experts) if experts else None, latent=Latent(**latent) if latent else None
+            model, experts=ExpertShape(**experts) if experts else None, latent=Latent(**latent) if latent else None
         ),
     )
 
 
-def _parts(args: Mapping[str, Any], table: Mapping[str, Part]) -> dict[str, Any]:
+def _parts(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
     """Field -> value of the flags of a table, {} where its first is not given. Raises ReportError for others then."""
     given = {flag: number(args, flag, part.least) for flag, part in table.items()}
     first = next(iter(table))

@@ -1,0 +1,139 @@
+"""`ModelFacts`: what a trainer says of its program, in numbers and names that no trainer owns.
+
+Formulas, the state ledger and the findings read these facts beside a compiled program. The trainer of this repository
+fills them from its config (train/plan/model_facts.py); an adapter of another trainer fills the same fields. Plain data:
+no compiler, no jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from bytescope.memory.formulas.memory_estimate import Question
+
+# What the devices along a mesh axis are to a training step. `replica`, `state` and `expert` ranks read different
+# sequences; `state`, `expert` and `sequence` ranks shard training state under ZeRO; `expert` ranks share the routed
+# experts, `sequence` ranks a sequence, `tensor` ranks heads, MLP width and vocabulary; `stage`: of a pipeline.
+AXIS_ROLES = ("stage", "replica", "state", "expert", "sequence", "tensor")
+BATCH_ROLES = ("replica", "state", "expert")
+STATE_ROLES = ("state", "expert", "sequence")
+
+
+@dataclasses.dataclass(frozen=True)
+class RematSegment:
+    """Consecutive layers under one remat policy.
+
+    Fields:
+        layers: their number. policy: what the trainer calls the policy, for messages.
+        everything: nothing is recomputed.
+        save, offload: names of `rematerialized.NAMED` that are kept on the device and in host memory; the input of a
+            block is always kept.
+        known: whether these names are all that is kept. If not, only the compiler knows.
+        groups: of a nested checkpoint (Chen et al. 2016, arXiv 1604.06174), around whole layers; 0 for none.
+    """
+
+    layers: int
+    policy: str = ""
+    everything: bool = False
+    save: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    known: bool = True
+    groups: int = 0
+
+    @property
+    def forward_passes(self) -> int:
+        """How often the backward pass repeats a block's forward pass, in whole or in part."""
+        if self.everything:
+            return 0
+        return 2 if self.groups else 1
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether a block keeps nothing but its input."""
+        return self.known and not self.everything and not (self.save | self.offload) - {"block_in"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The schedule of a pipeline whose stages run one program.
+
+    Fields:
+        ticks: turns of its loop in one step. bends: virtual stages turn back at the last stage, as in a V.
+        slots: micro-batches of one chunk whose residuals each stage holds at once. bubble: share of time a stage idles.
+        v_share: residuals that each stage allocates with two chunks placed as a V, as a share of today's; None if the
+            schedule is that V, or the layers are too few. v_bubble: the bubble then.
+    """
+
+    ticks: int
+    bends: bool
+    slots: tuple[int, ...]
+    bubble: float
+    v_share: Fraction | None = None
+    v_bubble: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A training step as its trainer describes it.
+
+    Fields:
+        question: shapes, layout, work, precision and optimizer of the step, as the formulas take them; `batch` counts
+            whole sequences, also where devices share a sequence. None: a part of it has no formula.
+        no_formula: why the step has no formula, in one line; "" if it has one.
+        mesh: axis -> devices, the last axis over neighbours. roles: axis -> its row of AXIS_ROLES.
+        micro_steps: micro-batches of one update, the most of any; accumulates_inside: one call of the step takes all.
+        segments: all layers in order, by remat policy. policy: of the layers without a range of their own.
+        kernel_outside: the attention kernel lies outside a block's checkpoint, and keeps what its gradient reads.
+        halves: attention and MLP of a block are checkpointed one by one.
+        skips_masked: the attention kernel skips blocks of scores that the mask hides.
+        sent_parameter, sent_gradient: bytes of one on its way to other devices; parameter 0: the collectives have no
+            formula; gradient 0: in the dtype that makes it.
+        exchange: row of `expert_exchange.EXCHANGES` by which tokens reach their experts; "" for none with a formula.
+        expert_rows: experts compute rows of a size that is known before the tokens are.
+        pipeline: its schedule; None for one stage.
+        compute: dtype of the matrix products, "bfloat16".
+        asked_of_host: what the trainer was asked to keep in host memory, in its words.
+    """
+
+    question: Question | None
+    no_formula: str = ""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    micro_steps: int = 1
+    accumulates_inside: bool = False
+    segments: tuple[RematSegment, ...] = ()
+    policy: RematSegment = RematSegment(0)
+    kernel_outside: bool = False
+    halves: bool = False
+    skips_masked: bool = False
+    sent_parameter: int = 0
+    sent_gradient: int = 0
+    exchange: str = ""
+    expert_rows: bool = False
+    pipeline: Pipeline | None = None
+    compute: str = ""
+    asked_of_host: tuple[str, ...] = ()
+
+    def axes(self, *roles: str, mesh: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Axis -> devices of the axes with these roles and more than one device; `mesh`: another one's."""
+        sizes = self.mesh if mesh is None else mesh
+        return {axis: size for axis, size in sizes.items() if size > 1 and self.roles.get(axis) in roles}
+
+    def devices(self, *roles: str, mesh: Mapping[str, int] | None = None) -> int:
+        """Devices along the axes with these roles."""
+        return math.prod(self.axes(*roles, mesh=mesh).values())
+
+    @property
+    def micro_steps_per_call(self) -> int:
+        """Micro-batches of one call of the step."""
+        return self.micro_steps if self.accumulates_inside else 1
+
+    @property
+    def starts(self) -> Iterator[tuple[int, RematSegment]]:
+        """(first layer, segment) of each segment."""
+        ends = itertools.accumulate((segment.layers for segment in self.segments), initial=0)
+        return zip(ends, self.segments)

@@ -1,1 +1,0 @@
-"""Schedules of pipelines: which stage does what in which tick, where residuals lie, and the figures of it. No jax."""

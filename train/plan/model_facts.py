@@ -1,0 +1,346 @@
+"""A config as `memory` takes it: the facts beside a program, and the question of the calculator.
+
+In: the flat config (dotted key -> value) and how the trainer settled it. Out: `ModelFacts` for reports and formulas, a
+`Question` for `bytescope estimate`. The names of the tables are in state_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import transformer_formulas
+from bytescope.memory.formulas.adapter_formulas import Adapters
+from bytescope.memory.formulas.expert_formulas import ExpertShape
+from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
+from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedule_figures import held_share, simulate
+from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.plan.state_rows import (
+    ATTENTION_KINDS,
+    GATED,
+    GATHERED,
+    KERNELS,
+    NAMED_POLICIES,
+    NESTED_POLICIES,
+    OPTIMIZERS,
+    PRECISIONS,
+    PRODUCT_POLICIES,
+    SENT_GRADIENTS,
+    ZERO_STAGES,
+)
+
+# Axis of the mesh -> what its devices are to a step, in the order in which the axes lie over the devices.
+ROLES = {
+    "stage": "stage",
+    "data": "replica",
+    "fsdp": "state",
+    "expert": "expert",
+    "context": "sequence",
+    "tensor": "tensor",
+}
+# Axes whose ranks read different sequences.
+BATCH_AXES = tuple(axis for axis, role in ROLES.items() if role in BATCH_ROLES)
+# The factor of model.moe_kernel=capacity if model.capacity_factor is 0.
+CAPACITY = 1.25
+# (offload.optimizer, offload.params) -> row of the formulas.
+OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
+# The pipeline whose stages all hold the same, and its chunks of a stage.
+EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
+
+
+def model_facts(
+    flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
+) -> ModelFacts:
+    """The facts of a config's step.
+
+    Args:
+        flat: dotted key -> value.
+        settled: what the program made of it (`Adapter.settled`): kernel, mesh and `segments`. None: as the config says.
+        platform: of the target. devices: for an axis of the mesh that is -1 and not settled; 0 counts it as 1.
+    """
+    config = {**flat, **(settled or {})}
+    mesh = mesh_of(config, devices)
+    ranks = 1
+    for axis in BATCH_AXES:
+        ranks *= mesh[axis]
+    preset, model, stages = config["precision.preset"], model_of(config), mesh["stage"]
+    # With adapters or frozen parameters only a part has gradients to reduce.
+    changed = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    changed = changed or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
+    steps = accumulation(config, ranks)
+    schedule = None
+    if stages > 1:
+        schedule = make_schedule(config["pipeline.schedule"], stages, steps, config["pipeline.virtual"])
+    segments = _segments(config)
+    question, why = None, _without_formula(config)
+    try:
+        question = _question(config, mesh, schedule)
+    except ReportError as error:
+        why = str(error)
+    return ModelFacts(
+        question=question,
+        no_formula=why,
+        mesh=mesh,
+        roles=ROLES,
+        micro_steps=steps,
+        accumulates_inside=config["batch.mode"] == "scan",
+        segments=segments,
+        policy=_policy(config, segments),
+        kernel_outside=config["model.attention"] == "cudnn",
+        halves=config["remat.granularity"] == "parts",
+        skips_masked=config["model.attention"] == "chunked",
+        sent_parameter=PRECISIONS[preset].activation if preset in GATHERED and not changed else 0,
+        sent_gradient=SENT_GRADIENTS.get(preset, 0),
+        exchange=_exchange(config, platform) if model.experts else "",
+        expert_rows=config["model.moe_kernel"] != "dense",
+        pipeline=_pipeline(schedule, model.layers) if schedule else None,
+        compute=config["precision.compute"] or {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16"),
+        asked_of_host=_asked_of_host(config),
+    )
+
+
+def question_of(flat: Mapping[str, Any]) -> Question:
+    """The question that a config (dotted key -> value) asks of the calculator; -1 in its mesh counts as 1 device.
+
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
+    latter holds its shard of the activations is left to the caller.
+
+    Raises:
+      ReportError: a config that names what the formulas do not know.
+    """
+    if why := _without_formula(flat):
+        raise ReportError(why)
+    mesh, schedule = mesh_of(flat), None
+    if mesh["stage"] > 1:
+        ranks = mesh["fsdp"] * mesh["expert"] * mesh["context"] * mesh["data"]
+        steps = accumulation(flat, ranks)
+        schedule = make_schedule(flat["pipeline.schedule"], mesh["stage"], steps, flat["pipeline.virtual"])
+    return _question(flat, mesh, schedule)
+
+
+def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
+    """Axis -> size; an axis of -1 takes the rest of the `devices`, 1 where nobody knows them."""
+    # A report that was written before there was an axis has no key of it.
+    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}
+    known = 1
+    for size in sizes.values():
+        known *= max(size, 1)
+    rest = max(devices // known, 1)
+    return {axis: size if size > 0 else rest for axis, size in sizes.items()}
+
+
+def accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Micro-steps per update on `ranks` data-parallel ranks; of a schedule the most."""
+    if tokens := config.get("batch.tokens", 0):
+        return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
+    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
+    return max(scheduled, default=config.get("batch.accumulation", 1))
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def model_of(config: Mapping[str, Any]) -> ModelShape:
+    """The model of a config (dotted key -> value)."""
+    m, latent, adapters = _model_keys(config), None, None
+    if m["attention_kind"] == "mla":
+        latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
+    if config["lora.rank"]:
+        adapters = Adapters(config["lora.rank"], tuple(config["lora.targets"]), config["lora.base"])
+    return ModelShape(
+        m["n_layers"],
+        m["d_model"],
+        m["n_heads"],
+        m["n_heads"] if latent else m["n_kv_heads"],
+        m["d_head"],
+        m["d_ff"],
+        -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"],
+        gated=m["mlp"] in GATED,
+        dropout=m["dropout"] > 0,
+        tied=m["tie_embeddings"],
+        qk_norm=m["qk_norm"],
+        post_norms=m["post_norms"],
+        adapters=adapters,
+        experts=experts_of(config),
+        latent=latent,
+    )
+
+
+def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
+    """The experts of a config (dotted key -> value); None if every MLP is dense."""
+    m = _model_keys(config)
+    if not m["experts"]:
+        return None
+    slots = m["moe_kernel"] == "capacity"
+    return ExpertShape(
+        m["experts"],
+        m["experts_per_token"],
+        m["d_expert"] or m["d_ff"],
+        m["shared_experts"],
+        m["dense_layers"],
+        m["moe_every"],
+        m["capacity_factor"] or CAPACITY * slots,
+        slots,
+    )
+
+
+def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The group `model` of a config, without its prefix."""
+    return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
+
+
+# ---- the question ---------------------------------------------------------------------------------------------------
+
+
+def _without_formula(config: Mapping[str, Any]) -> str:
+    """Why no formula covers a config, "" if one does."""
+    for key, table in (
+        ("precision.preset", PRECISIONS),
+        ("optimizer.name", OPTIMIZERS),
+        ("model.attention", KERNELS),
+        ("model.attention_kind", ATTENTION_KINDS),
+        ("mesh.strategy", ZERO_STAGES),
+    ):
+        if config[key] not in table:
+            return f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
+    if frozen := config["optimizer.freeze"]:
+        return f"optimizer.freeze={','.join(frozen)} has no formula: bytescope report compiles it"
+    return ""
+
+
+def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
+    """The question of a config on a mesh without -1. Raises ReportError for a row that no table has."""
+    model, m = model_of(config), _model_keys(config)
+    shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
+    shared = config["mesh.fsdp"] == -1 or shards > 1
+    stages = mesh["stage"]
+    try:
+        precision, optimizer = PRECISIONS[config["precision.preset"]], OPTIMIZERS[config["optimizer.name"]]
+        kernel, stage = KERNELS[m["attention"]], ZERO_STAGES[config["mesh.strategy"]]
+    except KeyError as error:
+        raise ReportError(_without_formula(config)) from error
+    layout = StepLayout(
+        mesh["tensor"],
+        config["mesh.sequence_parallel"] and mesh["tensor"] > 1,
+        shards if shared else mesh["data"],
+        zero=stage if shared else 0,
+        expert=mesh["expert"],
+        pipeline=stages,
+        interleave=config["pipeline.virtual"] if stages > 1 else 1,
+        stash=float(held_share(schedule, model.layers)) if schedule else 0.0,
+    )
+    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
+    short = (config["precision.preset"] == "fp32" or m["attention_softcap"]) and config["data.seq_len"] <= 1024
+    return Question(
+        transformer_formulas.parameter_count(model),
+        model,
+        layout,
+        config["data.seq_len"],
+        config["batch.micro"],
+        precision,
+        optimizer,
+        kernel or ("naive" if model.dropout or short else "flash"),
+        config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
+        m["mlp_chunk"] * config["batch.micro"],
+        OFFLOADS[config["offload.optimizer"], config["offload.params"]],
+        config["optimizer.fused_backward"],
+    )
+
+
+# ---- remat, experts and stages --------------------------------------------------------------------------------------
+
+
+def segment(
+    policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
+) -> RematSegment:
+    """Layers under a row of remat.policy; groups: of a nested policy. save, offload: the names that it keeps."""
+    if policy in PRODUCT_POLICIES:
+        from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
+
+        products = (*PRODUCTS, *EXPERT_PRODUCTS, "router_logits")
+        save, offload = (save, (*offload, *products)) if policy == "offload_dots" else ((*save, *products), offload)
+    return RematSegment(
+        layers,
+        policy,
+        everything=policy == "none",
+        save=frozenset(save),
+        offload=frozenset(offload),
+        known=policy in NAMED_POLICIES + PRODUCT_POLICIES,
+        groups=groups if policy in NESTED_POLICIES else 0,
+    )
+
+
+def named_segment(policy: str, layers: int) -> RematSegment:
+    """Layers under a row of remat.policy with the names of its table; `auto` and `custom` have none of their own."""
+    from bytescope.model.remat.policies import POLICIES
+
+    row = POLICIES.get(policy)
+    if row is None:
+        return segment(policy, layers)
+    return segment(policy, layers, 1, [name for name in row.names if name not in row.moved], row.moved)
+
+
+def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
+    """The layers of a config by remat policy; () for `auto` that nobody settled."""
+    if "segments" in config:
+        parts = config["segments"]
+        return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
+    if config["remat.policy"] == "auto":
+        return ()
+    from bytescope.model.remat.policies import POLICIES, RematPlan
+
+    save, offload, ranges = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
+    segments = []
+    for part in RematPlan(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
+        policy, row = part.name if part.name in POLICIES else "custom", part.policy
+        saved = [name for name in row.names if name not in row.moved]
+        segments.append(segment(policy, part.stop - part.start, part.groups, saved, row.moved))
+    return tuple(segments)
+
+
+def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
+    """The policy of the layers that remat.layers does not name."""
+    policy, layers = config["remat.policy"], config["model.n_layers"]
+    if policy == "custom":
+        return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
+    if len(segments) == 1 and segments[0].policy == policy:
+        return segments[0]
+    return named_segment(policy, layers)
+
+
+def _exchange(config: Mapping[str, Any], platform: str) -> str:
+    """How the layout exchanges rows of experts (`StepLayout.exchange`); "" where the CPU emulates it."""
+    asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
+    if asked == "auto" and config["model.moe_kernel"] == "capacity":
+        return "all_to_all"
+    if asked == "auto":
+        return "allgather" if on_cpu else "ragged_all_to_all"
+    return "" if on_cpu and asked == "ragged_all_to_all" else asked
+
+
+def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
+    v_share, v_bubble = None, 0.0
+    if schedule.name != EVEN_SCHEDULE:
+        try:
+            even = make_schedule(EVEN_SCHEDULE, schedule.stages, schedule.micro_batches, EVEN_CHUNKS)
+            v_share = held_share(even, layers) / held_share(schedule, layers)
+            v_bubble = simulate(even).bubble
+        except ReportError:  # too few layers for two chunks a stage
+            v_share = None
+    return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, simulate(schedule).bubble, v_share, v_bubble)
+
+
+def _asked_of_host(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a config asks to keep in host memory: its keys, and the remat policy."""
+    keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
+    words: list[Any] = []
+    for key, value in config.items():
+        if key.startswith("remat."):
+            words += value if isinstance(value, list | tuple) else [value]
+    by_policy = any(isinstance(word, str) and "offload" in word for word in words)
+    return (*keys, *(["the policy"] if by_policy else []))
