@@ -2,6 +2,6 @@
 
 In: a function from overrides and a target to a program (`program_factory.py` says what it may return), and a grid of
 overrides. Out: rows of figures. A variant is a job (`jobs.py`); `worker_pool.py` hands jobs to processes that run
-`worker.py`, and `row_cache.py` keeps finished rows on disk. Start at `worker_pool.py` for how a program is compiled, at
-`compare_rows.py` for what is kept of it.
+`worker.py`, and `row_cache.py` keeps finished rows on disk. Start at `worker_pool.py` for how a program is compiled,
+and at `compare_rows.py` for what is kept of it.
 """
