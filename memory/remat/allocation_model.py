@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from bytescope.memory.remat.problem import Tried
+from bytescope.memory.remat.remat_problem import Tried
 
 # Bytes allocated per byte kept: the most that are assumed, and so few that the peak must be elsewhere.
 STEEPEST, FLAT = 2.0, 0.5

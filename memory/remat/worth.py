@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.patterns import MOST_NAMES
-from bytescope.memory.remat.recognition import Value
+from bytescope.memory.remat.kept_patterns import MOST_NAMES
+from bytescope.memory.remat.layer_graph import Block, Step
+from bytescope.memory.remat.remat_policy import Value
 
 # FLOPs that a value has to save per byte: below, it is elementwise work that was written as a product.
 LEAST_SAVED = 4.0

@@ -13,14 +13,14 @@ from bytescope.memory.devices import limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program.compilation import compiled_for
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.ilp import Passes, Plan
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.problem import Compiled, Problem
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.search import FULL, NONE
-from bytescope.memory.remat.values import Values, values_of
+from bytescope.memory.remat.kept_patterns import Rates
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import Values, values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import Compiled, Problem
+from bytescope.memory.remat.remat_search import FULL, NONE
+from bytescope.memory.remat.remat_solver import Passes, Plan
 from bytescope.memory.report.report_object import Report
 
 # What comes with jax: the search's name -> that of `jax.checkpoint_policies`.

@@ -4,8 +4,8 @@
     print(plan)
     block = jax.checkpoint(block, policy=plan.policy)      # or flax.linen.remat(Block, policy=plan.policy)
 
-The loss is traced once; its layers are found in the jaxpr (remat/layers.py), what they can keep is read from jax's own
-derivative (remat/values.py), and the search of remat/search.py compiles the gradient with a policy for each plan that
+The loss is traced once; its layers are found in the jaxpr (remat/layer_discovery.py), what they can keep is read from jax's own
+derivative (remat/layer_values.py), and the search of remat/remat_search.py compiles the gradient with a policy for each plan that
 it tries, beside the policies that come with jax.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import Layer
-from bytescope.memory.remat.problem import Outcome, Tried
-from bytescope.memory.remat.recognition import RematPolicy, Value
-from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.remat.layer_discovery import Layer
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy, Value
+from bytescope.memory.remat.remat_problem import Outcome, Tried
+from bytescope.memory.remat.remat_search import FULL, Search
 from bytescope.memory.report import remat_account
 from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of, written
 from bytescope.memory.report.report_object import Report

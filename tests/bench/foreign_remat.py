@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.problem import Tried
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.search import Search
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import Tried
+from bytescope.memory.remat.remat_search import Search
 from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan, plan_of
 from bytescope.memory.units import human

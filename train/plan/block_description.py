@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bytescope.memory.remat.block_graph import Block, block_of
-from bytescope.memory.remat.ilp import MOST_RANGES
+from bytescope.memory.remat.layer_graph import Block, block_of
+from bytescope.memory.remat.remat_solver import MOST_RANGES
 from bytescope.model.names import NAMES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL

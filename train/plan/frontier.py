@@ -29,8 +29,8 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row, thrift
 from bytescope.memory.compare.grids import as_text
-from bytescope.memory.remat.problem import Tried
-from bytescope.memory.remat.search import Search
+from bytescope.memory.remat.remat_problem import Tried
+from bytescope.memory.remat.remat_search import Search
 from bytescope.memory.seconds import ranking
 from bytescope.train.plan.config_grid import POLICY, ConfigRow
 from bytescope.train.plan.trials import Stopped, Trials

@@ -1,6 +1,6 @@
 """Settles `remat.policy=auto`: the config of the step with the least recomputation that fits the budget.
 
-The search is memory/remat/search.py; this module describes the program to it and compiles what it asks for.
+The search is memory/remat/remat_search.py; this module describes the program to it and compiles what it asks for.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.remat.ilp import Plan
-from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
-from bytescope.memory.remat.search import FULL, NONE, Search
+from bytescope.memory.remat.remat_problem import Compiled, Problem, Tried, problem_of
+from bytescope.memory.remat.remat_search import FULL, NONE, Search
+from bytescope.memory.remat.remat_solver import Plan
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO, POLICIES
@@ -91,7 +91,7 @@ class Compiler:
     def _one(self, plan: Plan) -> Compiled:
         keys = plan.keys()
         try:
-            full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
+            full = keys["remat.policy"] == FULL and keys["remat.layer_discovery"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search leaves out a plan that cannot run
             return Compiled(status=" ".join(str(error).split()))

@@ -15,10 +15,10 @@ from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.block_graph import Block
-from bytescope.memory.remat.ilp import Plan, remat_keys
-from bytescope.memory.remat.problem import Compiled, Tried, problem_of
-from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.remat.layer_graph import Block
+from bytescope.memory.remat.remat_problem import Compiled, Tried, problem_of
+from bytescope.memory.remat.remat_search import FULL, Search
+from bytescope.memory.remat.remat_solver import Plan, remat_keys
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
@@ -128,7 +128,7 @@ class Trials:
         """The search for the least recomputation of a variant.
 
         Args:
-            cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+            cost: a row of `memory.remat.remat_solver.COSTS`. offload: whether tensors may go to host memory.
             tell: called with each plan as it is compiled.
 
         Raises:

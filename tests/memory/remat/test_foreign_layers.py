@@ -14,11 +14,11 @@ import pytest
 
 from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates, kept_under
-from bytescope.memory.remat.recognition import RematPolicy, Wanted
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.kept_patterns import Rates, kept_under
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy, Wanted
 from support.models import plain as foreign
 
 pytestmark = pytest.mark.quick

@@ -7,11 +7,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates, kept_under
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.kept_patterns import Rates, kept_under
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
 
 pytestmark = pytest.mark.quick
 RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)

@@ -10,10 +10,10 @@ from bytescope import memory
 from bytescope.memory import ReportError
 from bytescope.memory.analysis import analyze
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.ilp import Plan
-from bytescope.memory.remat.patterns import Pattern
-from bytescope.memory.remat.problem import Compiled, Outcome, Tried
-from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.kept_patterns import Pattern
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import Compiled, Outcome, Tried
+from bytescope.memory.remat.remat_solver import Plan
 from bytescope.memory.report import remat_account
 from bytescope.memory.report.remat_compiler import Built, PolicyCompiler
 from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats

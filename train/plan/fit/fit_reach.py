@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.remat.ilp import remat_keys
-from bytescope.memory.remat.search import FULL
+from bytescope.memory.remat.remat_search import FULL
+from bytescope.memory.remat.remat_solver import remat_keys
 from bytescope.train.plan.fit.fit_step import Step, judged
 from bytescope.train.plan.fit.fit_walk import Walk
 from bytescope.train.plan.trials import Stopped

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
-from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
+from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, Search, Tried
+from bytescope.memory.remat.remat_solver import Plan, remat_keys, with_name
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words

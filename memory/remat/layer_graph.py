@@ -2,7 +2,7 @@
 
 Read from the jaxpr of a gradient without any remat policy. Autodiff of a loop over blocks stacks exactly the values
 that the backward loop reads; walked from there to the names and to the block's inputs, the graph tells for every
-choice of names what would be kept and what recomputed, the way `jax.checkpoint` decides it (remat/patterns.py). The
+choice of names what would be kept and what recomputed, the way `jax.checkpoint` decides it (remat/kept_patterns.py). The
 graph itself is plain data: it crosses processes as JSON.
 """
 

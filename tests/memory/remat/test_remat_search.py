@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.ilp import Passes, Plan
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.search import CLOSE, FULL, NONE, Compiled, Problem, Search
+from bytescope.memory.remat.kept_patterns import Rates
+from bytescope.memory.remat.layer_graph import Block, Step
+from bytescope.memory.remat.remat_search import CLOSE, FULL, NONE, Compiled, Problem, Search
+from bytescope.memory.remat.remat_solver import Passes, Plan
 from bytescope.memory.seconds.ranking import TIE
 
 pytestmark = pytest.mark.quick

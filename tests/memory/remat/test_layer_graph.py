@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from bytescope.memory import ReportError
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.block_graph import Block, Step, block_of
-from bytescope.memory.remat.patterns import Rates, everything, kept_under, patterns_of
+from bytescope.memory.remat.kept_patterns import Rates, everything, kept_under, patterns_of
+from bytescope.memory.remat.layer_graph import Block, Step, block_of
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import fixed_policies
 from bytescope.train.program.config_files import load, override

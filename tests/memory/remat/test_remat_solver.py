@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.ilp import COSTS, Passes, Plan, solve
-from bytescope.memory.remat.patterns import Pattern, Rates, patterns_of, undominated
+from bytescope.memory.remat.kept_patterns import Pattern, Rates, patterns_of, undominated
+from bytescope.memory.remat.layer_graph import Block, Step
+from bytescope.memory.remat.remat_solver import COSTS, Passes, Plan, solve
 from bytescope.model.remat.policies import RematPlan
 
 pytestmark = pytest.mark.quick
@@ -101,7 +101,7 @@ def test_blocks_that_keep_most_come_last():
     patterns = [Pattern(9, 0.0, save=("up",)), Pattern(1, 1.0)]
     plan = solve(patterns, 8, 8 * 1 + 3 * 8)
     assert plan.ranges == ((patterns[1], 5), (patterns[0], 3))
-    assert plan.keys() == {"remat.policy": "full", "remat.layers": "(0-5:full,5-8:up)", **NAMES_BACK}
+    assert plan.keys() == {"remat.policy": "full", "remat.layer_discovery": "(0-5:full,5-8:up)", **NAMES_BACK}
 
 
 def test_keys_are_read_back_as_the_same_names():
@@ -114,7 +114,7 @@ def test_keys_are_read_back_as_the_same_names():
             ranges.append((Pattern(1, 1.0, save=tuple(names[:cut]), offload=tuple(names[cut:])), chance.randint(1, 5)))
             layers += ranges[-1][1]
         keys = Plan(tuple(ranges)).keys()
-        read = RematPlan(keys["remat.policy"], layers=tuple(keys["remat.layers"].strip("()").split(",")))
+        read = RematPlan(keys["remat.policy"], layers=tuple(keys["remat.layer_discovery"].strip("()").split(",")))
         found = [
             (
                 set(segment.policy.names) - set(segment.policy.moved),
@@ -126,7 +126,7 @@ def test_keys_are_read_back_as_the_same_names():
         assert found == [(set(pattern.save), set(pattern.offload), count) for pattern, count in ranges]
     assert Plan(((Pattern(1, 1.0, policy="selective"), 4),)).keys() == {
         "remat.policy": "selective",
-        "remat.layers": "()",
+        "remat.layer_discovery": "()",
         **NAMES_BACK,
     }
 
@@ -152,7 +152,7 @@ RATES = Rates({"bf16": 10.0}, 1e3)
 
 def every_choice(block, offload):
     """All patterns of a block, each solved alone."""
-    from bytescope.memory.remat.patterns import _kept_seconds, kept_under
+    from bytescope.memory.remat.kept_patterns import _kept_seconds, kept_under
 
     out = []
     for size in range(len(block.names) + 1):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bytescope.memory.cost import roofline
-from bytescope.memory.remat.block_graph import Block
-from bytescope.memory.remat.ilp import MOST_RANGES, Passes, Plan
-from bytescope.memory.remat.patterns import Rates
+from bytescope.memory.remat.kept_patterns import Rates
+from bytescope.memory.remat.layer_graph import Block
+from bytescope.memory.remat.remat_solver import MOST_RANGES, Passes, Plan
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -22,7 +22,7 @@ class Problem:
 
     Fields:
         block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
-        cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+        cost: a row of `memory.remat.remat_solver.COSTS`. offload: whether tensors may go to host memory.
         host_budget: bytes of host memory for one device.
         policies: policy -> the names that it keeps, None where only the compiler knows; they are candidates too.
         ranges: ranges of layers with patterns of their own, at most.

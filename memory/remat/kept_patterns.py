@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bytescope.memory.remat.block_graph import CARRY, Block
+from bytescope.memory.remat.layer_graph import CARRY, Block
 
 # How often the bytes of a tensor are read or written because it is kept: copied into the stack of its loop and out of
 # it; where it is offloaded, to the host and back; where a kernel recomputes it, written and read.

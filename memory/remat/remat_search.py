@@ -1,7 +1,7 @@
 """`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
 
-The bytes that blocks keep follow from their graph (remat/block_graph.py); what the rest of the step takes is known from
-the compiler alone. So a plan is solved for (memory/remat/ilp.py), compiled, and the difference between what was
+The bytes that blocks keep follow from their graph (remat/layer_graph.py); what the rest of the step takes is known from
+the compiler alone. So a plan is solved for (memory/remat/remat_solver.py), compiled, and the difference between what was
 predicted and what the compiler allocated corrects the model, until the plan that the model asks for has been compiled
 and fits: the next better one is then predicted to exceed the budget.
 """
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bytescope.memory.remat import allocation_model
-from bytescope.memory.remat.ilp import Plan, solve
-from bytescope.memory.remat.patterns import Pattern, everything, kept_under, patterns_of
-from bytescope.memory.remat.problem import Compiled, Outcome, Problem, Tried
+from bytescope.memory.remat.kept_patterns import Pattern, everything, kept_under, patterns_of
+from bytescope.memory.remat.remat_problem import Compiled, Outcome, Problem, Tried
+from bytescope.memory.remat.remat_solver import Plan, solve
 from bytescope.memory.seconds.ranking import TIE
 
 # Compiles of one search, and of these for checking that there is no better plan where budget is left.

@@ -13,7 +13,7 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.block_graph import INLINED, alike, carried_count
+from bytescope.memory.remat.layer_graph import INLINED, alike, carried_count
 
 # Equations whose bodies the compiled gradient does not differentiate: they have rules of their own.
 _OWN_RULE = ("custom_jvp_call", "custom_vjp_call")

@@ -1,7 +1,7 @@
 """The least recomputation under a byte budget: which pattern for how many of a chain of alike blocks. Pure.
 
 An integer program, solved exactly by HiGHS (Huangfu and Hall 2018, Math. Prog. Comp. 10(1)) through scipy: how many
-blocks keep which tensors (remat/patterns.py) so that all they keep fits the budget, at the least time; few patterns,
+blocks keep which tensors (remat/kept_patterns.py) so that all they keep fits the budget, at the least time; few patterns,
 since each becomes a loop of its own. Transfers of offloaded tensors overlap with the forward and the backward pass:
 they cost only what takes longer than these.
 """
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bytescope.memory.config_keys import REMAT_LAYERS, REMAT_OFFLOAD, REMAT_POLICY, REMAT_SAVE
-from bytescope.memory.remat.block_graph import Block
-from bytescope.memory.remat.patterns import Pattern, Rates, kept_under
+from bytescope.memory.remat.kept_patterns import Pattern, Rates, kept_under
+from bytescope.memory.remat.layer_graph import Block
 
 COSTS = ("time", "flops")
 # Ranges of layers with patterns of their own: each is compiled apart.

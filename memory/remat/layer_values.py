@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from bytescope.memory.jaxprs import bodies
-from bytescope.memory.remat.block_graph import INLINED, Block, Step, size_of, step_of
-from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of, where_of
-from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
-from bytescope.memory.remat.shards import Shards
+from bytescope.memory.remat.jaxpr_sharding import Shards
+from bytescope.memory.remat.layer_discovery import Layer, is_checkpoint, specs_of, where_of
+from bytescope.memory.remat.layer_graph import INLINED, Block, Step, size_of, step_of
+from bytescope.memory.remat.remat_policy import Value, Wanted, key_of, type_of
 from bytescope.memory.remat.worth import with_names, worth_deciding
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
