@@ -1,34 +1,31 @@
-"""A block's forward pass as a graph: what its backward pass reads, what is named, what recomputing each value costs.
+"""A layer's forward pass as a graph: what its backward pass reads, what is named, what recomputing each value costs.
 
-Read from the jaxpr of a gradient without any remat policy. Autodiff of a loop over blocks stacks exactly the values
-that the backward loop reads; walked from there to the names and to the block's inputs, the graph tells for every
-choice of names what would be kept and what recomputed, the way `jax.checkpoint` decides it (remat/kept_patterns.py). The
-graph itself is plain data: it crosses processes as JSON.
+For every choice of names the graph says what is kept and what is recomputed, as `jax.checkpoint` decides it
+(remat/remat_solver.py). It is plain data and crosses processes as JSON. `named_block` builds it for a model that names
+its values, `layer_values` for any loss; both read jax's own derivative of the layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from bytescope.memory.cost import flops
-from bytescope.memory.errors import ReportError
 
-# Calls that are no more than their body.
-INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # The name of the block's input, which its loop hands on: it is kept whatever a policy says.
-CARRY = "block_in"
+LAYER_INPUT = "block_in"
 # The most results of one equation whose FLOPs are counted apart, by looking at each set of them.
 MOST_RESULTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class GraphStep:
     """One equation. Values are numbers; `name`: the checkpoint name it gives, "" for none.
 
     outs, ins: values it makes and reads, inputs of the block left out. flops: over all devices, of making each of
@@ -48,27 +45,60 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """One of `layers` equal blocks.
+class LayerGraph:
+    """The forward pass of one of `layers` equal layers.
 
-    steps: its equations in order. read: values that its backward pass reads. carry_bytes: of its input, on one device;
-    none_bytes: of all that plain autodiff keeps of it. bound: name -> names that are kept with it on the device, in
-    whose place it is kept too: a kernel outside of the checkpoint, whose residuals no name reaches.
+    Fields:
+        steps: its equations in order. read: values that its backward pass reads.
+        carry_bytes: of its input, on one device. none_bytes: of everything that plain autodiff keeps of it.
+        bound: name -> names that must be kept on the device if it is, and with which it is kept instead of its kernel's
+            other results: a kernel outside of the checkpoint, whose residuals have no names.
     """
 
     layers: int
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
     read: tuple[int, ...]
     carry_bytes: int
     none_bytes: int
     bound: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names it gives, in the order in which they are made; its input's left out."""
-        return tuple(dict.fromkeys(step.name for step in self.steps if step.name and step.name != CARRY))
+        """Names of values that are recomputed if nothing is kept, in the order in which they are made."""
+        needed = set(self.read)
+        named: list[str] = []
+        for step in reversed(self.steps):
+            if needed.intersection(step.outs):
+                needed.update(step.ins)
+                named.append(step.name)
+        return tuple(dict.fromkeys(name for name in reversed(named) if name not in ("", LAYER_INPUT)))
 
-    def scaled(self, times: float) -> Block:
+    @functools.cached_property
+    def keepers(self) -> tuple[str, ...]:
+        """For each step, the name whose decision keeps its results, "" if none does."""
+        kernels = {
+            step.outs: tag.name
+            for tag in self.steps
+            if tag.name in self.bound
+            for step in self.steps
+            if set(tag.ins).intersection(step.outs)
+        }
+        return tuple(
+            step.name if step.name not in ("", LAYER_INPUT) else kernels.get(step.outs, "") for step in self.steps
+        )
+
+    def kept_bytes(self, number: int) -> int:
+        """Bytes on one device of keeping what a step makes; of a bound name, with all that its kernel's own gradient
+        reads."""
+        name = self.keepers[number]
+        if name not in self.bound:
+            return sum(self.steps[number].bytes)
+        tag = next(step for step in self.steps if step.name == name)
+        kernel = next(step for step in self.steps if set(tag.ins).intersection(step.outs))
+        others = (size for value, size in zip(kernel.outs, kernel.bytes) if value in self.read and value not in tag.ins)
+        return sum(tag.bytes) + sum(others)
+
+    def scaled(self, times: float) -> LayerGraph:
         """The same block with `times` as many tokens."""
 
         def size(values: Sequence[int]) -> tuple[int, ...]:
@@ -89,136 +119,21 @@ class Block:
         )
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Block:
+    def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
         """The block of `dataclasses.asdict`, read back from JSON."""
-        steps = tuple(Step(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
+        steps = tuple(GraphStep(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
         bound = {name: tuple(names) for name, names in values["bound"].items()}
         return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
 
 
-def block_of(
-    jaxpr: Any, parts: Callable[[str], int | Fraction], bound: Mapping[str, tuple[str, ...]] | None = None
-) -> Block:
-    """The block of a ClosedJaxpr: the body of its loop over the blocks.
-
-    Args:
-        jaxpr: of the gradient of one micro-batch, nothing recomputed, layers scanned.
-        parts: name -> devices over which its tensor is sharded; values without a name lie as the name before them.
-            Fractions where a device keeps the tensors of a layer more or less often than once.
-        bound: see `Block`.
-
-    Raises ReportError where no loop names a tensor.
-    """
-    loop = _loop(jaxpr)
-    body, carried = loop.params["jaxpr"].jaxpr, carried_count(loop)
-    numbers: dict[Any, int] = {}
-    made = list(_flat(body.eqns))
-    for _, outs, _ in made:
-        for variable in outs:
-            numbers.setdefault(variable, len(numbers))
-    steps, near = [], parts(CARRY)
-    for equation, outs, ins in made:
-        name = equation.params["name"] if equation.primitive.name == "name" else ""
-        near = parts(name) if name else near
-        operands = {numbers[v] for v in ins if v in numbers}
-        steps.append(step_of(equation, [numbers[v] for v in outs], operands, name, near))
-    alias = _aliases(body, made)
-    stacked = {alias.get(variable, variable) for variable in body.outvars[carried:] if not hasattr(variable, "val")}
-    kept = [variable for variable in stacked if variable in numbers]
-    # Before what it stacks a loop is given constants, then what it carries.
-    first = alike(loop.invars, body.invars) - carried
-    carry = max((variable.aval for variable in body.invars[first : first + carried]), key=size_of)
-    share = parts(CARRY)
-    return Block(
-        loop.params["length"],
-        tuple(steps),
-        tuple(sorted(numbers[variable] for variable in kept)),
-        size_of(carry) // share,
-        sum(size_of(variable.aval) for variable in kept) // share,
-        dict(bound or {}),
-    )
-
-
-def _loop(jaxpr: Any) -> Any:
-    """The scan that names tensors and stacks the most bytes."""
-    found = [equation for equation in _scans(jaxpr.jaxpr) if _names(equation)]
-    if not found:
-        raise ReportError("no loop over layers names a tensor: set model.scan=true")
-    return max(found, key=lambda equation: sum(size_of(v.aval) for v in equation.outvars[carried_count(equation) :]))
-
-
-def carried_count(loop: Any) -> int:
-    """How many values a loop carries from one turn to the next: jax's own parameter for it changes between versions."""
-    return alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
-
-
-def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many values have the same shape outside of a loop and in its body; what it stacks has one dimension more."""
-    return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
-
-
-def _scans(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield equation
-        elif equation.primitive.name in INLINED:
-            yield from _scans(equation.params.get("jaxpr", equation.params.get("call_jaxpr")).jaxpr)
-
-
-def _names(loop: Any) -> bool:
-    return any(equation.primitive.name == "name" for equation, _, _ in _flat(loop.params["jaxpr"].jaxpr.eqns))
-
-
-def _flat(equations: Sequence[Any], inside: Mapping[Any, Any] | None = None) -> Iterator[tuple[Any, list, list]]:
-    """(equation, results, operands) with calls that name something opened: their variables become the caller's."""
-    known = dict(inside or {})
-
-    def outer(variable: Any) -> Any:
-        while variable in known:
-            variable = known[variable]
-        return variable
-
-    for equation in equations:
-        ins = [outer(v) for v in equation.invars if not hasattr(v, "val")]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in INLINED and any(
-            e.primitive.name == "name" for e, _, _ in _flat(inner.jaxpr.eqns)
-        ):
-            body = inner.jaxpr
-            passed = {
-                own: outer(given) for own, given in zip(body.invars, equation.invars) if not hasattr(given, "val")
-            }
-            yield from _flat(body.eqns, {**known, **passed})
-            for given, own in zip(equation.outvars, body.outvars):
-                if not hasattr(own, "val"):
-                    known[given] = passed.get(own, own)
-        else:
-            yield equation, list(equation.outvars), ins
-
-
-def _aliases(body: Any, made: Sequence[tuple[Any, list, list]]) -> dict[Any, Any]:
-    """Results of opened calls -> the variables that they are."""
-    own = {variable for _, outs, _ in made for variable in outs}
-    out: dict[Any, Any] = {}
-    for equation in body.eqns:
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in INLINED and equation.outvars and equation.outvars[0] not in own:
-            out |= {
-                given: inside
-                for given, inside in zip(equation.outvars, inner.jaxpr.outvars)
-                if not hasattr(inside, "val")
-            }
-    return out
-
-
-def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction) -> Step:
+def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction) -> GraphStep:
     """The step of an equation, its results and operands given as numbers; `parts`: devices that its results are sharded
     over."""
     counted = flops.of_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=counted.by.get)[1] if every else ""
-    return Step(
+    return GraphStep(
         tuple(outs),
         tuple(sorted(ins)),
         name,
@@ -231,7 +146,7 @@ def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str,
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """FLOPs of each result alone, and those that several share, as in `Step`.
+    """FLOPs of each result alone, and those that several share, as in `GraphStep`.
 
     Of more than MOST_RESULTS results each is taken to need all FLOPs.
     """

@@ -115,13 +115,13 @@ def making_programs() -> tuple[ModuleType, ...]:
     Searches, views, commands and whatever runs around the step are not among them."""
     from bytescope import model
     from bytescope.memory import formulas
-    from bytescope.memory.remat import block_graph
+    from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
     from bytescope.train.plan import block_description, config_factory, model_facts, run_peak, state_rows
 
     return (
-        *(model, formulas, block_graph),
+        *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
         *(parallel, pipeline, program, step, batch_algebra),
         *(block_description, config_factory, model_facts, state_rows, run_peak),
     )

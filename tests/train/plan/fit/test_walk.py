@@ -255,7 +255,7 @@ def test_ctrl_c_keeps_the_best_so_far():
 
 
 def test_ctrl_c_between_two_compiles(monkeypatch):
-    monkeypatch.setattr("bytescope.memory.remat.remat_search.Search.candidates", interrupt)
+    monkeypatch.setattr("bytescope.memory.remat.remat_search.RematSearch.candidates", interrupt)
     done = walk(24)
     assert done.stopped == "Ctrl-C" and remat(done.best) == FULL
 
