@@ -18,10 +18,10 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 
-# The name of the block's input, which its loop hands on: it is kept whatever a policy says.
+# The name of a layer's input, which its loop hands on: it is kept under every policy.
 LAYER_INPUT = "block_in"
-# The most results of one equation whose FLOPs are counted apart, by looking at each set of them.
-MOST_RESULTS = 8
+# Maximum results of one equation whose FLOPs are counted separately, by looking at each set of them.
+MAX_RESULTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class LayerGraph:
         return sum(tag.bytes) + sum(others)
 
     def scaled(self, times: float) -> LayerGraph:
-        """The same block with `times` as many tokens."""
+        """The same layer with `times` as many tokens."""
 
         def size(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(round(value * times) for value in values)
@@ -120,7 +120,7 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
-        """The block of `dataclasses.asdict`, read back from JSON."""
+        """The graph of `dataclasses.asdict`, read back from JSON."""
         steps = tuple(GraphStep(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
         bound = {name: tuple(names) for name, names in values["bound"].items()}
         return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
@@ -132,7 +132,7 @@ def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str,
     counted = flops.of_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
-    dtype = max(counted.by, key=counted.by.get)[1] if every else ""
+    dtype = max(counted.by, key=lambda unit: counted.by[unit])[1] if every else ""
     return GraphStep(
         tuple(outs),
         tuple(sorted(ins)),
@@ -148,13 +148,13 @@ def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str,
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
     """FLOPs of each result alone, and those that several share, as in `GraphStep`.
 
-    Of more than MOST_RESULTS results each is taken to need all FLOPs.
+    Of more than MAX_RESULTS results each is taken to need all FLOPs.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
     if not every or count == 1:
         return (every,) * count, ()
-    if count > MOST_RESULTS:
+    if count > MAX_RESULTS:
         return (every,) * count, ((everything, every),)
     sets = [which for size in range(1, count + 1) for which in itertools.combinations(everything, size)]
     # What no other result needs, then what these alone share: all that is done without them, and less, taken off.
@@ -174,8 +174,10 @@ def _live(equation: Any, which: Sequence[int]) -> int:
     rule = partial_eval.dce_rules.get(equation.primitive)
     wanted = [number in which for number in range(len(equation.outvars))]
     # From jax 0.12 on a rule is told which operands are worth having, too.
-    operands = [[True] * len(equation.invars)] if rule and len(inspect.signature(rule).parameters) > 2 else []
-    live = rule(wanted, *operands, equation)[1] if rule else equation
+    arguments: list[Any] = [wanted, equation]
+    if rule and len(inspect.signature(rule).parameters) > 2:
+        arguments.insert(1, [True] * len(equation.invars))
+    live = rule(*arguments)[1] if rule else equation
     return flops.of_equation(live).total if live else 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.jaxprs import bodies
-from bytescope.memory.remat.jaxpr_sharding import Shards
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import INLINED, Layer, is_checkpoint, specs_of, where_of
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, size_of, step_of
 from bytescope.memory.remat.remat_policy import Value, Wanted, key_of, type_of
@@ -68,7 +68,7 @@ class _Made:
     parts: int
 
 
-def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bool = True) -> LayerValues:
+def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
     """What the layers can keep.
 
     Args:
@@ -76,23 +76,28 @@ def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bo
         ordered: whether equations of one key can be told apart by their order, as they can where jax walks the layers
             in the program as it does alone.
     """
-    graphs = [LayerForward(layer, shards or Shards()) for layer in layers]
-    # A policy is told an equation, not of which kind of layer: what one kind cannot tell apart no other can.
-    hidden = {key for graph in graphs for key in graph.asked - {key for _, key in graph.order}} if ordered else None
-    first, steps, read, carry = 0, [], [], 0
+    forwards = [LayerForward(layer, shards) for layer in layers]
+    # A policy sees an equation, not the kind of its layer: what one kind cannot tell apart no other can.
+    hidden: set[str] = set()
+    for forward in forwards:
+        hidden |= forward.asked - {key for _, key in forward.order}
+    first, carry = 0, 0
+    steps: list[GraphStep] = []
+    read: list[int] = []
     alike: dict[Any, Value] = {}
     orders = []
-    for kind, (layer, graph) in enumerate(zip(layers, graphs)):
-        order = [] if hidden is None else [(number, key) for number, key in graph.order if key not in hidden]
+    for kind, (layer, forward) in enumerate(zip(layers, forwards)):
+        order = [(number, key) for number, key in forward.order if key not in hidden] if ordered else []
         orders.append(tuple(key for _, key in order))
-        labels = _labels(graph, order, kind, layer.times, alike)
-        for number, one in enumerate(graph.made):
-            outs, ins = ([first + value for value in of] for of in (one.outs, one.ins))
-            steps.append(_times(step_of(one.equation, outs, ins, labels.get(number, ""), one.parts), layer.times))
-        read += [first + value for value in graph.read]
-        first += graph.count
-        carry += layer.times * graph.result_bytes
-    known = frozenset().union(*(graph.asked for graph in graphs))
+        labels = _labels(forward, order, kind, layer.times, alike)
+        for number, made in enumerate(forward.made):
+            outs, ins = [first + value for value in made.outs], [first + value for value in made.ins]
+            step = step_of(made.equation, outs, ins, labels.get(number, ""), made.parts)
+            steps.append(_times(step, layer.times))
+        read += [first + value for value in forward.read]
+        first += forward.count
+        carry += layer.times * forward.result_bytes
+    known: frozenset[str] = frozenset().union(*(forward.asked for forward in forwards))
     values = {value.label: value for value in alike.values()}
     sizes = {value: size for step in steps for value, size in zip(step.outs, step.bytes)}
     graph = LayerGraph(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
@@ -206,8 +211,8 @@ class LayerForward:
         result_bytes: of its result, on one device. unvarying: numbers of values that are the same for all layers.
     """
 
-    def __init__(self, layer: Layer, shards: Shards | None = None):
-        shards = shards or Shards()
+    def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
+        shards = shards or JaxprSharding()
         jaxpr, self._shards = _derivative(layer), shards
         shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)

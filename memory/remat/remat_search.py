@@ -319,7 +319,8 @@ def _kind(plan: LayerPlan) -> tuple[bool, bool]:
 
 def spread(items: Sequence[Any]) -> list[Any]:
     """The same items, each as far from those before it as can be: ends first, then what halves the gaps."""
-    out, left = [], list(range(len(items)))
+    out: list[int] = []
+    left = list(range(len(items)))
     while left:
         far = max(left, key=lambda i: min((abs(i - j) for j in out), default=-i))
         left.remove(far)

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bytescope.memory.analysis import analyze
-from bytescope.memory.remat.jaxpr_sharding import Shards
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
 from bytescope.memory.remat.loss_gradient import Loss
@@ -123,5 +123,5 @@ def test_rules(rule):
         for shape, spec in zip(((8, 32), (32, 32)), specs)
     ]
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
-    assert Shards.of(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
-    assert Shards.of(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1
+    assert JaxprSharding.of(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
+    assert JaxprSharding.of(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1
