@@ -97,7 +97,7 @@ def test_no_test_imports_a_test():
 # Modules of memory/ that still name keys of the trainer's configs: none may be added.
 NAMES_KEYS = (
     "memory.config_keys",
-    "memory.remat.ilp",
+    "memory.remat.remat_solver",
 )
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait
-from bytescope.memory.remat.block_graph import Block, Step
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.train.plan import trials
 from bytescope.train.plan.fit import fit_result, fit_space
 from bytescope.train.plan.fit import fit_walk as walks
@@ -48,7 +48,7 @@ FLAT = {
     "offload.optimizer": False,
     "offload.params": False,
     "remat.policy": "none",
-    "remat.layers": "()",
+    "remat.layer_discovery": "()",
     "remat.save": "()",
     "remat.offload": "()",
     "mesh.data": 1,
@@ -73,7 +73,7 @@ def block(micro, split):
     for number, name in enumerate("ab"):
         made, named = 2 * number, 2 * number + 1
         steps.append(
-            Step(
+            GraphStep(
                 (made,),
                 (made - 1,) if number else (),
                 "",
@@ -83,13 +83,13 @@ def block(micro, split):
                 (sizes[name],),
             )
         )
-        steps.append(Step((named,), (made,), name, (0,), 0, "", (sizes[name],)))
-    return Block(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
+        steps.append(GraphStep((named,), (made,), name, (0,), 0, "", (sizes[name],)))
+    return LayerGraph(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
 
 
 def plan_of(flat):
     """For each layer: (names on the device, names in host memory), None where nothing is recomputed."""
-    ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layers"])
+    ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layer_discovery"])
     out = []
     for start, stop, text in ranges or [(0, LAYERS, flat["remat.policy"])]:
         names = {"full": [], "offload": ["block_in@host"]}.get(text, text.split("+"))

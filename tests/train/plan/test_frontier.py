@@ -12,11 +12,9 @@ from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.ilp import Passes
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.problem import Compiled, Problem
-from bytescope.memory.remat.search import Search, spread
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
+from bytescope.memory.remat.remat_problem import DeviceRates, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import RematSearch, spread
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
@@ -110,7 +108,7 @@ def test_what_the_points_take_less_than_the_best_fixed_policies(points):
 
 
 def test_of_equal_points_the_policy_with_a_name_is_the_best():
-    keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
+    keys = ({"remat.policy": "full", "remat.layer_discovery": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
     listed, named = (
         Point(30 * GIB, name, "", row(29, 0.65, 0.1, overrides=each))
         for name, each in zip(("32 x v+q_rot", "minimal"), keys)
@@ -120,9 +118,9 @@ def test_of_equal_points_the_policy_with_a_name_is_the_best():
 
 
 def test_the_flags_of_a_plan():
-    keys = {"remat.save": "()", "remat.policy": "full", "remat.layers": "(0-2:v,)"}
-    values = {"remat.save": (), "remat.policy": "full", "remat.layers": ("0-2:v",)}
-    unset = {"remat.save": (), "remat.policy": "full", "remat.layers": ()}
+    keys = {"remat.save": "()", "remat.policy": "full", "remat.layer_discovery": "(0-2:v,)"}
+    values = {"remat.save": (), "remat.policy": "full", "remat.layer_discovery": ("0-2:v",)}
+    unset = {"remat.save": (), "remat.policy": "full", "remat.layer_discovery": ()}
     assert frontier.flags_of(keys, values, unset) == "--config.remat.policy=full '--config.remat.layers=(0-2:v)'"
     # A config with names of its own: they are set back.
     assert frontier.flags_of(keys, values, {**values, "remat.save": ("v",)}) == (
@@ -170,10 +168,10 @@ def test_the_json_has_every_key(points, fixed):
 def hand_made(cost, policies):
     """A block of four named products and a compiler that disagrees with the model by steps and noise."""
     steps = tuple(
-        Step((i,), (i - 1,) * bool(i), "abcd"[i], (flops,), flops, "bf16", (size,))
+        GraphStep((i,), (i - 1,) * bool(i), "abcd"[i], (flops,), flops, "bf16", (size,))
         for i, (flops, size) in enumerate([(50, 64), (100, 32), (400, 160), (30, 96)])
     )
-    block = Block(12, steps, (0, 1, 2, 3), 16, 900)
+    block = LayerGraph(12, steps, (0, 1, 2, 3), 16, 900)
     asked = []
 
     def compile(plans):
@@ -183,13 +181,13 @@ def hand_made(cost, policies):
     def compiled(plan):
         policy = plan.ranges[0][0].policy
         if policy == "loop":  # recomputes less than its bytes let expect, and nothing is known of it
-            return Compiled(12 * 150 + 1000, 0, 0.01, 12 * 20)
+            return PlanFigures(12 * 150 + 1000, 0, 0.01, 12 * 20)
         noise = sum(map(ord, str(plan))) % 37
         beside = 1000 + 0.07 * plan.bytes + 40 * (len(plan.ranges) > 1) + noise
-        return Compiled(round(plan.bytes + beside), 0, 1 + plan.flops / 1e4 + noise * 1e-3, float(plan.flops))
+        return PlanFigures(round(plan.bytes + beside), 0, 1 + plan.flops / 1e4 + noise * 1e-3, float(plan.flops))
 
-    problem = Problem(block, Rates({"bf16": 1e4}, 1e6), Passes(0.1, 0.2), cost=cost, policies=policies)
-    return Search(problem, compile), asked
+    problem = RematProblem(block, DeviceRates({"bf16": 1e4}, 1e6), PassSeconds(0.1, 0.2), cost=cost, policies=policies)
+    return RematSearch(problem, compile), asked
 
 
 @pytest.mark.parametrize("cost", ["time", "flops"])
@@ -341,8 +339,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     flags = re.findall(r"--config\.(\S+?)=([^'\s]*)", points[1]["flags"])
     config = load_flat("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
     assert config["remat.policy"] == points[1]["overrides"]["remat.policy"]
-    layers = points[1]["overrides"]["remat.layers"].strip("()")
-    assert list(config["remat.layers"]) == (layers.split(",") if layers else [])
+    layers = points[1]["overrides"]["remat.layer_discovery"].strip("()")
+    assert list(config["remat.layer_discovery"]) == (layers.split(",") if layers else [])
 
 
 def test_points_that_are_settled_outlive_a_stop():
