@@ -48,7 +48,7 @@ FLAT = {
     "offload.optimizer": False,
     "offload.params": False,
     "remat.policy": "none",
-    "remat.layer_discovery": "()",
+    "remat.layers": "()",
     "remat.save": "()",
     "remat.offload": "()",
     "mesh.data": 1,
@@ -89,7 +89,7 @@ def block(micro, split):
 
 def plan_of(flat):
     """For each layer: (names on the device, names in host memory), None where nothing is recomputed."""
-    ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layer_discovery"])
+    ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layers"])
     out = []
     for start, stop, text in ranges or [(0, LAYERS, flat["remat.policy"])]:
         names = {"full": [], "offload": ["block_in@host"]}.get(text, text.split("+"))

@@ -27,7 +27,7 @@ from bytescope.train.plan.trials import Trials
 # Keys that the plans of a front set, or that a front has flags of its own for.
 OWN = (
     "remat.policy",
-    "remat.layer_discovery",
+    "remat.layers",
     "remat.save",
     "remat.offload",
     "remat.budget",

@@ -91,7 +91,7 @@ class Compiler:
     def _one(self, plan: LayerPlan) -> PlanFigures:
         keys = plan_keys(plan)
         try:
-            full = keys["remat.policy"] == FULL and keys["remat.layer_discovery"] == "()"
+            full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search leaves out a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))

@@ -108,7 +108,7 @@ def test_what_the_points_take_less_than_the_best_fixed_policies(points):
 
 
 def test_of_equal_points_the_policy_with_a_name_is_the_best():
-    keys = ({"remat.policy": "full", "remat.layer_discovery": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
+    keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
     listed, named = (
         Point(30 * GIB, name, "", row(29, 0.65, 0.1, overrides=each))
         for name, each in zip(("32 x v+q_rot", "minimal"), keys)
@@ -118,9 +118,9 @@ def test_of_equal_points_the_policy_with_a_name_is_the_best():
 
 
 def test_the_flags_of_a_plan():
-    keys = {"remat.save": "()", "remat.policy": "full", "remat.layer_discovery": "(0-2:v,)"}
-    values = {"remat.save": (), "remat.policy": "full", "remat.layer_discovery": ("0-2:v",)}
-    unset = {"remat.save": (), "remat.policy": "full", "remat.layer_discovery": ()}
+    keys = {"remat.save": "()", "remat.policy": "full", "remat.layers": "(0-2:v,)"}
+    values = {"remat.save": (), "remat.policy": "full", "remat.layers": ("0-2:v",)}
+    unset = {"remat.save": (), "remat.policy": "full", "remat.layers": ()}
     assert frontier.flags_of(keys, values, unset) == "--config.remat.policy=full '--config.remat.layers=(0-2:v)'"
     # A config with names of its own: they are set back.
     assert frontier.flags_of(keys, values, {**values, "remat.save": ("v",)}) == (
@@ -339,8 +339,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     flags = re.findall(r"--config\.(\S+?)=([^'\s]*)", points[1]["flags"])
     config = load_flat("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
     assert config["remat.policy"] == points[1]["overrides"]["remat.policy"]
-    layers = points[1]["overrides"]["remat.layer_discovery"].strip("()")
-    assert list(config["remat.layer_discovery"]) == (layers.split(",") if layers else [])
+    layers = points[1]["overrides"]["remat.layers"].strip("()")
+    assert list(config["remat.layers"]) == (layers.split(",") if layers else [])
 
 
 def test_points_that_are_settled_outlive_a_stop():

@@ -126,7 +126,7 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
         ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
         ({"remat.cost": "dollars"}, "remat.cost"),
         ({"remat.granularity": "parts"}, "set remat.granularity=block"),
-        ({"remat.layer_discovery": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto"),
+        ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto"),
     ],
 )
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
@@ -188,7 +188,7 @@ def test_ranges_copy_no_parameters():
     """Two ranges under one policy hold what one does; split stacks would be a copy of all layers' parameters."""
     shape = {**WIDE_GPU, "batch.micro": 1, "model.d_ff": 4096, "data.seq_len": 256, "remat.policy": "full"}
     ranges = ("()", "(0-2:full,2-4:full)")
-    one, two = (compile_described("h100", {**shape, "remat.layer_discovery": layers}) for layers in ranges)
+    one, two = (compile_described("h100", {**shape, "remat.layers": layers}) for layers in ranges)
     copied = 4 * (2 * 512 * 512 + 2 * 512 * 512 + 3 * 512 * 4096) * 2  # bytes of all layers' matrices in bfloat16
     assert two.stats.temp_bytes - one.stats.temp_bytes < copied / 4
 
@@ -196,7 +196,7 @@ def test_ranges_copy_no_parameters():
 def test_the_first_process_decides():
     """Its memory is the limit and its plan the one that all take, whatever another would find."""
     config = small_config({"remat.policy": "auto"})
-    plan = {"remat.policy": "full", "remat.layer_discovery": "(0-1:up,1-3:full)"}
+    plan = {"remat.policy": "full", "remat.layers": "(0-1:up,1-3:full)"}
     for answer in ((plan, "as the first has it"), None):
         answers = ["auto", 10**5, answer]
 

@@ -23,7 +23,7 @@ NARROW, EVERY = PLAIN + ",precision", HOST + ",precision"
 
 def remat(step):
     """What a step recomputes: its policy, or its ranges of layers."""
-    return step.keys["remat.layer_discovery"].strip("()") or step.keys["remat.policy"]
+    return step.keys["remat.layers"].strip("()") or step.keys["remat.policy"]
 
 
 def whats(done):
@@ -153,7 +153,7 @@ def test_without_the_lever_of_remat_the_policy_is_the_configs():
 
 def test_of_equal_variants_a_policy_with_a_name_is_the_choice():
     answer = {"status": "ok", "recompute_flops_fraction": 0.05, "allocated_bytes": 20 * GIB, "host_bytes": 0}
-    keys = ({"remat.policy": "full", "remat.layer_discovery": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
+    keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
     listed, named = (
         Step("remat", "x", each, answer, True, "fits", StepPrediction(seconds, 1, 1, {}, {}, "", ""))
         for each, seconds in zip(keys, (1.0, 1.01))
