@@ -94,13 +94,6 @@ def test_no_test_imports_a_test():
             assert not any(part.startswith("test_") for name in names for part in name.split(".")), path
 
 
-# Modules of memory/ that still name keys of the trainer's configs: none may be added.
-NAMES_KEYS = (
-    "memory.config_keys",
-    "memory.remat.ilp",
-)
-
-
 def test_memory_names_no_key_of_the_trainer():
     """No string in memory/ is a dotted key of configs/base.py, or the prefix of a group of them."""
     from bytescope.configs import base
@@ -109,7 +102,7 @@ def test_memory_names_no_key_of_the_trainer():
     keys = {key for key in flatten(base.get_config()) if "." in key}
     forbidden = keys | {key.split(".")[0] + "." for key in keys}
     for name, module in TREE.modules.items():
-        if name.split(".")[0] != "memory" or name in NAMES_KEYS:
+        if name.split(".")[0] != "memory":
             continue
         for node in ast.walk(module.syntax):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
-from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
+from bytescope.memory.findings.activation_findings import fragmentation, full_logits, wide_activations
+from bytescope.memory.findings.checkpoint_findings import checkpoint_saves, xla_remat
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.expert_findings import empty_expert_rows
-from bytescope.memory.findings.host import host_memory, idle_offload
-from bytescope.memory.findings.sharding import (
+from bytescope.memory.findings.host_findings import host_memory, idle_offload
+from bytescope.memory.findings.sharding_findings import (
     large_collective,
     lasting_gathers,
     nothing_sharded,

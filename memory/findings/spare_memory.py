@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.cost.recomputed import RecomputedProduct, recomputed_products
-from bytescope.memory.findings import functions
+from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import Found, batch
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ReportRecord
@@ -110,12 +110,12 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
     by: dict[str, list[RecomputedProduct]] = defaultdict(list)
     where: dict[str, dict[str, Any]] = defaultdict(dict)
     for product in products:
-        found = [call for call in functions.calls(product.frames) if not call.function.nameless]
+        found = [call for call in user_functions.calls(product.frames) if not call.function.nameless]
         if found:
             title = found[0].function.title
             by[title].append(product)
             own = next(frame for frame in product.frames if frame.function == found[0].function.name)
-            where[title].setdefault(functions.place(own), None)
+            where[title].setdefault(user_functions.place(own), None)
     if not by:
         return "", []
     title = max(by, key=lambda name: sum(product.flops for product in by[name]))

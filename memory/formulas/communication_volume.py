@@ -2,23 +2,32 @@
 
 Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
-section 4.2; expert parallelism in `expert_exchange`. Left out: the vocabulary-parallel embedding and loss, norms and
-other small sums, what the stages of a pipeline gather and reduce, and the keys and values of ring attention.
+section 4.2. Left out: the vocabulary-parallel embedding and loss, norms and other small sums, what the stages of a
+pipeline gather and reduce, and the keys and values of ring attention.
+
+Experts: slots of fixed size by all-to-all after Lepikhin et al. 2020 (arXiv 2006.16668), rows of varying number after
+Gale et al. 2022 (arXiv 2211.15841), tokens gathered by all as Megatron-Core's all-gather dispatcher. A layer moves rows
+there and back, and so does its backward pass; a policy that does not keep the dispatched rows moves them there once
+more. The router's weights go with the rows, one float32 each, and have one gradient. Left out: counts of rows, one
+number per expert and device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas
-from bytescope.memory.formulas.expert_exchange import sent
+from bytescope.memory.formulas.expert_formulas import ExpertShape, slots
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import STATE_ROLES, ModelFacts
 
 # Bytes of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
 ACCUMULATOR_BYTES = 4
+# Bytes of the number that goes with a row: the router's weight.
+_NUMBER = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +90,79 @@ def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]
     return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
 
 
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """Bytes of one move on a device: of the rows, and of a number for each."""
+
+    rows: float
+    numbers: float
+
+
+class Sent(NamedTuple):
+    """A kind of collective of one layer and micro-step: how often rows and numbers are moved by it in all, and the
+    formula in words."""
+
+    kind: str
+    bytes: float
+    formula: str
+
+
+def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+    return Moved(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
+
+
+def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+    rows = experts.count * slots(experts, tokens)
+    return Moved(rows * width * itemsize, rows * _NUMBER)
+
+
+def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+    rows = tokens * experts.per_token
+    return Moved(rows * width * itemsize, rows * _NUMBER)
+
+
+# How tokens reach their experts -> (bytes of one move, (kind, times that rows move, times that numbers do, both without
+# recomputation, how often each of them is repeated with it, unit of the formula)). Tokens are gathered with their
+# experts' numbers and weights.
+EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
+    "allgather": (
+        _gathered,
+        (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
+    ),
+    "all_to_all": (_slotted, (("all-to-all", 4, 2, 1, 1, "slots"),)),
+    "ragged_all_to_all": (_chosen, (("ragged-all-to-all", 4, 2, 1, 1, "k x tokens"),)),
+}
+
+
+def sent(
+    exchange: str,
+    experts: ExpertShape,
+    *,
+    tokens: int,
+    width: int,
+    itemsize: int,
+    size: int,
+    again: int = 0,
+    redone: int = 0,
+) -> list[Sent]:
+    """What one layer sends in one micro-step, forward and backward.
+
+    Args:
+        exchange: a row of EXCHANGES. tokens: of a device. width: D; itemsize: bytes of an element of an activation.
+        size: devices that share the experts. again: how often recomputation moves rows once more; redone: how often it
+            moves their numbers.
+    """
+    measure, kinds = EXCHANGES[exchange]
+    moved = measure(experts, tokens, width, itemsize, size)
+    out = []
+    for kind, rows, numbers, more_rows, more_numbers, unit in kinds:
+        times, with_numbers = rows + more_rows * again, numbers + more_numbers * redone
+        out.append(Sent(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer"))
+    return out
+
+
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
     """Collectives of rows between the `ranks` (axis -> devices) that share the experts.
 
@@ -106,6 +188,9 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
             redone=passes,
         )
     ]
+
+
+# ---- tensors and stages ---------------------------------------------------------------------------------------------
 
 
 def tensor_parallel(

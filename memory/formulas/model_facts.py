@@ -92,7 +92,7 @@ class ModelFacts:
         skips_masked: the attention kernel skips blocks of scores that the mask hides.
         sent_parameter, sent_gradient: bytes of one on its way to other devices; parameter 0: the collectives have no
             formula; gradient 0: in the dtype that makes it.
-        exchange: row of `expert_exchange.EXCHANGES` by which tokens reach their experts; "" for none with a formula.
+        exchange: row of `communication_volume.EXCHANGES` by which tokens reach their experts; "" if it has no formula.
         expert_rows: experts compute rows of a size that is known before the tokens are.
         pipeline: its schedule; None for one stage.
         compute: dtype of the matrix products, "bfloat16".

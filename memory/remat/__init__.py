@@ -1,15 +1,15 @@
-"""The least recomputation under a byte budget: which tensors each block keeps, by integer program and compiler.
+"""The least recomputation under a byte budget: which values each layer keeps, solved exactly, settled by the compiler.
 
-In: the jaxpr of a block, a target's rates and a budget in bytes. Out: a plan, that is patterns of kept and offloaded
-names for ranges of layers, the keys of a config that run it, and what the compiler said of every plan that was tried.
-Start at `search.Search.run`; `block_graph` reads the block, `patterns` lists what it can keep, `ilp` solves for the
-cheapest plan, `allocation_model` predicts what the compiler allocates, `problem` has the records between them.
+In: the jaxpr of a loss, a target's rates and a budget in bytes. Out: a plan, that is patterns of kept and offloaded
+values for ranges of layers, and the compiler's figures of every plan that was tried.
 
-For a model that is not ours `layers` finds the layers in the jaxpr of its loss, `values` reads what they can keep from
-jax's own derivative, `shards` says over how many devices that is sharded, `worth` leaves out what is never worth
-keeping, `recognition` is the policy that tells values without names apart, and `gradient` the training step whose
-policies can be exchanged; `memory/report` compiles.
+There is one problem (`remat_problem`: a `layer_graph`, rates and budgets), one solver (`remat_solver`) and one search:
+`remat_search.RematSearch.run` compiles what the solver proposes and corrects `allocation_model` by the result. Start
+there. Two modules build the graph of a problem, both from jax's own derivative of a layer: `named_block` for the blocks
+of a model that names its values, `layer_values` for the layers of any loss. Third-party losses need more:
+`layer_discovery` finds their layers, `jaxpr_sharding` says over how many devices a value is sharded, `remat_policy`
+recognizes values without names, and `loss_gradient` is the training step whose policies can be exchanged;
+`memory/report/remat_plan.py` uses them.
 
-To give the search more choices: name another tensor of the block with `checkpoint_name`; names are read from the
-jaxpr.
+To give the search more choices: name another value of the block with `checkpoint_name`; names are read from the jaxpr.
 """

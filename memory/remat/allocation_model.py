@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from bytescope.memory.remat.problem import Tried
+from bytescope.memory.remat.remat_problem import CompiledPlan
 
 # Bytes allocated per byte kept: the most that are assumed, and so few that the peak must be elsewhere.
 STEEPEST, FLAT = 2.0, 0.5
 
 
-def points_of(done: Sequence[Tried]) -> list[tuple[int, int]]:
+def points_of(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
     """The points of compiled plans; of plans that keep the same bytes the one with the most allocated."""
     largest: dict[int, int] = {}
     for tried in done:

@@ -13,14 +13,12 @@ from bytescope.memory.devices import limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program.compilation import compiled_for
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.ilp import Passes, Plan
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.problem import Compiled, Problem
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.search import FULL, NONE
-from bytescope.memory.remat.values import Values, values_of
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import LayerValues, values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import DeviceRates, LayerPlan, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.report.report_object import Report
 
 # What comes with jax: the search's name -> that of `jax.checkpoint_policies`.
@@ -38,7 +36,7 @@ class PolicyCompiler:
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
         self.layers = layers_of(loss.jaxpr, loss.active, blocks)
-        self.values: Values = values_of(self.layers, loss.shards)
+        self.values: LayerValues = values_of(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
         # What recomputes everything tells the target, and whether the layers are walked in this program as alone.
         probe = RematPolicy(self.values.wanted(()))
@@ -48,7 +46,7 @@ class PolicyCompiler:
         if probe.lost:
             self.values = values_of(self.layers, loss.shards, ordered=False)
 
-    def policy(self, plan: Plan) -> Any:
+    def policy(self, plan: LayerPlan) -> Any:
         """A policy of jax's own for a plan that is one, else one that keeps the plan's values."""
         import jax
 
@@ -62,11 +60,11 @@ class PolicyCompiler:
         compilation, target = compiled_for(traced, target=self._target)
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
-    def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
+    def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
         """The compiler's figures of each plan."""
         return [self._one(plan) for plan in plans]
 
-    def _one(self, plan: Plan) -> Compiled:
+    def _one(self, plan: LayerPlan) -> PlanFigures:
         name = name_of(plan) or str(plan)
         if name not in self.built:
             try:
@@ -74,11 +72,11 @@ class PolicyCompiler:
             except ReportError:
                 raise
             except (ValueError, RuntimeError, NotImplementedError) as error:  # the search leaves it out
-                return Compiled(status=" ".join(str(error).split()))
+                return PlanFigures(status=" ".join(str(error).split()))
         built = self.built[name]
         if isinstance(built.policy, RematPolicy) and name != FULL:
             built.policy.check()
-        return Compiled(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
+        return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
 
     def budget(self, budget: str | float | None) -> int:
         """Bytes that the program may allocate: the budget, at most what the target leaves to it."""
@@ -88,11 +86,11 @@ class PolicyCompiler:
         limit = report.limit_bytes - (report.predicted_bytes - report.allocated_bytes)
         return limits.budget_of(written(budget), limit, "budget")
 
-    def problem(self) -> Problem:
+    def problem(self) -> RematProblem:
         """The problem that the search solves: the fewest FLOPs recomputed."""
-        rates = Rates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
+        rates = DeviceRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
-        return Problem(self.values.block, rates, Passes(), "flops", policies=policies)
+        return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +109,6 @@ def written(budget: str | float | None) -> str:
     return budget if isinstance(budget, str) else f"{budget:.0f}"
 
 
-def name_of(plan: Plan) -> str:
+def name_of(plan: LayerPlan) -> str:
     """The name under which the search knows a policy of jax's own; "" for a choice of values."""
     return plan.ranges[0][0].policy

@@ -4,9 +4,9 @@
     print(plan)
     block = jax.checkpoint(block, policy=plan.policy)      # or flax.linen.remat(Block, policy=plan.policy)
 
-The loss is traced once; its layers are found in the jaxpr (remat/layers.py), what they can keep is read from jax's own
-derivative (remat/values.py), and the search of remat/search.py compiles the gradient with a policy for each plan that
-it tries, beside the policies that come with jax.
+The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and what they can keep is read
+from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the gradient with a
+policy for each plan that it tries, and with the policies of jax.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import Layer
-from bytescope.memory.remat.problem import Outcome, Tried
-from bytescope.memory.remat.recognition import RematPolicy, Value
-from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.remat.layer_discovery import Layer
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy, Value
+from bytescope.memory.remat.remat_problem import CompiledPlan, SearchOutcome
+from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.report import remat_account
 from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of, written
 from bytescope.memory.report.report_object import Report
@@ -142,16 +142,16 @@ def plan_remats(
     compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
     sizes = [compiler.budget(budget) for budget in budgets]
 
-    def show(tried: Tried) -> None:
+    def show(tried: CompiledPlan) -> None:
         name = name_of(tried.plan) or str(tried.plan)
         tell(f"{name}: {human(tried.compiled.allocated_bytes) if tried.ok else tried.compiled.status}")
 
-    search = Search(compiler.problem(), compiler, show)
+    search = RematSearch(compiler.problem(), compiler, show)
     search.compile(search.fixed)
     return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
 
 
-def plan_of(compiler: PolicyCompiler, search: Search, outcome: Outcome, budget: int) -> RematPlan:
+def plan_of(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
     """What a search found for a budget. Raises ReportError where nothing fits it."""
     report = compiler.full.report
     if outcome.best is None:
@@ -183,7 +183,7 @@ def plan_of(compiler: PolicyCompiler, search: Search, outcome: Outcome, budget: 
     )
 
 
-def _nothing_fits(outcome: Outcome, budget: int) -> ReportError:
+def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
     if outcome.tightest is None:
         return ReportError(f"no plan could be compiled: {outcome.tried[0].compiled.status}")
     plan, least = outcome.tightest.plan, outcome.tightest.compiled.allocated_bytes

@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.problem import Tried
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.search import Search
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import CompiledPlan
+from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan, plan_of
 from bytescope.memory.units import human
@@ -225,14 +225,14 @@ def plans_of(model: Model, target: str) -> list[RematPlan]:
     """Plans for three budgets between nothing_saveable and dots_saveable; what they promise is asserted."""
     began = time.monotonic()
 
-    def tell(tried: Tried) -> None:
+    def tell(tried: CompiledPlan) -> None:
         print(
             f"  {time.monotonic() - began:5.0f} s  {human(tried.compiled.allocated_bytes)}  {tried.plan}",
             file=sys.stderr,
         )
 
     compiler = PolicyCompiler(Loss(model.loss(None), model.args, {}), target, None, ())
-    search = Search(compiler.problem(), compiler, tell)
+    search = RematSearch(compiler.problem(), compiler, tell)
     sizes = {BUILT_IN[name_of(tried.plan)]: tried.compiled.allocated_bytes for tried in search.compile(search.fixed)}
     least, most = sizes["nothing_saveable"], sizes["dots_saveable"]
     budgets = [least + (most - least) * eighths // 8 for eighths in EIGHTHS]
@@ -248,7 +248,7 @@ def plans_of(model: Model, target: str) -> list[RematPlan]:
     return plans
 
 
-def assert_the_least(search: Search, plan: RematPlan) -> None:
+def assert_the_least(search: RematSearch, plan: RematPlan) -> None:
     """That whatever recomputes less than a plan takes more than its budget: as compiled, else as predicted."""
     better = [pattern for pattern in search.patterns if pattern.flops < plan.recomputed_flops]
     for pattern in sorted(better):
@@ -257,7 +257,7 @@ def assert_the_least(search: Search, plan: RematPlan) -> None:
         assert size > plan.budget_bytes, (pattern.text(), size)
     if better:
         kept = sum(value.bytes for value in plan.kept)
-        more = min(pattern.bytes for pattern in better) - search.problem.block.carry_bytes - kept
+        more = min(pattern.bytes for pattern in better) - search.problem.graph.carry_bytes - kept
         print(
             f"  {human(plan.budget_bytes)}: the next plan that recomputes less keeps {human(more)} more",
             file=sys.stderr,

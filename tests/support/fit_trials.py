@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait
-from bytescope.memory.remat.block_graph import Block, Step
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.train.plan import trials
 from bytescope.train.plan.fit import fit_result, fit_space
 from bytescope.train.plan.fit import fit_walk as walks
@@ -73,7 +73,7 @@ def block(micro, split):
     for number, name in enumerate("ab"):
         made, named = 2 * number, 2 * number + 1
         steps.append(
-            Step(
+            GraphStep(
                 (made,),
                 (made - 1,) if number else (),
                 "",
@@ -83,8 +83,8 @@ def block(micro, split):
                 (sizes[name],),
             )
         )
-        steps.append(Step((named,), (made,), name, (0,), 0, "", (sizes[name],)))
-    return Block(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
+        steps.append(GraphStep((named,), (made,), name, (0,), 0, "", (sizes[name],)))
+    return LayerGraph(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
 
 
 def plan_of(flat):

@@ -14,7 +14,7 @@ PACKAGES = {
 # Rooms from the lowest layer up; a room imports only rooms of the layers below its own.
 LAYERS = {
     "memory": (
-        ("memory.errors", "memory.units", "memory.config_keys", "memory.files", "memory.jaxprs"),
+        ("memory.errors", "memory.units", "memory.files", "memory.jaxprs"),
         ("memory.records",),
         ("memory.hlo", "memory.formulas"),
         ("memory.devices",),

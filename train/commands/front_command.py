@@ -15,7 +15,7 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.ilp import COSTS
+from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora

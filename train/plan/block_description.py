@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import jax
 from flax import nnx
 
-from bytescope.memory.remat.block_graph import Block, block_of
-from bytescope.memory.remat.ilp import MOST_RANGES
+from bytescope.memory.remat.layer_graph import LayerGraph
+from bytescope.memory.remat.named_block import named_block
+from bytescope.memory.remat.remat_problem import MAX_RANGES
 from bytescope.model.names import NAMES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
@@ -25,15 +27,21 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v")
 def trace_gradient(program: Program) -> Any:
     """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed, so that every name is in it; all layers
     in their order, whatever stages hold them."""
+    loss, arguments = _loss_of_micro_batch(program)
+    return jax.make_jaxpr(jax.grad(loss, has_aux=True))(*arguments)
+
+
+def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The loss with nothing recomputed, and the shapes of its arguments, the trained parameters first."""
     whole = dataclasses.replace(program, stages=None)
     params, frozen = as_ordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
     loss = make_loss(program.config, graph, program.layout, program.precision, program.batch.micro, program.frozen)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), program.batch.rows))
-    return jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, program.eval_shapes, keys, frozen)
+    return loss, (params, program.eval_shapes, keys, frozen)
 
 
-def describe_block(program: Program) -> Block:
+def describe_block(program: Program) -> LayerGraph:
     """The graph of one block of a program whose layers are scanned."""
 
     def shards(name: str) -> int:
@@ -46,9 +54,13 @@ def describe_block(program: Program) -> Block:
         rows = next(one for one in program.stages.stacks if one.stack == BLOCKS)
         held = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
     kept_together = {"context": AROUND_KERNEL} if program.kernel[0] == "cudnn" else {}
-    return block_of(trace_gradient(program), lambda name: shards(name) / held, kept_together)
+    loss, arguments = _loss_of_micro_batch(program)
+    jaxpr = jax.make_jaxpr(loss)(*arguments)
+    trained = len(jax.tree.leaves(arguments[0]))
+    active = [number < trained for number in range(len(jaxpr.in_avals))]
+    return named_block(jaxpr, active, lambda name: shards(name) / held, kept_together)
 
 
 def most_ranges(program: Program) -> int:
     """Ranges of layers with patterns of their own that a plan may have: stages run one program."""
-    return 1 if program.stages else MOST_RANGES
+    return 1 if program.stages else MAX_RANGES

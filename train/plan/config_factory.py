@@ -87,9 +87,9 @@ class ConfigFactory(ProgramFactory):
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
         """What the search for the least recomputation needs of a config on a target; nothing is compiled.
 
-        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call
-        of the step; `ranges`: ranges of layers with patterns of their own at most; `policies`: policy -> names that it
-        keeps, null where only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
+        `block`: a `memory.remat.layer_graph.LayerGraph` as JSON, of one micro-batch; `micro_steps`: micro-batches per
+        call of the step; `ranges`: maximum ranges of layers with different patterns; `policies`: policy -> names that
+        it keeps, null if only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
         `tokens_per_update`: over all devices.
         """
         from bytescope.train.plan.block_description import describe_block, most_ranges
@@ -115,13 +115,13 @@ def making_programs() -> tuple[ModuleType, ...]:
     Searches, views, commands and whatever runs around the step are not among them."""
     from bytescope import model
     from bytescope.memory import formulas
-    from bytescope.memory.remat import block_graph
+    from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
     from bytescope.train.plan import block_description, config_factory, model_facts, run_peak, state_rows
 
     return (
-        *(model, formulas, block_graph),
+        *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
         *(parallel, pipeline, program, step, batch_algebra),
         *(block_description, config_factory, model_facts, state_rows, run_peak),
     )

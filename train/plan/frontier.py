@@ -29,10 +29,11 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row, thrift
 from bytescope.memory.compare.grids import as_text
-from bytescope.memory.remat.problem import Tried
-from bytescope.memory.remat.search import Search
+from bytescope.memory.remat.remat_problem import CompiledPlan
+from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.seconds import ranking
 from bytescope.train.plan.config_grid import POLICY, ConfigRow
+from bytescope.train.plan.remat_keys import plan_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
 # Fields of a row that stand for a fixed policy in the JSON.
@@ -95,7 +96,7 @@ class Front:
     ):
         self.trials, self.cost, self.offload = trials, cost, offload
         self._count, self._ends, self._workers = count, ends, workers
-        self.search: Search | None = None
+        self.search: RematSearch | None = None
         self.points: list[Point] = []
         self.fixed: list[Fixed] = []
         self.missing, self.stopped = count, False
@@ -127,9 +128,9 @@ class Front:
         )
         self.points = points_of(self.search, done, programs, self.figures_of)
 
-    def figures_of(self, tried: Tried) -> Fixed:
+    def figures_of(self, tried: CompiledPlan) -> Fixed:
         """A compiled plan with its flags and figures; a policy for all layers goes by its name."""
-        keys = tried.plan.keys()
+        keys = plan_keys(tried.plan)
         answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
         return Fixed(tried.plan.policy or str(tried.plan), flags, ConfigRow.from_answer(keys, answer))
@@ -141,7 +142,7 @@ def budgets_of(first: int, last: int, points: int) -> list[int]:
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 
-def ends_of(search: Search) -> tuple[int, int]:
+def ends_of(search: RematSearch) -> tuple[int, int]:
     """Allocated bytes of `full` and of `none`; of the largest fixed policy that compiles where `none` does not."""
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
     if none.ok:
@@ -150,12 +151,12 @@ def ends_of(search: Search) -> tuple[int, int]:
     return full.compiled.allocated_bytes, max(tried.compiled.allocated_bytes for tried in fixed if tried and tried.ok)
 
 
-def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
+def chosen(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
     """The plan for each budget, smallest first: the search's, unless that for a smaller budget costs less.
 
     So no point costs more than the best fixed policy that fits there, nor more than the point before it.
     """
-    out: list[Tried | None] = []
+    out: list[CompiledPlan | None] = []
     for budget in budgets:
         best = search.best(budget)
         before = out[-1] if out else None
@@ -166,7 +167,10 @@ def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
 
 
 def points_of(
-    search: Search, budgets: Sequence[int], programs: Mapping[float, int], figures_of: Callable[[Tried], Fixed]
+    search: RematSearch,
+    budgets: Sequence[int],
+    programs: Mapping[float, int],
+    figures_of: Callable[[CompiledPlan], Fixed],
 ) -> list[Point]:
     """The points of these budgets, smallest first.
 

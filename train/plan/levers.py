@@ -21,16 +21,7 @@ from typing import Any
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import ReportError, remedy_for
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A lever: its title, the keys it sets (dotted key -> text), and in words what it does and what it costs."""
-
-    title: str
-    adds: Mapping[str, str]
-    why: str
-
+from bytescope.train.plan.lever_catalogue import SAVINGS, Saving
 
 # What every level starts from: no lever at all. Keys that a config lacks are left out.
 BASELINE = {
@@ -49,49 +40,8 @@ BASELINE = {
     "offload.params": "false",
 }
 
-STAGES: Mapping[str, Stage] = {
-    "fp32": Stage("fp32", {"precision.preset": "fp32"}, "no lever: nothing recomputed, nothing in host memory"),
-    "bf16": Stage(
-        "bf16", {"precision.preset": "bf16"}, "activations of half the size, float32 master parameters; costs rounding"
-    ),
-    "loss": Stage(
-        "+ chunked loss", {"loss.kind": "chunked"}, "logits of one chunk at a time, recomputed in its gradient"
-    ),
-    "attention": Stage(
-        "+ flash attention",
-        {"model.attention": "auto"},
-        "no attention scores in memory; the kernel recomputes them in its gradient",
-    ),
-    "selective": Stage(
-        "+ selective remat", {"remat.policy": "selective"}, "the attention core, norms and rotations are recomputed"
-    ),
-    "full": Stage("+ full remat", {"remat.policy": "full"}, "every block is recomputed: it runs forward twice"),
-    "adamw_8bit": Stage(
-        "+ 8-bit moments", {"optimizer.name": "adamw_8bit"}, "each moment in one byte; costs quantization error"
-    ),
-    "fused_backward": Stage(
-        "+ fused backward",
-        {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
-        "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
-        "clipped by its own norm",
-    ),
-    "offload": Stage(
-        "+ offload", {"offload.optimizer": "true"}, "moments in host memory; they cross the host link twice per update"
-    ),
-    "offload_params": Stage("+ offload of params", {"offload.params": "true"}, "master parameters in host memory too"),
-    # Not default stages; only for --savings.
-    "bf16_params": Stage(
-        "+ 16-bit params", {"precision.preset": "bf16_params"}, "no float32 master; updates are rounded stochastically"
-    ),
-    "offload_blocks": Stage(
-        "+ offload of block inputs", {"remat.policy": "offload"}, "block inputs go to host memory and come back"
-    ),
-    "mlp_chunk": Stage(
-        "+ tiled MLP",
-        {"model.mlp_chunk": "4096"},
-        "the MLP over pieces of the sequence, each recomputed in its gradient",
-    ),
-}
+# Stage -> its saving; DEFAULT has those that are climbed without --savings, in order.
+STAGES: dict[str, Saving] = {name: saving for name, saving in SAVINGS.items() if saving.title}
 DEFAULT = (
     "fp32",
     "bf16",
@@ -167,7 +117,7 @@ def climb(
     given, left_out, levels = set(given), dict[str, str](), list[Level]()
     keys = {key: text for key, text in BASELINE.items() if key in config and key not in given}
     for name in stages:
-        adds = STAGES[name].adds
+        adds = STAGES[name].keys
         lacking, fixed = [key for key in adds if key not in config], [key for key in adds if key in given]
         if name in refused:
             left_out[name] = refused[name]
@@ -245,7 +195,7 @@ def to_json(
 
 def flags_of(level: Level) -> str:
     """The flags that a stage adds to the command; for the first, those that later stages change."""
-    changed = {key for stage in DEFAULT for key in STAGES[stage].adds}
+    changed = {key for stage in DEFAULT for key in STAGES[stage].keys}
     return shlex.join(
         f"--config.{key}={text}" for key, text in level.adds.items() if key in changed and text != "false"
     )

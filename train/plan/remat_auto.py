@@ -1,6 +1,6 @@
 """Settles `remat.policy=auto`: the config of the step with the least recomputation that fits the budget.
 
-The search is memory/remat/search.py; this module describes the program to it and compiles what it asks for.
+The search is memory/remat/remat_search.py; this module describes the program to it and compiles what it asks for.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.remat.ilp import Plan
-from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
-from bytescope.memory.remat.search import FULL, NONE, Search
+from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO, POLICIES
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, most_ranges
+from bytescope.train.plan.remat_keys import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override
@@ -84,33 +84,33 @@ class Compiler:
     def _report(self, program: Program) -> ReportRecord:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
-    def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
+    def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
         """The compiler's figures of each plan."""
         return [self._one(plan) for plan in plans]
 
-    def _one(self, plan: Plan) -> Compiled:
-        keys = plan.keys()
+    def _one(self, plan: LayerPlan) -> PlanFigures:
+        keys = plan_keys(plan)
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search leaves out a plan that cannot run
-            return Compiled(status=" ".join(str(error).split()))
+            return PlanFigures(status=" ".join(str(error).split()))
         recomputed = sum(report.work["recompute"]["flops"].values())
-        return Compiled(report.allocated_bytes, report.host_bytes, sum(self._by_phase(report).values()), recomputed)
+        return PlanFigures(report.allocated_bytes, report.host_bytes, sum(self._by_phase(report).values()), recomputed)
 
     def _by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         """Phase -> seconds of one call: predicted from the schedule, by a roofline where nothing predicts them."""
         found = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
         return found.by_phase if found else roofline.seconds(report.work, self.rates).by_phase
 
-    def problem(self) -> Problem:
+    def problem(self) -> RematProblem:
         """The problem that the search solves."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
-        return problem_of(
+        return RematProblem.on_target(
             describe_block(scanned),
             self._by_phase(self.report),
             micro_steps,
@@ -188,16 +188,16 @@ def _decide(
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
     budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 
-    def show(tried: Tried) -> None:
+    def show(tried: CompiledPlan) -> None:
         compiled = tried.compiled
         figures = f"{human(compiled.allocated_bytes)} of {human(budget)}" if tried.ok else compiled.status
         tell(f"auto: {tried.plan}: {figures}")
 
-    outcome = Search(compiler.problem(), compiler, show).run(budget)
+    outcome = RematSearch(compiler.problem(), compiler, show).run(budget)
     best, found = outcome.best, None
     if best is not None:
         found = (
-            best.plan.keys(),
+            plan_keys(best.plan),
             (
                 f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
                 f"{len(outcome.tried)} programs compiled"

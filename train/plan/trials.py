@@ -15,13 +15,13 @@ from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.block_graph import Block
-from bytescope.memory.remat.ilp import Plan, remat_keys
-from bytescope.memory.remat.problem import Compiled, Tried, problem_of
-from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.remat.layer_graph import LayerGraph
+from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.remat_keys import plan_keys, policy_keys
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
@@ -123,19 +123,19 @@ class Trials:
         *,
         cost: str = "time",
         offload: bool = False,
-        tell: Callable[[Tried], None] = lambda tried: None,
-    ) -> Search:
+        tell: Callable[[CompiledPlan], None] = lambda tried: None,
+    ) -> RematSearch:
         """The search for the least recomputation of a variant.
 
         Args:
-            cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+            cost: a row of `memory.remat.remat_problem.COSTS`. offload: whether tensors may go to host memory.
             tell: called with each plan as it is compiled.
 
         Raises:
             ReportError: the variant cannot run, or nothing is known of its blocks.
             Stopped: no more compiles are allowed.
         """
-        full_keys = {**keys, **remat_keys(FULL)}
+        full_keys = {**keys, **policy_keys(FULL)}
         full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
         for answer in (described, full):
             if answer["status"] != "ok":
@@ -144,8 +144,8 @@ class Trials:
         if offload:
             policies = {**policies, **described["moving"]}
         micro_steps = described["micro_steps"] * full["calls_per_update"]
-        problem = problem_of(
-            Block.from_json(described["block"]),
+        problem = RematProblem.on_target(
+            LayerGraph.from_json(described["block"]),
             self.predicted(full).by_phase,
             micro_steps,
             self.rates,
@@ -156,17 +156,17 @@ class Trials:
             ranges=described["ranges"],
         )
 
-        def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
-            variants = [{**keys, **plan.keys()} for plan in plans]
+        def compile_plans(plans: Sequence[LayerPlan]) -> list[PlanFigures]:
+            variants = [{**keys, **plan_keys(plan)} for plan in plans]
             try:
                 return [self.compiled(answer) for answer in self.compile(variants)]
             except Stopped:  # plans that were finished count all the same
                 for plan, answer in zip(plans, map(self.done, variants)):
                     if answer is not None:
-                        tell(Tried(plan, 0, self.compiled(answer)))
+                        tell(CompiledPlan(plan, 0, self.compiled(answer)))
                 raise
 
-        return Search(problem, compile_plans, tell)
+        return RematSearch(problem, compile_plans, tell)
 
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
@@ -184,11 +184,11 @@ class Trials:
         """Bytes of host memory for one device."""
         return self.target.host_bytes_per_device
 
-    def compiled(self, answer: Mapping[str, Any]) -> Compiled:
+    def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
         """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
-            return Compiled(status=answer["status"])
-        return Compiled(
+            return PlanFigures(status=answer["status"])
+        return PlanFigures(
             answer["allocated_bytes"],
             answer["host_bytes"],
             self.predicted(answer).seconds,

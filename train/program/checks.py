@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.remat.ilp import COSTS
+from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
 from bytescope.model.attention.attention_kernels import KERNELS

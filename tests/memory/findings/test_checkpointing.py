@@ -5,8 +5,8 @@ import linecache
 
 import pytest
 
-from bytescope.memory.findings.checkpointing import candidates, checkpoint_saves
-from bytescope.memory.findings.functions import Function, calls, wrapper
+from bytescope.memory.findings.checkpoint_findings import candidates, checkpoint_saves
+from bytescope.memory.findings.user_functions import Function, calls, wrapper
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram

@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.configs import llama_70b
 from bytescope.memory.findings import finding_rules
-from bytescope.memory.findings.sharding import unsharded_gradients
+from bytescope.memory.findings.sharding_findings import unsharded_gradients
 from bytescope.memory.findings.state_findings import state_too_large, whole_state
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout

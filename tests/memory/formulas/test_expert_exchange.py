@@ -5,8 +5,8 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import communication_volume, reconcile
-from bytescope.memory.formulas.expert_exchange import EXCHANGES as FORMULAS
-from bytescope.memory.formulas.expert_exchange import sent
+from bytescope.memory.formulas.communication_volume import EXCHANGES as FORMULAS
+from bytescope.memory.formulas.communication_volume import sent
 from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED

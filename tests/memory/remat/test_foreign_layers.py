@@ -14,15 +14,16 @@ import pytest
 
 from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates, kept_under
-from bytescope.memory.remat.recognition import RematPolicy, Wanted
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy, Wanted
+from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping
 from support.models import plain as foreign
 
 pytestmark = pytest.mark.quick
-RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 
 
 def found(loss, args=None, **options):
@@ -64,11 +65,13 @@ def test_layers_are_found_and_any_choice_costs_what_the_graph_says(way):
     chance = random.Random(way)
     some = chance.sample(names, 3)
     for labels in ([], names, some):
-        predicted = kept_under(values.block, RATES, "", labels).flops
+        predicted = pattern_keeping(values.graph, RATES, "", labels).flops
         assert recomputed(loss.under(layers, policy_of(values, labels))) == predicted, labels
-    predicted = kept_under(values.block, RATES, "", some).flops
+    predicted = pattern_keeping(values.graph, RATES, "", some).flops
     assert recomputed(foreign.loss_of(way, policy_of(values, some))) == predicted
-    assert kept_under(values.block, RATES, "", names).flops == 0 < kept_under(values.block, RATES, "", []).flops
+    assert (
+        pattern_keeping(values.graph, RATES, "", names).flops == 0 < pattern_keeping(values.graph, RATES, "", []).flops
+    )
 
 
 def test_names_are_known_by_name():
@@ -124,7 +127,7 @@ def test_what_a_jitted_function_hides_is_kept_together():
 
     args = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     _, _, values = found(loss(), args)
-    (value,) = values.values.values()
+    value = values.values["dot_general"]
     assert value.place == -1 and value.count == 6 and value.bytes == 6 * 4 * 8 * 4
     assert recomputed(loss(policy_of(values, [])), args) == 3 * 2 * 2 * 4 * 8 * 8
     assert recomputed(loss(policy_of(values, [value.label])), args) == 0
@@ -155,7 +158,7 @@ def test_kinds_of_layers_and_those_with_a_policy_of_their_own():
     assert [layer.times for layer in layers] == [2, 2] and layers[0].mark != layers[1].mark
     always = 2 * 4 * 8 * 8
     for labels in ([], list(values.values), list(values.values)[:1]):
-        predicted = kept_under(values.block, RATES, "", labels).flops + always
+        predicted = pattern_keeping(values.graph, RATES, "", labels).flops + always
         assert recomputed(loss(policy_of(values, labels)), args) == predicted, labels
     with pytest.raises(ReportError, match="no layer is named wode: there are .*narrow.*wide"):
         layers_of(traced.jaxpr, traced.active, ["wode"])
@@ -201,7 +204,7 @@ def test_other_shapes_are_told():
     policy = policy_of(values, list(values.values))
     with pytest.warns(UserWarning, match=r"dot_general float32\[6,32,32\].* is in none of the blocks"):
         other = recomputed(foreign.loss_of("scan", policy), foreign.arguments(6))
-    assert other == 3 * kept_under(values.block, RATES, "", []).flops, "what it does not know is recomputed"
+    assert other == 3 * pattern_keeping(values.graph, RATES, "", []).flops, "what it does not know is recomputed"
 
 
 def test_a_walk_that_broke_off_does_not_confuse_the_next():
@@ -213,13 +216,13 @@ def test_a_walk_that_broke_off_does_not_confuse_the_next():
     policy._in_order(policy.wanted.order[0][1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert recomputed(foreign.loss_of("scan", policy)) == kept_under(values.block, RATES, "", labels).flops
+        assert recomputed(foreign.loss_of("scan", policy)) == pattern_keeping(values.graph, RATES, "", labels).flops
 
 
 def test_a_policy_crosses_processes():
     _, _, values = found(foreign.loss_of("scan"))
     policy = policy_of(values, list(values.values)[:2])
-    predicted = kept_under(values.block, RATES, "", list(values.values)[:2]).flops
+    predicted = pattern_keeping(values.graph, RATES, "", list(values.values)[:2]).flops
     for back in (
         pickle.loads(pickle.dumps(policy)),
         RematPolicy(Wanted.from_json(json.loads(json.dumps(policy.wanted.to_json())))),
@@ -232,7 +235,7 @@ def test_without_an_order_equal_keys_are_kept_together():
     _, _, values = found(foreign.loss_of("scan"), ordered=False)
     assert not any(values.order) and all(value.place == -1 for value in values.values.values())
     for labels in ([], list(values.values)[:1], list(values.values)):
-        predicted = kept_under(values.block, RATES, "", labels).flops
+        predicted = pattern_keeping(values.graph, RATES, "", labels).flops
         assert recomputed(foreign.loss_of("scan", policy_of(values, labels))) == predicted
 
 
@@ -247,6 +250,20 @@ def test_work_on_elements_that_is_written_as_a_product_is_not_worth_keeping():
     _, _, values = found(loss, args)
     (value,) = values.values.values()
     assert "float32[64,64]" in value.key
+
+
+def test_a_sum_of_products_is_kept_instead_of_its_terms():
+    """One value saves both products; a choice among the products alone needs twice the bytes."""
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w + jnp.sin(x) @ w.T))
+        return jax.lax.scan(lambda x, own: (layer(x, own), None), x, w)[0].sum()
+
+    args = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    _, _, values = found(loss, args)
+    nothing, everything = pareto_patterns(values.graph, RATES, cost="flops")
+    assert nothing.flops == 3 * 2 * 2 * 4 * 64 * 64 and everything.flops == 0
+    assert everything.bytes - nothing.bytes == 3 * 4 * 64 * 4 and len(everything.save) == 1
 
 
 # ---- the step that is compiled ----------------------------------------------------------------------------------

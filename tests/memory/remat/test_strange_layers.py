@@ -7,14 +7,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.gradient import Loss
-from bytescope.memory.remat.layers import layers_of
-from bytescope.memory.remat.patterns import Rates, kept_under
-from bytescope.memory.remat.recognition import RematPolicy
-from bytescope.memory.remat.values import values_of
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_solver import pattern_keeping
 
 pytestmark = pytest.mark.quick
-RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 ROWS, WIDTH, LAYERS = 8, 16, 4
 W, X = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)))
 PRODUCT = 2 * ROWS * WIDTH * WIDTH * LAYERS  # of all layers
@@ -131,11 +132,11 @@ def test_any_choice_costs_what_the_graph_says(case):
     make, args, most = CASES[case]
     loss = Loss(make(None), args, {})
     values = values_of(layers_of(loss.jaxpr, loss.active))
-    assert kept_under(values.block, RATES, "", []).flops == most
+    assert pattern_keeping(values.graph, RATES, "", []).flops == most
     for labels in (list(values.values)[:1], list(values.values)):
         policy = RematPolicy(values.wanted(labels))
         step = jax.value_and_grad(make(policy), has_aux=loss.has_aux)
         left = flops.count(jax.jit(step).trace(*args).jaxpr).recomputed
-        assert left == kept_under(values.block, RATES, "", labels).flops < most
+        assert left == pattern_keeping(values.graph, RATES, "", labels).flops < most
         policy.check()
     assert left == 0

@@ -10,10 +10,8 @@ from bytescope import memory
 from bytescope.memory import ReportError
 from bytescope.memory.analysis import analyze
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.ilp import Plan
-from bytescope.memory.remat.patterns import Pattern
-from bytescope.memory.remat.problem import Compiled, Outcome, Tried
-from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
 from bytescope.memory.report import remat_account
 from bytescope.memory.report.remat_compiler import Built, PolicyCompiler
 from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
@@ -120,8 +118,8 @@ def test_budgets_that_cannot_be(budget, message):
 
 @pytest.mark.quick
 def test_a_budget_below_the_least_is_told_the_least():
-    tried = Tried(Plan(((Pattern(10, 0.0, policy="full"), 1),)), 0, Compiled(3 * 2**20))
-    refused = _nothing_fits(Outcome(None, (tried,), tried), 2**20)
+    tried = CompiledPlan(LayerPlan(((KeepPattern(10, 0.0, policy="full"), 1),)), 0, PlanFigures(3 * 2**20))
+    refused = _nothing_fits(SearchOutcome(None, (tried,), tried), 2**20)
     assert str(refused) == (
         "nothing fits 1.00 MiB: with nothing_saveable the step takes 3.00 MiB, 2.00 MiB more; "
         "give a larger budget or a smaller batch"

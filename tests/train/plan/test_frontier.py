@@ -12,11 +12,9 @@ from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.ilp import Passes
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.problem import Compiled, Problem
-from bytescope.memory.remat.search import Search, spread
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
+from bytescope.memory.remat.remat_problem import DeviceRates, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import RematSearch, spread
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
@@ -170,10 +168,10 @@ def test_the_json_has_every_key(points, fixed):
 def hand_made(cost, policies):
     """A block of four named products and a compiler that disagrees with the model by steps and noise."""
     steps = tuple(
-        Step((i,), (i - 1,) * bool(i), "abcd"[i], (flops,), flops, "bf16", (size,))
+        GraphStep((i,), (i - 1,) * bool(i), "abcd"[i], (flops,), flops, "bf16", (size,))
         for i, (flops, size) in enumerate([(50, 64), (100, 32), (400, 160), (30, 96)])
     )
-    block = Block(12, steps, (0, 1, 2, 3), 16, 900)
+    block = LayerGraph(12, steps, (0, 1, 2, 3), 16, 900)
     asked = []
 
     def compile(plans):
@@ -183,13 +181,13 @@ def hand_made(cost, policies):
     def compiled(plan):
         policy = plan.ranges[0][0].policy
         if policy == "loop":  # recomputes less than its bytes let expect, and nothing is known of it
-            return Compiled(12 * 150 + 1000, 0, 0.01, 12 * 20)
+            return PlanFigures(12 * 150 + 1000, 0, 0.01, 12 * 20)
         noise = sum(map(ord, str(plan))) % 37
         beside = 1000 + 0.07 * plan.bytes + 40 * (len(plan.ranges) > 1) + noise
-        return Compiled(round(plan.bytes + beside), 0, 1 + plan.flops / 1e4 + noise * 1e-3, float(plan.flops))
+        return PlanFigures(round(plan.bytes + beside), 0, 1 + plan.flops / 1e4 + noise * 1e-3, float(plan.flops))
 
-    problem = Problem(block, Rates({"bf16": 1e4}, 1e6), Passes(0.1, 0.2), cost=cost, policies=policies)
-    return Search(problem, compile), asked
+    problem = RematProblem(block, DeviceRates({"bf16": 1e4}, 1e6), PassSeconds(0.1, 0.2), cost=cost, policies=policies)
+    return RematSearch(problem, compile), asked
 
 
 @pytest.mark.parametrize("cost", ["time", "flops"])

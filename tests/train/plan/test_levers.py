@@ -19,7 +19,7 @@ from support.browser import HOSTILE, body, browse, literally, one_file
 from support.same_process import SameProcess
 
 GIB = 2**30
-CONFIG = {**dict.fromkeys(levers.BASELINE, ""), **dict.fromkeys(levers.STAGES["mlp_chunk"].adds, "")}
+CONFIG = {**dict.fromkeys(levers.BASELINE, ""), **dict.fromkeys(levers.STAGES["mlp_chunk"].keys, "")}
 SMALL = [
     "--config.model.n_layers=2",
     "--config.model.d_model=32",
@@ -48,8 +48,8 @@ def level(stage, gib, limit=100, **more):
     )
     return levers.Level(
         stage,
-        levers.STAGES[stage].adds,
-        levers.STAGES[stage].adds,
+        levers.STAGES[stage].keys,
+        levers.STAGES[stage].keys,
         f"--config.here={stage}",
         "cudnn",
         dataclasses.replace(row, **more),
@@ -73,7 +73,7 @@ def test_every_level_has_all_before_it():
     made, left_out = levers.climb(list(levers.DEFAULT), CONFIG, (), {})
     assert [one.stage for one in made] == list(levers.DEFAULT) and not left_out
     assert made[0].keys == levers.BASELINE == made[0].adds
-    last = {key: text for stage in levers.DEFAULT for key, text in levers.STAGES[stage].adds.items()}
+    last = {key: text for stage in levers.DEFAULT for key, text in levers.STAGES[stage].keys.items()}
     assert made[-1].keys == levers.BASELINE | last and made[-1].adds == {"offload.params": "true"}
     assert [one.keys["remat.policy"] for one in made] == ["none"] * 4 + ["selective"] + ["full"] * 5
 
@@ -200,7 +200,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """Four stages, one of which the config refuses; then the same out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
-    monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], adds={"remat.policy": "ful"}))
+    monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], keys={"remat.policy": "ful"}))
     words = [
         "levers",
         "--config=tiny",

@@ -78,7 +78,7 @@ def tasks():
 
 def staircase():
     def level(stage, gib):
-        adds = stairs.STAGES[stage].adds
+        adds = stairs.STAGES[stage].keys
         return stairs.Level(
             stage,
             adds,

@@ -9,6 +9,7 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
+from bytescope.train.plan.lever_catalogue import SAVINGS
 from bytescope.train.plan.model_facts import BATCH_AXES
 
 Keys = dict[str, str]
@@ -41,60 +42,69 @@ ONE_AXIS = {
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """A way to make a step smaller in addition to recomputation.
+    """Savings that make a step smaller in addition to recomputation.
 
     Fields:
-        what: in words. levers: all of these have to be allowed. keys: what it sets.
-        activations: whether tensors of blocks may go to host memory.
-        whole: whether the whole batch of an update has to be one micro-batch, without accumulation.
+        what: in words. savings: rows of the catalogue, later ones over earlier ones.
+        blocks_to_host: whether tensors of blocks may go to host memory though no saving moves state there.
         beside: whether it is tried where one before it fits, too: the room that it leaves may be worth its time.
     """
 
     what: str
-    levers: tuple[str, ...] = ()
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    activations: bool = False
-    whole: bool = False
+    savings: tuple[str, ...] = ()
+    blocks_to_host: bool = False
     beside: bool = False
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """What it sets, dotted key -> text."""
+        keys: dict[str, str] = {}
+        for name in self.savings:
+            keys |= SAVINGS[name].all_keys
+        return keys
 
-_MOMENTS = {"offload.optimizer": "true"}
-_STATE = {**_MOMENTS, "offload.params": "true"}
-_BYTES = {"optimizer.name": "adamw_8bit"}
-_NARROW = {"precision.preset": "bf16_params"}
-_FUSED = {"optimizer.fused_backward": "true", "optimizer.clip": "layer"}
+    @property
+    def levers(self) -> tuple[str, ...]:
+        """The levers that all have to be allowed."""
+        groups = [SAVINGS[name].group for name in self.savings]
+        return tuple(dict.fromkeys([*groups, *(["offload"] if self.blocks_to_host else [])]))
+
+    @property
+    def activations(self) -> bool:
+        """Whether tensors of blocks may go to host memory."""
+        return "offload" in self.levers
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole batch of an update has to be one micro-batch, without accumulation."""
+        return any(SAVINGS[name].one_micro_batch for name in self.savings)
+
+
 # In the order in which they are tried: what costs transfers before what changes the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
-    Squeeze("activations in host memory", ("offload",), {}, True),
-    Squeeze("optimizer state in host memory", ("offload",), _MOMENTS, True),
-    Squeeze("optimizer state and parameters in host memory", ("offload",), _STATE, True, True),
-    Squeeze("8-bit moments", ("precision",), _BYTES),
-    Squeeze("8-bit moments and parameters in host memory", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
-    Squeeze("16-bit parameters, 8-bit moments", ("precision",), {**_NARROW, **_BYTES}),
+    Squeeze("activations in host memory", blocks_to_host=True),
+    Squeeze("optimizer state in host memory", ("offload",)),
+    Squeeze("optimizer state and parameters in host memory", ("offload_params",)),
+    Squeeze("8-bit moments", ("adamw_8bit",)),
+    Squeeze("8-bit moments and parameters in host memory", ("adamw_8bit", "offload_params")),
+    Squeeze("16-bit parameters, 8-bit moments", ("bf16_params", "adamw_8bit")),
     Squeeze(
         "16-bit parameters updated inside the backward pass, moments in host memory",
-        ("precision", "offload"),
-        {**_NARROW, **_FUSED, **_MOMENTS},
-        True,
-        True,
+        ("bf16_params", "fused_backward", "offload"),
     ),
     Squeeze(
         "16-bit parameters updated inside the backward pass, Adafactor",
-        ("precision",),
-        {**_NARROW, **_FUSED, "optimizer.name": "adafactor"},
-        False,
-        True,
+        ("bf16_params", "fused_backward", "adafactor"),
     ),
 )
 # Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
-_INT8, _NF4 = {"lora.base": "int8"}, {"lora.base": "nf4"}
 ADAPTER_SQUEEZES = (
     Squeeze("recomputation"),
-    Squeeze("frozen weights in 8 bits", ("base",), _INT8, beside=True),
-    Squeeze("frozen weights in NF4", ("base",), _NF4, beside=True),
-    Squeeze("activations in host memory", ("offload",), {}, True),
-    Squeeze("frozen weights in NF4, activations in host memory", ("base", "offload"), _NF4, True),
+    Squeeze("frozen weights in 8 bits", ("int8_base",), beside=True),
+    Squeeze("frozen weights in NF4", ("nf4_base",), beside=True),
+    Squeeze("activations in host memory", blocks_to_host=True),
+    Squeeze("frozen weights in NF4, activations in host memory", ("nf4_base",), blocks_to_host=True),
 )
 
 

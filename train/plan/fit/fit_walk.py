@@ -17,12 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
-from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
+from bytescope.memory.remat.layer_graph import LayerGraph
+from bytescope.memory.remat.remat_problem import CompiledPlan, DeviceRates, KeepPattern, LayerPlan
+from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, RematSearch
+from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words
 from bytescope.train.plan.fit.fit_step import Step, judged
+from bytescope.train.plan.remat_keys import plan_keys, policy_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
@@ -52,8 +55,8 @@ class Walk:
         self.tightest: Step | None = None
         self.stopped = ""
         self._saved_share = 1.0  # of the recomputation's time, where nothing is recomputed; the least seen so far
-        self._search: Search | None = None
-        self._plan: Plan | None = None
+        self._search: RematSearch | None = None
+        self._plan: LayerPlan | None = None
         self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
@@ -144,8 +147,8 @@ class Walk:
         smallest = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
         self._try_all(
             [
-                ("baseline", {**first, **remat_keys(NONE)}, NONE),
-                *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest),
+                ("baseline", {**first, **policy_keys(NONE)}, NONE),
+                *(("mesh", {**keys, **policy_keys(FULL)}, FULL) for keys in smallest),
             ]
         )
         for number, squeeze in enumerate(space.squeezes()):
@@ -169,7 +172,7 @@ class Walk:
             sizes = self._sizes(squeeze, mesh)
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
-        steps = self._try(stage, [{**keys, **remat_keys(FULL)} for _, keys in starts], FULL)
+        steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
         ranked = sorted(
             (self.bound(step), number) for number, step in enumerate(steps) if step.ok and self._can_fit(step, squeeze)
         )
@@ -223,7 +226,7 @@ class Walk:
         found: list[float] = []  # seconds per update, one for each micro-batch
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
-            full = self._try("micro", [{**keys, **remat_keys(FULL)}], FULL)[0]
+            full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
@@ -245,8 +248,8 @@ class Walk:
         activations: whether tensors of blocks may go to host memory.
         """
 
-        def record(tried: Tried) -> None:
-            variant = {**keys, **tried.plan.keys()}
+        def record(tried: CompiledPlan) -> None:
+            variant = {**keys, **plan_keys(tried.plan)}
             self.record("remat", variant, self.trials.compile([variant])[0], str(tried.plan))
 
         try:
@@ -258,13 +261,13 @@ class Walk:
         found = search.run(self.budget, most=MOST_PLANS, at_once=2).best
         if found is None:
             return None
-        chosen = {**keys, **found.plan.keys()}
+        chosen = {**keys, **plan_keys(found.plan)}
         step = next(step for step in self.steps if step.keys == chosen)
         best = self.best.keys if self.best else None
-        of_best = [tried.plan for tried in search.tried.values() if {**keys, **tried.plan.keys()} == best]
+        of_best = [tried.plan for tried in search.tried.values() if {**keys, **plan_keys(tried.plan)} == best]
         if of_best:
             self._search, self._plan = search, of_best[0]
-        full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
+        full = next(one for one in self.steps if one.keys == {**keys, **policy_keys(FULL)})
         self._update_saved_share(full, step)
         return step.seconds
 
@@ -286,22 +289,27 @@ class Walk:
         """Tries plans that keep one more name than the best; goes on from there if one fits and is faster."""
         for _ in range(MOST_NEIGHBOURS):
             before, plan = self.best, self._plan
-            if self._search is None or plan is None or before is None or not plan.keys().items() <= before.keys.items():
+            if (
+                self._search is None
+                or plan is None
+                or before is None
+                or not plan_keys(plan).items() <= before.keys.items()
+            ):
                 return
             self._try_one_more_name(self._search, plan, before)
             if self.best is before:
                 return
 
-    def _try_one_more_name(self, search: Search, plan: Plan, best: Step) -> None:
+    def _try_one_more_name(self, search: RematSearch, plan: LayerPlan, best: Step) -> None:
         keys = {key: text for key, text in best.keys.items() if not key.startswith("remat.")}
-        block, rates = search.problem.block, search.problem.rates
+        graph, rates = search.problem.graph, search.problem.rates
         more = []
-        for name in block.names:
-            other = with_name(plan, name, block, rates)
+        for name in graph.names:
+            other = _with_name(plan, name, graph, rates)
             if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
                 more.append(other)
         more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
-        variants = [{**keys, **other.keys()} for other in more[:MOST_NEIGHBOURS]]
+        variants = [{**keys, **plan_keys(other)} for other in more[:MOST_NEIGHBOURS]]
         for other, variant, answer in zip(more, variants, self.trials.compile(variants)):
             if self.record("neighbour", variant, answer, str(other)) is self.best:
                 self._plan = other
@@ -320,3 +328,16 @@ def _seconds(step: Step) -> float:
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     """Whether `keys` are those of a variant, but for remat."""
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
+
+
+def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: DeviceRates) -> LayerPlan:
+    """The plan with one more name kept on the device by every layer; ranges that offload tensors stay as they are."""
+    ranges: list[tuple[KeepPattern, int]] = []
+    for pattern, count in plan.ranges:
+        if not pattern.offload and name not in pattern.save:
+            pattern = pattern_keeping(graph, rates, "", (*pattern.save, name))
+        if ranges and ranges[-1][0] == pattern:
+            ranges[-1] = pattern, ranges[-1][1] + count
+        else:
+            ranges.append((pattern, count))
+    return LayerPlan(tuple(ranges))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bytescope.memory.remat.search import FULL, NONE
+from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
@@ -255,7 +255,7 @@ def test_ctrl_c_keeps_the_best_so_far():
 
 
 def test_ctrl_c_between_two_compiles(monkeypatch):
-    monkeypatch.setattr("bytescope.memory.remat.search.Search.candidates", interrupt)
+    monkeypatch.setattr("bytescope.memory.remat.remat_search.RematSearch.candidates", interrupt)
     done = walk(24)
     assert done.stopped == "Ctrl-C" and remat(done.best) == FULL
 

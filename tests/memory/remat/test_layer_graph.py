@@ -12,8 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from bytescope.memory import ReportError
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.block_graph import Block, Step, block_of
-from bytescope.memory.remat.patterns import Rates, everything, kept_under, patterns_of
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
+from bytescope.memory.remat.named_block import named_block
+from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import fixed_policies
 from bytescope.train.program.config_files import load, override
@@ -23,7 +25,7 @@ from support.described import LAYERS, WIDE_GPU, compile_described, described
 from support.exhaustive import exhaustive
 from support.toy import small_program
 
-RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 CHUNKED = {"model.attention": "chunked", "model.attention_chunk": 8}
 GPT = {
     "model.attention": "naive",
@@ -61,7 +63,7 @@ MESHES = {  # what is made, names that are kept
 
 def kept_bytes(block, names):
     """Bytes by name that all blocks keep under these names, the input of the block as INPUT."""
-    alone = {name: kept_under(block, RATES, "", (name,)) for name in names}
+    alone = {name: pattern_keeping(block, RATES, "", (name,)) for name in names}
     return {
         INPUT: block.layers * block.carry_bytes,
         **{name: block.layers * (one.bytes - block.carry_bytes) for name, one in alone.items()},
@@ -81,9 +83,9 @@ def test_what_is_kept_and_made_again_is_as_predicted(kind):
     block, none = describe_block(plain), gradient(plain)
     always = flops.count(none).recomputed  # tiles of an MLP are made again under any policy
     assert block.layers == plain.model.n_layers
-    assert sum(crossing(none).values()) == everything(block, RATES, "none").bytes * block.layers
+    assert sum(crossing(none).values()) == pattern_keeping_all(block, RATES, "none").bytes * block.layers
     for names in drawn(block.names, kind, count):
-        pattern, traced = kept_under(block, RATES, "", names), gradient(small_program(custom(keys, names)))
+        pattern, traced = pattern_keeping(block, RATES, "", names), gradient(small_program(custom(keys, names)))
         kept = crossing(traced)
         assert kept == kept_bytes(block, pattern.save), names
         assert sum(kept.values()) == pattern.bytes * block.layers
@@ -96,7 +98,7 @@ def test_policies_are_as_predicted():
     named = {policy: names for policy, names in fixed_policies().items() if names}
     for policy, names in {"full": (), **named}.items():
         traced = gradient(small_program({**keys, "remat.policy": policy}))
-        pattern = kept_under(block, RATES, policy, names)
+        pattern = pattern_keeping(block, RATES, policy, names)
         assert sum(crossing(traced).values()) == pattern.bytes * block.layers, policy
         assert flops.count(traced).recomputed == pattern.flops * block.layers, policy
 
@@ -109,7 +111,7 @@ def test_bytes_are_one_devices_and_flops_of_all(mesh):
     block = describe_block(small_program(keys, 8))
     compilation = small_program(custom(keys, names), 8).compile_for_report()
     wanted, found = kept_bytes(block, names), report_of(compilation).residuals_by_name
-    pattern = kept_under(block, RATES, "", names)
+    pattern = pattern_keeping(block, RATES, "", names)
     assert {name: found[name] for name in (INPUT, *names)} == wanted and set(pattern.save) == set(names)
     assert flops.count(compilation.jaxpr).recomputed == pattern.flops * block.layers
 
@@ -118,12 +120,12 @@ def test_tokens_scale_it():
     """Twice the rows are twice the bytes and the FLOPs, of products that several results share too."""
     one, two = (describe_block(small_program({**KINDS["chunked"][0], "batch.micro": rows})) for rows in (8, 16))
     assert any(step.shared for step in one.steps)
-    assert patterns_of(one.scaled(2), RATES) == patterns_of(two, RATES) != patterns_of(one, RATES)
+    assert pareto_patterns(one.scaled(2), RATES) == pareto_patterns(two, RATES) != pareto_patterns(one, RATES)
 
 
 def test_a_block_crosses_as_json():
     block = dataclasses.replace(describe_block(small_program(KINDS["chunked"][0])), bound={"context": ("q_rot", "v")})
-    back = Block.from_json(json.loads(json.dumps(dataclasses.asdict(block))))
+    back = LayerGraph.from_json(json.loads(json.dumps(dataclasses.asdict(block))))
     assert back == block and hash(back.steps) == hash(block.steps)
 
 
@@ -153,13 +155,13 @@ def test_a_loop_that_makes_two_things_shares_their_flops():
     ws, x = jax.ShapeDtypeStruct((4, D, D), "float32"), jax.ShapeDtypeStruct((D, D), "float32")
     one = 2 * D**3 * trips
 
-    def trace(policy=None):
+    def trace(policy):
         return jax.make_jaxpr(jax.grad(lambda ws, x: loss(ws, x, policy)))(ws, x)
 
-    read = block_of(trace(), lambda name: 1)
+    read = named_block(jax.make_jaxpr(loss)(ws, x), [True, False], lambda name: 1)
     steps = [step for step in read.steps if step.all_flops]
     assert [step.all_flops for step in steps] == [2 * one] and sorted(steps[0].flops)[-1] == 2 * one
-    wanted = {names: kept_under(read, RATES, "", names).flops for names in ((), ("b",), ("a",), ("a", "b"))}
+    wanted = {names: pattern_keeping(read, RATES, "", names).flops for names in ((), ("b",), ("a",), ("a", "b"))}
     for names, count in wanted.items():
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         assert flops.count(trace(policy)).recomputed == 4 * count, names
@@ -167,17 +169,17 @@ def test_a_loop_that_makes_two_things_shares_their_flops():
 
 def test_more_results_than_are_told_apart_are_made_together():
     steps = (
-        Step((0, 1), (), "", (6, 4), 7, "bf16", (8, 8), (((0, 1), 3),)),
-        Step((2,), (0,), "a", bytes=(8,)),
-        Step((3,), (1,), "b", bytes=(8,)),
+        GraphStep((0, 1), (), "", (6, 4), 7, "bf16", (8, 8), (((0, 1), 3),)),
+        GraphStep((2,), (0,), "a", bytes=(8,)),
+        GraphStep((3,), (1,), "b", bytes=(8,)),
     )
-    block = Block(1, steps, (2, 3), 8, 16)
-    assert [kept_under(block, RATES, "", names).flops for names in ((), "a", "b", "ab")] == [7, 4, 6, 0]
+    block = LayerGraph(1, steps, (2, 3), 8, 16)
+    assert [pattern_keeping(block, RATES, "", names).flops for names in ((), "a", "b", "ab")] == [7, 4, 6, 0]
 
 
 def test_no_loop_is_told():
     with pytest.raises(ReportError, match=r"set model\.scan=true"):
-        block_of(jax.make_jaxpr(lambda x: checkpoint_name(x, "a"))(1.0), lambda name: 1)
+        named_block(jax.make_jaxpr(lambda x: checkpoint_name(x, "a"))(1.0), [True], lambda name: 1)
 
 
 CUDNN = {**WIDE_GPU, "model.attention": "cudnn"}
@@ -189,8 +191,8 @@ def test_a_kernel_outside_of_the_checkpoint_keeps_its_operands():
     for key, value in CUDNN.items():
         override(config, key, str(value))
     block = describe_block(build(config, described("h100")))
-    full, kept = (kept_under(block, RATES, "", names) for names in ((), ("context", "attn_out")))
-    assert kept.save == ("v", "q_rot", "k_rot", "context", "attn_out") and kept_under(
+    full, kept = (pattern_keeping(block, RATES, "", names) for names in ((), ("context", "attn_out")))
+    assert kept.save == ("v", "q_rot", "k_rot", "context", "attn_out") and pattern_keeping(
         block, RATES, "", ("attn_norm", "q_rot")
     ).save == ("attn_norm", "q_rot")
     compilation = compile_described("h100", custom(CUDNN, ("context", "attn_out")))

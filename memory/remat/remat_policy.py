@@ -114,6 +114,9 @@ class RematPolicy:
     """
 
     def __init__(self, wanted: Wanted):
+        self._start(wanted)
+
+    def _start(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self._ordered = frozenset(key for keys in wanted.order for key in keys)
         self._at: list[tuple[int, int]] = []  # (kind of block, how many of its keys were met), all that are possible
@@ -187,4 +190,4 @@ class RematPolicy:
         return {"wanted": self.wanted}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["wanted"])
+        self._start(state["wanted"])

@@ -1,9 +1,9 @@
 """`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
 
-The bytes that blocks keep follow from their graph (remat/block_graph.py); what the rest of the step takes is known from
-the compiler alone. So a plan is solved for (memory/remat/ilp.py), compiled, and the difference between what was
-predicted and what the compiler allocated corrects the model, until the plan that the model asks for has been compiled
-and fits: the next better one is then predicted to exceed the budget.
+The bytes that layers keep follow from their graph (`layer_graph`); what the rest of the step takes only the compiler
+knows. So a plan is solved for (`remat_solver`) and compiled, and the difference between predicted and allocated bytes
+corrects the allocation model, until the plan that the model asks for has been compiled and fits: the next better one is
+then predicted to exceed the budget.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bytescope.memory.remat import allocation_model
-from bytescope.memory.remat.ilp import Plan, solve
-from bytescope.memory.remat.patterns import Pattern, everything, kept_under, patterns_of
-from bytescope.memory.remat.problem import Compiled, Outcome, Problem, Tried
+from bytescope.memory.remat.remat_problem import (
+    CompiledPlan,
+    KeepPattern,
+    LayerPlan,
+    PlanFigures,
+    RematProblem,
+    SearchOutcome,
+)
+from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all, solve
 from bytescope.memory.seconds.ranking import TIE
 
 # Compiles of one search, and of these for checking that there is no better plan where budget is left.
@@ -43,7 +49,7 @@ class _BudgetState:
     checks: int = 0
 
 
-class Search:
+class RematSearch:
     """Searches for plans within one or several budgets, which share what has been compiled.
 
     Args:
@@ -54,55 +60,57 @@ class Search:
 
     def __init__(
         self,
-        problem: Problem,
-        compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
-        tell: Callable[[Tried], None] = lambda tried: None,
+        problem: RematProblem,
+        compile: Callable[[Sequence[LayerPlan]], Sequence[PlanFigures]],
+        tell: Callable[[CompiledPlan], None] = lambda tried: None,
     ):
         self.problem, self._compile, self._tell = problem, compile, tell
-        block, rates = problem.block, problem.rates
+        graph, rates = problem.graph, problem.rates
         cost = "seconds" if problem.cost == "time" else "flops"
-        self.patterns = patterns_of(block, rates, offload=problem.offload, cost=cost)
-        self.full = kept_under(block, rates, FULL, ())
-        self.none = everything(block, rates, NONE)
+        self.patterns = pareto_patterns(graph, rates, offload=problem.offload, cost=cost)
+        self.full = pattern_keeping(graph, rates, FULL, ())
+        self.none = pattern_keeping_all(graph, rates, NONE)
         held = [
-            kept_under(block, rates, policy, names) for policy, names in problem.policies.items() if names is not None
+            pattern_keeping(graph, rates, policy, names)
+            for policy, names in problem.policies.items()
+            if names is not None
         ]
         # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
         self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
         # Nothing is predicted for these: only the compiler's figures count.
         self.unknown = [
-            Pattern(block.carry_bytes, 0.0, policy=policy)
+            KeepPattern(graph.carry_bytes, 0.0, policy=policy)
             for policy in problem.policies
             if problem.policies[policy] is None
         ]
-        self.tried: dict[str, Tried] = {}
+        self.tried: dict[str, CompiledPlan] = {}
 
     # ---- compiling ---------------------------------------------------------------------------------------------
 
-    def compile(self, plans: Sequence[Plan]) -> list[Tried]:
+    def compile(self, plans: Sequence[LayerPlan]) -> list[CompiledPlan]:
         """The plans with the compiler's figures, compiled where they were not yet."""
         new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
         predicted = [self.predict(plan) for plan in new]
         for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
-            self.tried[str(plan)] = tried = Tried(plan, size, compiled)
+            self.tried[str(plan)] = tried = CompiledPlan(plan, size, compiled)
             self._tell(tried)
         return [self.tried[str(plan)] for plan in plans]
 
-    def whole(self, pattern: Pattern) -> Plan:
+    def whole(self, pattern: KeepPattern) -> LayerPlan:
         """Every block under one pattern."""
-        return Plan(((pattern, self.problem.block.layers),))
+        return LayerPlan(((pattern, self.problem.graph.layers),))
 
     @property
-    def fixed(self) -> list[Plan]:
+    def fixed(self) -> list[LayerPlan]:
         """Every block under one policy, for each policy that comes to tensors of its own."""
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
-    def best_fixed(self, budget: float) -> Tried | None:
+    def best_fixed(self, budget: float) -> CompiledPlan | None:
         """The best of the fixed policies that are compiled and fit `budget` bytes; None where none does."""
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
-    def compiled_cost(self, tried: Tried) -> tuple[float, float, int]:
+    def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
         """The cost of a compiled plan by the compiler's figures, less is better: seconds and FLOPs in the order of
         the problem's cost, then bytes allocated."""
         found = tried.compiled
@@ -118,11 +126,11 @@ class Search:
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
         return allocation_model.points_of([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
-    def _done(self) -> list[Tried]:
+    def _done(self) -> list[CompiledPlan]:
         """The compiled plans of which the model knows what they keep."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
-    def predict(self, plan: Plan) -> int:
+    def predict(self, plan: LayerPlan) -> int:
         """Bytes that the compiler would allocate for a plan, by the compiled plans that keep about as much. 0 before
         anything is compiled, and for plans whose tensors are not known."""
         points = self._points(_kind(plan)) if self._known(plan) else []
@@ -144,10 +152,10 @@ class Search:
 
     # ---- solving -----------------------------------------------------------------------------------------------
 
-    def _usable(self) -> list[Pattern]:
+    def _usable(self) -> list[KeepPattern]:
         """The patterns but those that cannot be compiled: only plans that failed have them."""
-        failed: set[Pattern] = set()
-        done: set[Pattern] = set()
+        failed: set[KeepPattern] = set()
+        done: set[KeepPattern] = set()
         for tried in self.tried.values():
             (done if tried.ok else failed).update(pattern for pattern, _ in tried.plan.ranges)
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
@@ -157,7 +165,7 @@ class Search:
         others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
         return self.problem.host_budget - max(others, default=0)
 
-    def candidates(self, budget: float, above: float = 0.0) -> list[Plan]:
+    def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
         """The plans that the model proposes for a budget, cheapest first: with one pattern, with several, and policies
         that cost about the same. `above`: bytes by which each may exceed its room."""
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
@@ -167,17 +175,17 @@ class Search:
             plans.append(
                 solve(
                     patterns,
-                    problem.block.layers,
+                    problem.graph.layers,
                     self.room(budget, (most > 1, moved)) + above,
                     problem.passes,
                     cost=problem.cost,
                     host_budget=host_room,
-                    most=most,
+                    ranges=most,
                 )
             )
         room = self.room(budget, WHOLE) + above
         found = sorted(filter(None, plans), key=self.cost)
-        fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
+        fixed = [self.whole(p) for p in self.named if p.bytes * problem.graph.layers <= room]
         least = min(map(self.cost, found), default=math.inf)
         found += [plan for plan in fixed if self.cost(plan) <= least * (1 + NEAR)]
         none = self.whole(self.none)
@@ -185,20 +193,20 @@ class Search:
             found.append(none)
         return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
 
-    def cost(self, plan: Plan) -> float:
+    def cost(self, plan: LayerPlan) -> float:
         """The cost of a plan by the model: seconds of the passes, or FLOPs recomputed; infinite where not known."""
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
 
-    def _fits(self, tried: Tried, budget: float) -> bool:
+    def _fits(self, tried: CompiledPlan, budget: float) -> bool:
         return (
             tried.ok
             and tried.compiled.allocated_bytes <= budget
             and tried.compiled.host_bytes <= self.problem.host_budget
         )
 
-    def best(self, budget: float) -> Tried | None:
+    def best(self, budget: float) -> CompiledPlan | None:
         """Returns the compiled plan of lowest cost that fits. Plans whose costs differ by at most the fraction `TIE`,
         and are not above that of the best named policy, tie: the plan that recomputes least wins, then the plan of
         fewest bytes, then a named policy."""
@@ -213,7 +221,7 @@ class Search:
             default=None,
         )
 
-    def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
+    def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> SearchOutcome:
         """The best plan within `budget` bytes.
 
         Args:
@@ -229,7 +237,7 @@ class Search:
         at_once: int = 1,
         together: float = math.inf,
         settled: Callable[[float, int], None] = lambda budget, compiled: None,
-    ) -> list[Outcome]:
+    ) -> list[SearchOutcome]:
         """The best plan within each of several budgets, which advance together and learn from each other.
 
         Args:
@@ -244,7 +252,7 @@ class Search:
                 state.asked.append(str(full))
         left = list(states)
         while left:
-            batch: dict[str, Plan] = {}
+            batch: dict[str, LayerPlan] = {}
             # Those furthest apart first: what one learns helps its neighbours in the next round.
             for state in spread(left):
                 if len(batch) >= together:
@@ -259,11 +267,13 @@ class Search:
         done = [tried for tried in self.tried.values() if tried.ok]
         tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
         return [
-            Outcome(self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)), tightest)
+            SearchOutcome(
+                self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)), tightest
+            )
             for state in states
         ]
 
-    def _next(self, state: _BudgetState) -> list[Plan]:
+    def _next(self, state: _BudgetState) -> list[LayerPlan]:
         """What is to be compiled next for a budget, cheapest first; none when it is settled."""
         best = self.best(state.budget)
         plans = self._better(self.candidates(state.budget), best)
@@ -274,7 +284,7 @@ class Search:
             plans = self._better(self.candidates(state.budget, above=self._next_tensor()), best)
         return plans
 
-    def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
+    def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
         """Plans that were not compiled yet, and by the model cost less than the best that was. With transfers that one
         costs what the compiler made of it: the model hides them behind compute, a schedule often does not."""
         most = math.inf if best is None else self.cost(best.plan)
@@ -287,11 +297,11 @@ class Search:
             and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))
         ]
 
-    def _known(self, plan: Plan) -> bool:
+    def _known(self, plan: LayerPlan) -> bool:
         """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
-    def _worth_a_check(self, best: Tried, budget: float) -> bool:
+    def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
         """Whether one tensor more is worth a compile: budget is left, or it is not known yet what a tensor takes."""
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
@@ -301,7 +311,7 @@ class Search:
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
 
-def _kind(plan: Plan) -> tuple[bool, bool]:
+def _kind(plan: LayerPlan) -> tuple[bool, bool]:
     """The kind of a plan, (several ranges, transfers): plans of one kind allocate about the same bytes for the rest of
     the step. Several ranges take slices of the parameters, transfers take buffers."""
     return len(plan.ranges) > 1, plan.host_bytes > 0
@@ -309,7 +319,8 @@ def _kind(plan: Plan) -> tuple[bool, bool]:
 
 def spread(items: Sequence[Any]) -> list[Any]:
     """The same items, each as far from those before it as can be: ends first, then what halves the gaps."""
-    out, left = [], list(range(len(items)))
+    out: list[int] = []
+    left = list(range(len(items)))
     while left:
         far = max(left, key=lambda i: min((abs(i - j) for j in out), default=-i))
         left.remove(far)

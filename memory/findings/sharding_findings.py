@@ -19,7 +19,7 @@ from bytescope.memory.findings.evidence import (
     start_of_backward,
     told,
 )
-from bytescope.memory.findings.replicated import replicated_arrays
+from bytescope.memory.findings.replicated_arrays import replicated_arrays
 from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.shapes import leaves

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from bytescope.memory.jaxprs import bodies
-from bytescope.memory.remat.block_graph import INLINED, Block, Step, size_of, step_of
-from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of, where_of
-from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
-from bytescope.memory.remat.shards import Shards
-from bytescope.memory.remat.worth import with_names, worth_deciding
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
+from bytescope.memory.remat.layer_discovery import INLINED, Layer, is_checkpoint, specs_of, where_of
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, size_of, step_of
+from bytescope.memory.remat.remat_policy import Value, Wanted, key_of, type_of
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
 # Functions with a derivative of their own. Those that are left in a derivative, called by the rule of another, jax asks
@@ -26,14 +25,16 @@ _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 _OPENED = INLINED | _WITH_RULES | {"remat2", "checkpoint"}
 # A scope that a person gave, or a module: transformations have brackets, einsum writes its equation.
 _SCOPE = re.compile(r"[\w.-]+")
+# Below so many FLOPs per byte of its result, a product is work on elements that was written as one.
+MIN_FLOPS_PER_BYTE = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Values:
+class LayerValues:
     """The blocks of all kinds of layers as one (`block`, of one layer that stands for all), and what it can keep:
     `values` by label; `order` and `known` as in `Wanted`."""
 
-    block: Block
+    graph: LayerGraph
     values: dict[str, Value]
     order: tuple[tuple[str, ...], ...]
     known: frozenset[str]
@@ -67,7 +68,7 @@ class _Made:
     parts: int
 
 
-def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bool = True) -> Values:
+def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
     """What the layers can keep.
 
     Args:
@@ -75,31 +76,122 @@ def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bo
         ordered: whether equations of one key can be told apart by their order, as they can where jax walks the layers
             in the program as it does alone.
     """
-    graphs = [_Graph(layer, shards or Shards()) for layer in layers]
-    # A policy is told an equation, not of which kind of layer: what one kind cannot tell apart no other can.
-    hidden = {key for graph in graphs for key in graph.asked - {key for _, key in graph.order}} if ordered else None
-    first, steps, read, carry = 0, [], [], 0
+    forwards = [LayerForward(layer, shards) for layer in layers]
+    # A policy sees an equation, not the kind of its layer: what one kind cannot tell apart no other can.
+    hidden: set[str] = set()
+    for forward in forwards:
+        hidden |= forward.asked - {key for _, key in forward.order}
+    first, carry = 0, 0
+    steps: list[GraphStep] = []
+    read: list[int] = []
     alike: dict[Any, Value] = {}
     orders = []
-    for kind, (layer, graph) in enumerate(zip(layers, graphs)):
-        order = [] if hidden is None else [(number, key) for number, key in graph.order if key not in hidden]
+    for kind, (layer, forward) in enumerate(zip(layers, forwards)):
+        order = [(number, key) for number, key in forward.order if key not in hidden] if ordered else []
         orders.append(tuple(key for _, key in order))
-        labels = _labels(graph, order, kind, layer.times, alike)
-        for number, one in enumerate(graph.made):
-            outs, ins = ([first + value for value in of] for of in (one.outs, one.ins))
-            steps.append(_times(step_of(one.equation, outs, ins, labels.get(number, ""), one.parts), layer.times))
-        read += [first + value for value in graph.read]
-        first += graph.count
-        carry += layer.times * graph.result_bytes
-    known = frozenset().union(*(graph.asked for graph in graphs))
+        labels = _labels(forward, order, kind, layer.times, alike)
+        for number, made in enumerate(forward.made):
+            outs, ins = [first + value for value in made.outs], [first + value for value in made.ins]
+            step = step_of(made.equation, outs, ins, labels.get(number, ""), made.parts)
+            steps.append(_times(step, layer.times))
+        read += [first + value for value in forward.read]
+        first += forward.count
+        carry += layer.times * forward.result_bytes
+    known: frozenset[str] = frozenset().union(*(forward.asked for forward in forwards))
     values = {value.label: value for value in alike.values()}
     sizes = {value: size for step in steps for value, size in zip(step.outs, step.bytes)}
-    block = Block(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
-    chosen = worth_deciding(block, values)
-    return Values(with_names(block, chosen), {label: values[label] for label in chosen}, tuple(orders), known)
+    graph = LayerGraph(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
+    graph = with_names(graph, worth_deciding(graph) | {value.label for value in values.values() if value.name})
+    values = {label: values[label] for label in values if label in graph.names}
+    return LayerValues(graph, values, tuple(orders), known)
 
 
-def _times(step: Step, times: int) -> Step:
+def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
+    """Returns the graph without all other names."""
+    steps = (step if step.name in names else dataclasses.replace(step, name="") for step in graph.steps)
+    return dataclasses.replace(graph, steps=tuple(steps))
+
+
+def worth_deciding(graph: LayerGraph) -> set[str]:
+    """Returns the labels of the values that a plan of least recomputation may have to keep.
+
+    Work on elements is recomputed for free. A value is left out if another choice is never worse: a smaller value from
+    which it is recomputed for free, the smaller result of the only step that reads it, or recomputing it for free from
+    a value that is needed whenever it is. That loses no plan. A label of several values, which a policy cannot tell
+    apart, is left out too if none of them is a product, or smaller than a product that nothing else is made of.
+    """
+    users, together = _users_and_needed_together(graph)
+    size = {value: count for step in graph.steps for value, count in zip(step.outs, step.bytes)}
+    label = {value: step.name for step in graph.steps for value in step.outs}
+    members = Counter(label[value] for value in together if label.get(value))
+    shared: set[str] = set()
+    product_size: dict[int, int] = {}  # of the product that serves no other value: a product, or what alone reads it
+    for step in graph.steps:
+        only_here = [v for v in step.ins if v in product_size and v not in graph.read and len(users.get(v, ())) == 1]
+        inherited = max((product_size[value] for value in only_here), default=0)
+        for value, flops, count in zip(step.outs, step.flops, step.bytes):
+            product = count if _is_product(flops, count) else 0
+            if product or inherited:
+                product_size[value] = product or inherited
+            if value in together and members[step.name] > 1 and (product or count < inherited):
+                shared.add(step.name)
+    free_from = _free_from(graph, shared)
+    worth = set(shared)
+    for value in together.keys() & free_from.keys():
+        if members[label[value]] != 1:
+            continue
+        before = free_from[value] - {value}
+        smaller = any(members[label[source]] == 1 and size[source] <= size[value] for source in before)
+        readers = [result for step in users[value] for result in step.outs]
+        replaced = False
+        if value not in graph.read and len(readers) == 1:
+            result = readers[0]
+            # Of two equally large values one has to stay: the first, if the second is free from it.
+            same = size[result] == size[value] and value in free_from.get(result, ())
+            replaced = members[label[result]] == 1 and size[result] <= size[value] and not same
+        if not (smaller or replaced or before & together[value]):
+            worth.add(label[value])
+    return worth
+
+
+def _is_product(flops: int, size: int) -> bool:
+    return flops > 0 and flops >= MIN_FLOPS_PER_BYTE * size
+
+
+def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
+    """Value -> the steps that read it, and the other values that are needed whenever it is; of the values that are
+    needed if nothing is kept."""
+    users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
+    together = {value: set(graph.read) - {value} for value in graph.read}
+    for step in reversed(graph.steps):
+        results = together.keys() & step.outs
+        if not results:
+            continue
+        with_any_result = set.intersection(*(together[result] for result in results))
+        for value in step.ins:
+            users.setdefault(value, []).append(step)
+            with_step = with_any_result.union(step.ins) - {value}
+            together[value] = together.get(value, with_step) & with_step
+    return users, together
+
+
+def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
+    """Value -> values each of which is enough to recompute it for free; values that need no product are left out.
+
+    A value with one of the labels `shared` may be kept for another value's sake, so it does not count as free.
+    """
+    free_from: dict[int, set[int]] = {}
+    for step in graph.steps:
+        inputs = [free_from[value] for value in step.ins if value in free_from]
+        for value, flops, count in zip(step.outs, step.flops, step.bytes):
+            if _is_product(flops, count) or step.name in shared:
+                free_from[value] = {value}
+            elif inputs:
+                free_from[value] = {value}.union(set.intersection(*inputs))
+    return free_from
+
+
+def _times(step: GraphStep, times: int) -> GraphStep:
     """The step of `times` layers."""
     return dataclasses.replace(
         step,
@@ -110,16 +202,17 @@ def _times(step: Step, times: int) -> Step:
     )
 
 
-class _Graph:
+class LayerForward:
     """A layer's forward pass as jax differentiates it.
 
     Attributes:
         made: its equations. read: numbers of values that the backward pass reads. count: of values.
         asked: keys about which jax asks a policy; order: (index in `made`, key) of those whose order is known.
-        result_bytes: of its result, on one device.
+        result_bytes: of its result, on one device. unvarying: numbers of values that are the same for all layers.
     """
 
-    def __init__(self, layer: Layer, shards: Shards):
+    def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
+        shards = shards or JaxprSharding()
         jaxpr, self._shards = _derivative(layer), shards
         shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
@@ -128,8 +221,10 @@ class _Graph:
         self.made: list[_Made] = []
         self.count = 0
         self.result_bytes = sum(size_of(v.aval) // shards.parts(v) for v in jaxpr.jaxpr.outvars[:results])
-        outs = self._read(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars), nested=False)
-        self.read = sorted({value for value in outs[results:] if value is not None})
+        self.unvarying: set[int] = set()
+        inputs = [_Operand(None, number >= layer.constants) for number in range(len(jaxpr.jaxpr.invars))]
+        outs = self._read(jaxpr.jaxpr, inputs, nested=False)
+        self.read = sorted({value.number for value in outs[results:] if value.number is not None})
         top = [(number, one.key) for number, one in enumerate(self.made) if one.key and not one.nested]
         # A derivative adds equations, and a walk may leave them out; a forward pass has the same ones in every walk.
         once = Counter(calls)
@@ -141,27 +236,39 @@ class _Graph:
             if key not in hidden and not key.startswith("name ") and once[key] == derived[key] == plain[key]
         ]
 
-    def _read(self, jaxpr: Any, given: Sequence[int | None], nested: bool) -> list[int | None]:
+    def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
+        """Notes the equations of a Jaxpr; returns its results, given its inputs."""
         env = dict(zip(jaxpr.invars, given))
 
-        def number(atom: Any) -> int | None:
-            return None if hasattr(atom, "val") else env.get(atom)
+        def operand(atom: Any) -> _Operand:
+            return _Operand(None, False) if hasattr(atom, "val") else env.get(atom, _Operand(None, False))
 
         for equation in jaxpr.eqns:
-            ins = [number(atom) for atom in equation.invars]
+            ins = [operand(atom) for atom in equation.invars]
             body, key = _body(equation), _key(equation)
             if equation.primitive.name in _WITH_RULES and (unit := _key_of(equation)) in self.asked:
                 body, key = None, unit
             if body is not None:
-                made = self._read(body, ins, nested=True)
+                results = self._read(body, ins, nested=True)
             else:
-                made = list(range(self.count, self.count + len(equation.outvars)))
+                varies = any(value.varies for value in ins)
+                results = [_Operand(self.count + number, varies) for number in range(len(equation.outvars))]
+                made = tuple(range(self.count, self.count + len(results)))
                 self.count += len(made)
-                known = tuple(sorted({value for value in ins if value is not None}))
+                if not varies:
+                    self.unvarying.update(made)
+                known = tuple(sorted({value.number for value in ins if value.number is not None}))
                 parts = self._shards.parts(equation.outvars[0]) if made else 1
-                self.made.append(_Made(equation, tuple(made), known, key, nested, parts))
-            env.update(zip(equation.outvars, made))
-        return [number(atom) for atom in jaxpr.outvars]
+                self.made.append(_Made(equation, made, known, key, nested, parts))
+            env.update(zip(equation.outvars, results))
+        return [operand(atom) for atom in jaxpr.outvars]
+
+
+class _Operand(NamedTuple):
+    """The number of a value, None for an input of the layer and a literal; whether it differs between layers."""
+
+    number: int | None
+    varies: bool
 
 
 def _derivative(layer: Layer) -> Any:
@@ -240,7 +347,7 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
 
 
 def _labels(
-    graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: int, alike: dict[Any, Value]
+    graph: LayerForward, order: Sequence[tuple[int, str]], kind: int, times: int, alike: dict[Any, Value]
 ) -> dict[int, str]:
     """Index in `made` -> label of the value that it is or is one of, for all about which jax asks a policy.
 

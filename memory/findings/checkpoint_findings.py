@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from bytescope.memory.findings import functions
+from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import Found, at_peak
-from bytescope.memory.findings.functions import Call, Function
+from bytescope.memory.findings.user_functions import Call, Function
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module
@@ -109,7 +109,7 @@ def candidates(report: ReportRecord, program: PlacedProgram) -> list[Candidate]:
             trips = looped[1] if looped and call.function not in outside else 1
             kept[call.function].append(_Residual(buffer, call, trips))
             first.setdefault(call.function, (depth, call))
-            libraries[call.function] = libraries.get(call.function) or functions.wrapper(frames)
+            libraries[call.function] = libraries.get(call.function) or user_functions.wrapper(frames)
     recomputed = known.recomputed() if kept else frozenset()
     found = [
         (first[function][0], _candidate(first[function][1], items, function in recomputed, libraries[function]))
@@ -195,7 +195,7 @@ class _Frames:
     def calls(self, frames: tuple[Frame, ...], op_name: str) -> list[Call]:
         """The user's functions in a chain of frames, within the function that was traced."""
         found = _TRACED.match(op_name)
-        return functions.calls(frames, found[1] if found else "")
+        return user_functions.calls(frames, found[1] if found else "")
 
     def recomputed(self) -> frozenset[Function]:
         """The functions of which a part is recomputed."""

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from bytescope.memory.remat.block_graph import Block, Step
-from bytescope.memory.remat.ilp import Passes, Plan
-from bytescope.memory.remat.patterns import Rates
-from bytescope.memory.remat.search import CLOSE, FULL, NONE, Compiled, Problem, Search
+from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
+from bytescope.memory.remat.remat_problem import DeviceRates, LayerPlan, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_search import CLOSE, FULL, NONE, RematSearch
 from bytescope.memory.seconds.ranking import TIE
 
 pytestmark = pytest.mark.quick
@@ -17,19 +16,19 @@ pytestmark = pytest.mark.quick
 MIB = 2**20
 LAYERS = 12
 BASE = 300 * MIB  # of the step beside what blocks keep
-RATES = Rates({"bf16": 1e12}, 1e12)
+RATES = DeviceRates({"bf16": 1e12}, 1e12)
 
 
 def chain(*named):
     """A block: each named (FLOPs, MiB) made of the one before, all read by its backward pass."""
-    steps = [Step((0,), (), "block_in", bytes=(MIB,))]
+    steps = [GraphStep((0,), (), "block_in", bytes=(MIB,))]
     for number, (name, (made, size)) in enumerate(named, 1):
         steps += [
-            Step((2 * number - 1,), (2 * number - 2,), "", (int(made),), int(made), "bf16", (size * MIB,)),
-            Step((2 * number,), (2 * number - 1,), name, bytes=(size * MIB,)),
+            GraphStep((2 * number - 1,), (2 * number - 2,), "", (int(made),), int(made), "bf16", (size * MIB,)),
+            GraphStep((2 * number,), (2 * number - 1,), name, bytes=(size * MIB,)),
         ]
     read = tuple(range(2, 2 * len(named) + 1, 2))
-    return Block(LAYERS, tuple(steps), read, MIB, sum(size for _, (_, size) in named) * MIB + 30 * MIB)
+    return LayerGraph(LAYERS, tuple(steps), read, MIB, sum(size for _, (_, size) in named) * MIB + 30 * MIB)
 
 
 BLOCK = chain(
@@ -41,11 +40,11 @@ BLOCK = chain(
     ("gate", (9e9, 6)),
     ("act", (2e7, 5)),
 )
-PASSES = Passes(0.4, 0.8)
+PASSES = PassSeconds(0.4, 0.8)
 
 
 def problem(**fields):
-    return Problem(**{"block": BLOCK, "rates": RATES, "passes": PASSES, **fields})
+    return RematProblem(**{"graph": BLOCK, "rates": RATES, "passes": PASSES, **fields})
 
 
 class Fake:
@@ -60,8 +59,8 @@ class Fake:
 
     def one(self, plan):
         if self.fails(plan):
-            return Compiled(status="refused")
-        return Compiled(
+            return PlanFigures(status="refused")
+        return PlanFigures(
             round(self.bytes_of(plan.bytes, plan)),
             plan.host_bytes + self.host,
             plan.seconds(self.asked.passes),
@@ -73,7 +72,7 @@ def every_plan(search):
     """All plans of one or two patterns that none beats."""
     yield from (search.whole(pattern) for pattern in search.patterns)
     for one, other in itertools.permutations(search.patterns, 2):
-        yield from (Plan(((one, count), (other, LAYERS - count))) for count in range(1, LAYERS))
+        yield from (LayerPlan(((one, count), (other, LAYERS - count))) for count in range(1, LAYERS))
 
 
 def least_cost(search, fake, budget):
@@ -106,7 +105,7 @@ def test_near_the_best_of_all_plans(kind, share, cost):
     """Whatever the compiler adds: within the budget, and no plan within 98 % of it costs less."""
     asked = problem(cost=cost)
     fake = Fake(asked, COMPILERS[kind])
-    search = Search(asked, fake)
+    search = RematSearch(asked, fake)
     bytes_of = [fake.one(search.whole(pattern)).allocated_bytes for pattern in (search.full, max(search.patterns))]
     budget = round(bytes_of[0] + share * (bytes_of[1] - bytes_of[0])) + 4 * MIB
     outcome = search.run(budget)
@@ -119,7 +118,7 @@ def test_a_model_that_is_right_needs_no_more_than_it_asks_for():
     """`full`, the plan of the model, and checks that one tensor more does not fit."""
     asked = problem(cost="flops")
     fake = Fake(asked)
-    search = Search(asked, fake)
+    search = RematSearch(asked, fake)
     outcome = search.run(BASE + 150 * MIB)
     assert len(outcome.tried) <= 4 and outcome.tried[0].plan == search.whole(search.full)
     assert outcome.best.plan.flops == least_cost(search, fake, BASE + 150 * MIB)
@@ -129,7 +128,7 @@ def test_a_model_that_is_right_needs_no_more_than_it_asks_for():
 def test_below_the_least_nothing_is_best():
     asked = problem()
     fake = Fake(asked)
-    search = Search(asked, fake)
+    search = RematSearch(asked, fake)
     outcome = search.run(BASE + (LAYERS - 1) * MIB)
     assert outcome.best is None and len(outcome.tried) == 1
     assert outcome.tightest.plan == search.whole(search.full) and outcome.tightest.compiled.flops > 0
@@ -140,8 +139,8 @@ def test_below_the_least_nothing_is_best():
 
 def test_the_least_of_all_is_tried_before_giving_up():
     """With offload the input of a block need not stay either."""
-    asked = problem(offload=True, passes=Passes(0.4, 0.8, 1e12))
-    search = Search(asked, Fake(asked))
+    asked = problem(offload=True, passes=PassSeconds(0.4, 0.8, 1e12))
+    search = RematSearch(asked, Fake(asked))
     found = search.run(BASE + MIB).best
     assert found.plan.host_bytes >= LAYERS * MIB and found.compiled.allocated_bytes <= BASE + MIB
     nothing = search.run(BASE - MIB)
@@ -152,10 +151,10 @@ def test_a_plan_that_does_not_compile_is_no_end():
     """The patterns that only it has are left out; the next best is found."""
     asked = problem(cost="flops")
     budget = BASE + 150 * MIB
-    wanted = Search(asked, Fake(asked)).run(budget).best.plan
+    wanted = RematSearch(asked, Fake(asked)).run(budget).best.plan
     refused = max(pattern for pattern, _ in wanted.ranges)
     fake = Fake(asked, fails=lambda plan: any(pattern == refused for pattern, _ in plan.ranges))
-    search = Search(asked, fake)
+    search = RematSearch(asked, fake)
     outcome = search.run(budget)
     assert any(not tried.ok for tried in outcome.tried) and all(
         pattern != refused for pattern, _ in outcome.best.plan.ranges
@@ -167,7 +166,7 @@ def test_policies_of_a_name_are_candidates():
     """Where one costs as little as any choice of names it is compiled, and taken for its name."""
     whole = tuple(name for name in BLOCK.names)
     asked = problem(policies={"selective": whole, "minimal": ("q",)}, cost="flops")
-    search = Search(asked, Fake(asked))
+    search = RematSearch(asked, Fake(asked))
     outcome = search.run(BASE + LAYERS * 24 * MIB)
     assert "12 x selective" in [str(tried.plan) for tried in outcome.tried]
     assert not any("minimal" in str(tried.plan) for tried in outcome.tried)
@@ -179,7 +178,7 @@ def test_policies_of_a_name_are_candidates():
 @pytest.mark.parametrize("cost", ["time", "flops"])
 def test_of_plans_that_come_to_the_same_the_one_with_a_name_is_the_best(cost):
     asked = problem(policies={"minimal": ("q", "mid")}, cost=cost)
-    search = Search(asked, Fake(asked))
+    search = RematSearch(asked, Fake(asked))
     pattern = next(pattern for pattern in search.named if pattern.policy == "minimal")
     search.compile([search.whole(dataclasses.replace(pattern, policy="")), search.whole(pattern)])
     assert search.best(math.inf).plan.policy == "minimal"
@@ -188,8 +187,8 @@ def test_of_plans_that_come_to_the_same_the_one_with_a_name_is_the_best(cost):
 @pytest.mark.parametrize("offload", [False, True])
 def test_host_memory_is_a_budget_too(offload):
     """Some of it goes for other things, which only the compiler knows."""
-    asked = problem(offload=offload, host_budget=40 * MIB, passes=Passes(0.4, 0.8, 1e12))
-    search = Search(asked, Fake(asked, host=16 * MIB if offload else 0))
+    asked = problem(offload=offload, host_budget=40 * MIB, passes=PassSeconds(0.4, 0.8, 1e12))
+    search = RematSearch(asked, Fake(asked, host=16 * MIB if offload else 0))
     outcome = search.run(BASE + 60 * MIB)
     assert outcome.best.compiled.host_bytes <= 40 * MIB
     assert all(tried.plan.host_bytes <= 40 * MIB for tried in outcome.tried)
@@ -199,7 +198,7 @@ def test_host_memory_is_a_budget_too(offload):
 @pytest.mark.parametrize("budget", [30, 60, 100, 140])
 def test_transfers_that_a_schedule_does_not_hide_cost_no_budget_anything(budget):
     """A compiler that waits for every transfer and keeps buffers for them: the plans without any are found as well."""
-    asked = problem(offload=True, passes=Passes(0.4, 0.8, 1e12))
+    asked = problem(offload=True, passes=PassSeconds(0.4, 0.8, 1e12))
 
     class Waits(Fake):
         def one(self, plan):
@@ -210,8 +209,8 @@ def test_transfers_that_a_schedule_does_not_hide_cost_no_budget_anything(budget)
                 allocated_bytes=found.allocated_bytes + 8 * MIB * (plan.host_bytes > 0),
             )
 
-    found = Search(asked, Waits(asked)).run(BASE + budget * MIB).best
-    alone = Search(problem(), Fake(problem())).run(BASE + budget * MIB).best
+    found = RematSearch(asked, Waits(asked)).run(BASE + budget * MIB).best
+    alone = RematSearch(problem(), Fake(problem())).run(BASE + budget * MIB).best
     assert found.compiled.seconds <= alone.compiled.seconds * (1 + TIE)
 
 
@@ -220,7 +219,7 @@ def test_no_more_compiles_than_allowed(most, at_once):
     asked = problem()
     fake = Fake(asked, COMPILERS["noise"])
     told = []
-    outcome = Search(asked, fake, told.append).run(BASE + 130 * MIB, most=most, at_once=at_once)
+    outcome = RematSearch(asked, fake, told.append).run(BASE + 130 * MIB, most=most, at_once=at_once)
     assert len(outcome.tried) == sum(fake.calls) == len(told) <= most and max(fake.calls) <= at_once
     assert str(outcome.tried[0].plan) == f"{LAYERS} x {FULL}" and outcome.tried[0].predicted_bytes == 0
     assert outcome.best is not None
@@ -228,6 +227,6 @@ def test_no_more_compiles_than_allowed(most, at_once):
 
 def test_larger_budgets_never_cost_more():
     asked = problem()
-    search = Search(asked, Fake(asked, COMPILERS["a third more"]))
+    search = RematSearch(asked, Fake(asked, COMPILERS["a third more"]))
     costs = [search.cost(search.run(BASE + share * MIB).best.plan) for share in (20, 60, 120, 240)]
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]

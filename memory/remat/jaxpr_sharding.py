@@ -17,7 +17,7 @@ Spec = tuple[tuple[str, ...], ...]
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-class Shards:
+class JaxprSharding:
     """Follows the shardings of arguments through a jaxpr.
 
     Attributes:
@@ -30,10 +30,10 @@ class Shards:
         self._known: dict[Any, Spec] = {}
 
     @classmethod
-    def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> Shards:
+    def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
         """Those of a ClosedJaxpr by the NamedShardings of its arguments."""
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "spec")]
+        meshes = [sharding.mesh for sharding in shardings if sharding is not None and hasattr(sharding, "spec")]
         own = cls({axis: size for mesh in meshes for axis, size in mesh.shape.items()})
         given = [
             _padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
@@ -148,7 +148,7 @@ def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
     rank, sides, taken = len(out.shape), [], len(batch[0])
     for spec, atom, summed, shared in zip(ins, equation.invars, contracted, batch):
         free = [number for number in range(len(spec)) if number not in (*summed, *shared)]
-        placed = [()] * rank
+        placed: list[tuple[str, ...]] = [()] * rank
         placed[: len(shared)] = [spec[number] for number in shared]
         placed[taken : taken + len(free)] = [spec[number] for number in free]
         taken += len(free)
@@ -157,7 +157,8 @@ def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _broadcast(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    placed, given = [()] * len(out.shape), equation.invars[0].aval.shape
+    placed: list[tuple[str, ...]] = [()] * len(out.shape)
+    given = equation.invars[0].aval.shape
     for number, axes, size in zip(equation.params["broadcast_dimensions"], ins[0], given):
         placed[number] = axes if out.shape[number] == size else ()
     return tuple(placed)
@@ -179,7 +180,8 @@ def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
 
 def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
     """A dimension that is the first of what is merged or split hands its axes to the first of what it becomes."""
-    placed, given = [()] * len(out.shape), equation.invars[0].aval.shape
+    placed: list[tuple[str, ...]] = [()] * len(out.shape)
+    given = equation.invars[0].aval.shape
     before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
     for number, size in enumerate(out.shape):
         if size > 1:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError, a_kind
-from bytescope.memory.remat.layers import Layer, with_policy
-from bytescope.memory.remat.recognition import type_of
-from bytescope.memory.remat.shards import Shards
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
+from bytescope.memory.remat.layer_discovery import Layer, with_policy
+from bytescope.memory.remat.remat_policy import type_of
 
 _CALLED = "plan_remat(loss, (params, batch), ...)"
 
@@ -32,7 +32,7 @@ class Loss:
         _check_leaves(args)
         traced = (loss if hasattr(loss, "trace") else jax.jit(loss)).trace(*args, **kwargs)
         self.args, self.kwargs, self.jaxpr = tuple(args), dict(kwargs), traced.jaxpr
-        self.tree = jax.tree.structure(traced.out_info)
+        self.tree: Any = jax.tree.structure(traced.out_info)
         avals = self.jaxpr.out_avals
         params = self.jaxpr.in_avals[: sum(self.active)]
         if len(avals) > 1 and [aval.shape for aval in avals[1:]] == [aval.shape for aval in params]:
@@ -54,15 +54,15 @@ class Loss:
         """Of each leaf of the arguments, whether the loss is differentiated by it."""
         import jax
 
-        count = jax.tree.structure(self.args[0]).num_leaves
+        count = len(jax.tree.leaves(self.args[0]))
         return [number < count for number in range(len(self.jaxpr.in_avals))]
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> JaxprSharding:
         """How its values lie on the devices of its arguments."""
         import jax
 
-        return Shards.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
+        return JaxprSharding.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
         """The loss as a function, its layers under a policy."""

@@ -13,8 +13,9 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
-from bytescope.memory.remat.block_graph import INLINED, alike, carried_count
 
+# Calls that are no more than their body.
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Equations whose bodies the compiled gradient does not differentiate: they have rules of their own.
 _OWN_RULE = ("custom_jvp_call", "custom_vjp_call")
 _STOPS = ("stop_gradient",)
@@ -33,6 +34,8 @@ class Layer:
         mark: tells it from the others. how: CHECKPOINT, or the LOOP or CALL that has none yet.
         name: of its function; where: file:line of its call, or of the function where a library calls it.
         policy: what its checkpoint has now.
+        constants, carried: of a LOOP, how many of its inputs are the same for all layers, and how many after these are
+            handed on from layer to layer.
     """
 
     body: Any
@@ -43,6 +46,8 @@ class Layer:
     name: str = ""
     where: str = dataclasses.field(default="", compare=False)
     policy: Any = dataclasses.field(default=None, compare=False)
+    constants: int = 0
+    carried: int = 0
 
     @property
     def flops(self) -> int:
@@ -77,10 +82,39 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
     return [layer for layer in found if layer.how == found[0].how and layer.policy is found[0].policy]
 
 
+def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
+    """Returns the loop over layers that name their values, as one kind of layer; of several the one with most FLOPs.
+
+    Args:
+        jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
+
+    Raises ReportError if no loop names a value.
+    """
+    finder = _Finder(by_names=True)
+    finder.visit(jaxpr.jaxpr, active, 1)
+    loops = [layer for layer in finder.seen if layer.how == LOOP and _names_a_value(layer.body.jaxpr)]
+    if not loops:
+        raise ReportError("no loop over layers names a tensor: set model.scan=true")
+    return max(loops, key=lambda layer: layer.flops)
+
+
+def _names_a_value(jaxpr: Any) -> bool:
+    for equation in jaxpr.eqns:
+        body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inlined = equation.primitive.name in INLINED and body is not None
+        if equation.primitive.name == "name" or (inlined and _names_a_value(body.jaxpr)):
+            return True
+    return False
+
+
 @dataclasses.dataclass
 class _Finder:
-    """Walks a loss once, and notes what may be a layer with which inputs are active."""
+    """Walks a loss once, and notes what may be a layer with which inputs are active.
 
+    by_names: a loop whose body names values is a layer, whatever else is in it.
+    """
+
+    by_names: bool = False
     seen: list[Layer] = dataclasses.field(default_factory=list)
 
     def layers(self) -> list[Layer]:
@@ -141,12 +175,15 @@ class _Finder:
                 break
             active = more
             del self.seen[found:]
-        if not any(layer.how in (CHECKPOINT, LOOP) for layer in self.seen[found:]):
+        named = self.by_names and _names_a_value(body.jaxpr)
+        if named or not any(layer.how in (CHECKPOINT, LOOP) for layer in self.seen[found:]):
             del self.seen[found:]
-            self._note(equation, LOOP, body, active, trips)
+            self._note(equation, LOOP, body, active, trips, (first, carried))
         return out
 
-    def _note(self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int) -> None:
+    def _note(
+        self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int, loop: tuple[int, int] = (0, 0)
+    ) -> None:
         closed = _closed(body)
         self.seen.append(
             Layer(
@@ -158,8 +195,19 @@ class _Finder:
                 _name(equation, closed),
                 where_of(equation) or _defined(closed),
                 equation.params.get("policy"),
+                *loop,
             )
         )
+
+
+def carried_count(loop: Any) -> int:
+    """How many values a loop carries from one turn to the next: jax's own parameter for it changes between versions."""
+    return alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
+
+
+def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many values have the same shape outside of a loop and in its body; what it stacks has one dimension more."""
+    return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
 def is_checkpoint(equation: Any) -> bool:

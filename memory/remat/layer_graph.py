@@ -1,0 +1,191 @@
+"""A layer's forward pass as a graph: what its backward pass reads, what is named, what recomputing each value costs.
+
+For every choice of names the graph says what is kept and what is recomputed, as `jax.checkpoint` decides it
+(remat/remat_solver.py). It is plain data and crosses processes as JSON. `named_block` builds it for a model that names
+its values, `layer_values` for any loss; both read jax's own derivative of the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from bytescope.memory.cost import flops
+
+# The name of a layer's input, which its loop hands on: it is kept under every policy.
+LAYER_INPUT = "block_in"
+# Maximum results of one equation whose FLOPs are counted separately, by looking at each set of them.
+MAX_RESULTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphStep:
+    """One equation. Values are numbers; `name`: the checkpoint name it gives, "" for none.
+
+    outs, ins: values it makes and reads, inputs of the block left out. flops: over all devices, of making each of
+    `outs` alone; all_flops: of making all of them. dtype: the unit that does it (a key of `Target.peak_flops`), "" for
+    no FLOPs. bytes: of each of `outs`, on one device. shared: (numbers of results in `outs`, FLOPs): they are in the
+    `flops` of each of these, and done once for all of them.
+    """
+
+    outs: tuple[int, ...]
+    ins: tuple[int, ...]
+    name: str = ""
+    flops: tuple[int, ...] = ()
+    all_flops: int = 0
+    dtype: str = ""
+    bytes: tuple[int, ...] = ()
+    shared: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGraph:
+    """The forward pass of one of `layers` equal layers.
+
+    Fields:
+        steps: its equations in order. read: values that its backward pass reads.
+        carry_bytes: of its input, on one device. none_bytes: of everything that plain autodiff keeps of it.
+        bound: name -> names that must be kept on the device if it is, and with which it is kept instead of its kernel's
+            other results: a kernel outside of the checkpoint, whose residuals have no names.
+    """
+
+    layers: int
+    steps: tuple[GraphStep, ...]
+    read: tuple[int, ...]
+    carry_bytes: int
+    none_bytes: int
+    bound: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of values that are recomputed if nothing is kept, in the order in which they are made."""
+        needed = set(self.read)
+        named: list[str] = []
+        for step in reversed(self.steps):
+            if needed.intersection(step.outs):
+                needed.update(step.ins)
+                named.append(step.name)
+        return tuple(dict.fromkeys(name for name in reversed(named) if name not in ("", LAYER_INPUT)))
+
+    @functools.cached_property
+    def keepers(self) -> tuple[str, ...]:
+        """For each step, the name whose decision keeps its results, "" if none does."""
+        kernels = {
+            step.outs: tag.name
+            for tag in self.steps
+            if tag.name in self.bound
+            for step in self.steps
+            if set(tag.ins).intersection(step.outs)
+        }
+        return tuple(
+            step.name if step.name not in ("", LAYER_INPUT) else kernels.get(step.outs, "") for step in self.steps
+        )
+
+    def kept_bytes(self, number: int) -> int:
+        """Bytes on one device of keeping what a step makes; of a bound name, with all that its kernel's own gradient
+        reads."""
+        name = self.keepers[number]
+        if name not in self.bound:
+            return sum(self.steps[number].bytes)
+        tag = next(step for step in self.steps if step.name == name)
+        kernel = next(step for step in self.steps if set(tag.ins).intersection(step.outs))
+        others = (size for value, size in zip(kernel.outs, kernel.bytes) if value in self.read and value not in tag.ins)
+        return sum(tag.bytes) + sum(others)
+
+    def scaled(self, times: float) -> LayerGraph:
+        """The same layer with `times` as many tokens."""
+
+        def size(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(round(value * times) for value in values)
+
+        steps = tuple(
+            dataclasses.replace(
+                step,
+                flops=size(step.flops),
+                all_flops=round(step.all_flops * times),
+                bytes=size(step.bytes),
+                shared=tuple((which, round(flops * times)) for which, flops in step.shared),
+            )
+            for step in self.steps
+        )
+        return dataclasses.replace(
+            self, steps=steps, carry_bytes=round(self.carry_bytes * times), none_bytes=round(self.none_bytes * times)
+        )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
+        """The graph of `dataclasses.asdict`, read back from JSON."""
+        steps = tuple(GraphStep(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
+        bound = {name: tuple(names) for name, names in values["bound"].items()}
+        return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
+
+
+def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction) -> GraphStep:
+    """The step of an equation, its results and operands given as numbers; `parts`: devices that its results are sharded
+    over."""
+    counted = flops.of_equation(equation)
+    every = counted.total
+    each, shared = _by_result(equation, every)
+    dtype = max(counted.by, key=lambda unit: counted.by[unit])[1] if every else ""
+    return GraphStep(
+        tuple(outs),
+        tuple(sorted(ins)),
+        name,
+        each,
+        every,
+        dtype,
+        tuple(size_of(v.aval) // parts for v in equation.outvars),
+        shared,
+    )
+
+
+def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
+    """FLOPs of each result alone, and those that several share, as in `GraphStep`.
+
+    Of more than MAX_RESULTS results each is taken to need all FLOPs.
+    """
+    count = len(equation.outvars)
+    everything = tuple(range(count))
+    if not every or count == 1:
+        return (every,) * count, ()
+    if count > MAX_RESULTS:
+        return (every,) * count, ((everything, every),)
+    sets = [which for size in range(1, count + 1) for which in itertools.combinations(everything, size)]
+    # What no other result needs, then what these alone share: all that is done without them, and less, taken off.
+    own: dict[tuple[int, ...], int] = {}
+    for which in sets:
+        others = tuple(number for number in everything if number not in which)
+        inside = every - (_live(equation, others) if others else 0)
+        own[which] = inside - sum(done for part, done in own.items() if set(part) < set(which))
+    each = tuple(sum(done for which, done in own.items() if number in which) for number in everything)
+    return each, tuple((which, done) for which, done in own.items() if done and len(which) > 1)
+
+
+def _live(equation: Any, which: Sequence[int]) -> int:
+    """FLOPs of an equation of which these results alone are wanted: of a call or a loop, of what makes them."""
+    from jax.interpreters import partial_eval
+
+    rule = partial_eval.dce_rules.get(equation.primitive)
+    wanted = [number in which for number in range(len(equation.outvars))]
+    # From jax 0.12 on a rule is told which operands are worth having, too.
+    arguments: list[Any] = [wanted, equation]
+    if rule and len(inspect.signature(rule).parameters) > 2:
+        arguments.insert(1, [True] * len(equation.invars))
+    live = rule(*arguments)[1] if rule else equation
+    return flops.of_equation(live).total if live else 0
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, and those in them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def size_of(aval: Any) -> int:
+    """Bytes of an array, over all devices."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)

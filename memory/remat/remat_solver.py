@@ -1,0 +1,316 @@
+"""The least recomputation under a byte budget, solved exactly. Pure; no compiler.
+
+Two steps. `pareto_patterns` finds everything that one layer can usefully keep: it walks the layer's graph backwards, as
+`jax.checkpoint` does, and carries the Pareto front of bytes, cost and host bytes for every set of values that are still
+needed. `solve` then gives every layer one of these patterns, at most two in a plan, so that the bytes fit the budget at
+the lowest cost. Transfers of offloaded tensors overlap with the forward and the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bytescope.memory.remat.layer_graph import LAYER_INPUT, GraphStep, LayerGraph
+from bytescope.memory.remat.remat_problem import MAX_RANGES, DeviceRates, KeepPattern, LayerPlan, PassSeconds
+
+# How often the bytes of a tensor are read or written because it is kept: copied into the stack of its loop and out of
+# it; if it is offloaded, to the host and back; if a kernel recomputes it, written and read.
+STACKED, OFFLOADED, RECOMPUTED = 4.0, 2.0, 2.0
+# What happens to a named value.
+RECOMPUTE, KEEP, OFFLOAD = 0, 1, 2
+# Fronts stay exact up to this length; a longer one is thinned to its best point in each cell of a grid. States: sets
+# of needed values that are followed at once; beyond this many, fewer names are decided.
+MAX_FRONT, GRID, MAX_STATES = 1000, 30, 4096
+# First patterns that are compared with all others at once.
+CHUNK = 32
+# Only recomputation counts: passes of no time hide no transfer.
+NO_PASSES = PassSeconds()
+# Costs that differ by less than this share are the same but for rounding.
+ROUNDING = 1e-12
+
+
+# ---- one layer -------------------------------------------------------------------------------------------------------
+
+
+def pareto_patterns(
+    graph: LayerGraph, rates: DeviceRates, *, offload: bool = False, cost: str = "seconds"
+) -> list[KeepPattern]:
+    """Returns the Pareto-optimal patterns of a layer in bytes, cost and host bytes, fewest bytes first.
+
+    Args:
+        offload: whether tensors may go to host memory. cost: "seconds" or "flops", the field of a pattern to minimize.
+    """
+    everywhere = (RECOMPUTE, KEEP, OFFLOAD) if offload else (RECOMPUTE, KEEP)
+    names = list(graph.names)
+    while True:
+        try:
+            front = _explore(graph, rates, dict.fromkeys(names, everywhere), cost)
+            break
+        except _TooManyStates:
+            names = _most_saving(graph, rates, names)
+    carried = graph.carry_bytes
+    bytes_, host, seconds, _, decisions = front
+    seconds = seconds + STACKED * carried / rates.memory
+    front = front._replace(bytes=bytes_ + carried, seconds=seconds)
+    if offload:
+        moved = decisions.copy()
+        moved[:, -1] = OFFLOAD
+        difference = (OFFLOADED - STACKED) * carried / rates.memory
+        on_host = front._replace(bytes=bytes_, host=host + carried, seconds=seconds + difference, decisions=moved)
+        front = _pareto([front, on_host], cost)
+    return [_pattern(graph, front, number) for number in range(len(front.bytes))]
+
+
+def pattern_keeping(graph: LayerGraph, rates: DeviceRates, policy: str, names: Collection[str]) -> KeepPattern:
+    """Returns what a layer keeps and recomputes under a policy that keeps the values of these names."""
+    kept = {*names, *(other for name in names for other in graph.bound.get(name, ()))}
+    front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
+    front = front._replace(
+        bytes=front.bytes + graph.carry_bytes, seconds=front.seconds + STACKED * graph.carry_bytes / rates.memory
+    )
+    return _pattern(graph, front, 0, policy)
+
+
+def pattern_keeping_all(graph: LayerGraph, rates: DeviceRates, policy: str) -> KeepPattern:
+    """Returns what a layer keeps without any checkpoint: everything that its backward pass reads."""
+    return KeepPattern(graph.none_bytes, STACKED * graph.none_bytes / rates.memory, policy=policy)
+
+
+class _Front(NamedTuple):
+    """Pareto-optimal partial choices, one per row. decisions: int8 [choices, names + 1], the last for the input."""
+
+    bytes: np.ndarray
+    host: np.ndarray
+    seconds: np.ndarray
+    flops: np.ndarray
+    decisions: np.ndarray
+
+
+class _TooManyStates(Exception):
+    """The graph is too wide for every choice of these names to be followed."""
+
+
+def _explore(graph: LayerGraph, rates: DeviceRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
+    """Returns the Pareto front over every choice for the names in `allowed`; all others are recomputed.
+
+    A state is the set of values that steps not yet visited must make, and the decisions for names that some of these
+    steps have too. Two partial choices with one state cost the same from there on, so only the front of each state is
+    kept: nothing that could be optimal is lost.
+    """
+    column = {name: number for number, name in enumerate(graph.names)}
+    keepers = graph.keepers
+    last_visit: dict[str, int] = {}  # steps are visited from the last to the first
+    for number, name in reversed(list(enumerate(keepers))):
+        last_visit[name] = number
+    empty = np.zeros(1)
+    start = _Front(empty, empty, empty, empty, np.zeros((1, len(column) + 1), np.int8))
+    states: dict[tuple[frozenset[int], tuple[tuple[str, int], ...]], _Front] = {(frozenset(graph.read), ()): start}
+    for number in range(len(graph.steps) - 1, -1, -1):
+        step, name = graph.steps[number], keepers[number]
+        following: dict[tuple[frozenset[int], tuple[tuple[str, int], ...]], list[_Front]] = {}
+        for (needed, decided), front in states.items():
+            wanted = [value in needed for value in step.outs]
+            known = dict(decided)
+            if not any(wanted):
+                still = tuple(item for item in decided if last_visit[item[0]] < number)
+                following.setdefault((needed, still), []).append(front)
+                continue
+            options: Sequence[int] = (RECOMPUTE,)
+            if name in known:
+                options = (known[name],)
+            elif name in allowed:
+                options = allowed[name]
+            for option in options:
+                if option == OFFLOAD and name in graph.bound:
+                    continue  # its kernel reads it on the device
+                rest = needed.difference(step.outs)
+                choices = dict(known)
+                if option == RECOMPUTE:
+                    flops, seconds = _recompute_cost(step, wanted, rates)
+                    after = front._replace(seconds=front.seconds + seconds, flops=front.flops + flops)
+                    rest = rest.union(step.ins)
+                else:
+                    counted = name in known and not step.name  # a kernel whose named result is kept
+                    size = 0 if counted else graph.kept_bytes(number)
+                    after = _kept(front, size, option, column[name], rates)
+                if name in allowed:
+                    choices[name] = option
+                if option == KEEP:
+                    choices.update(dict.fromkeys(graph.bound.get(name, ()), KEEP))
+                still = tuple(sorted(item for item in choices.items() if last_visit.get(item[0], number) < number))
+                following.setdefault((rest, still), []).append(after)
+        states = {state: _pareto(fronts, cost) if len(fronts) > 1 else fronts[0] for state, fronts in following.items()}
+        if len(states) > MAX_STATES:
+            raise _TooManyStates
+    return _pareto(list(states.values()), cost)
+
+
+def _kept(front: _Front, size: int, option: int, column: int, rates: DeviceRates) -> _Front:
+    """The front with one more value kept on the device or in host memory."""
+    decisions = front.decisions.copy()
+    decisions[:, column] = option
+    if option == KEEP:
+        seconds = front.seconds + STACKED * size / rates.memory
+        return front._replace(bytes=front.bytes + size, seconds=seconds, decisions=decisions)
+    seconds = front.seconds + OFFLOADED * size / rates.memory
+    return front._replace(host=front.host + size, seconds=seconds, decisions=decisions)
+
+
+def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: DeviceRates) -> tuple[float, float]:
+    """FLOPs and seconds of computing the wanted results of a step again.
+
+    A product runs at its unit's rate, and its results and named values are written and read once. Other elementwise
+    work counts as part of the kernels around it.
+    """
+    flops = float(sum(count for count, result in zip(step.flops, wanted) if result))
+    for results, count in step.shared:
+        flops -= count * max(sum(wanted[number] for number in results) - 1, 0)
+    seconds = 0.0
+    if step.all_flops:
+        seconds += flops / (rates.flops[step.dtype] * rates.devices)
+    if step.name or step.all_flops:
+        seconds += sum(RECOMPUTED * size / rates.memory for size, result in zip(step.bytes, wanted) if result)
+    return flops, seconds
+
+
+def _pareto(fronts: Sequence[_Front], cost: str) -> _Front:
+    """Merges fronts and drops each choice that another one beats or equals in bytes, cost and host bytes."""
+    merged = _Front(*(np.concatenate(column) for column in zip(*fronts)))
+    first, second = (merged.seconds, merged.flops) if cost == "seconds" else (merged.flops, merged.seconds)
+    order = np.lexsort((second, merged.host, first, merged.bytes))
+    merged, costs = _rows(merged, order), first[order]
+    if merged.host.any():
+        useful = _undominated(costs, merged.host)
+    else:
+        lowest = np.minimum.accumulate(costs)
+        useful = np.concatenate([[True], costs[1:] * (1 + ROUNDING) < lowest[:-1]])
+    merged, costs = _rows(merged, useful), costs[useful]
+    if len(costs) <= MAX_FRONT:
+        return merged
+    # The cheapest choice in each cell of a grid of bytes and host bytes, and the one with the fewest bytes.
+    cells = _cells(merged.bytes) * GRID + _cells(merged.host) if merged.host.any() else _cells(merged.bytes, MAX_FRONT)
+    cheapest_first = np.argsort(costs, kind="stable")
+    _, cheapest = np.unique(cells[cheapest_first], return_index=True)
+    return _rows(merged, np.unique(np.append(cheapest_first[cheapest], 0)))
+
+
+def _cells(sizes: np.ndarray, count: int = GRID) -> np.ndarray:
+    low, high = sizes.min(), sizes.max()
+    return np.minimum((sizes - low) * count // max(high - low, 1), count - 1)
+
+
+def _rows(front: _Front, which: np.ndarray) -> _Front:
+    return _Front(*(column[which] for column in front))
+
+
+def _undominated(costs: np.ndarray, host: np.ndarray, chunk: int = 256) -> np.ndarray:
+    """Returns which rows no earlier row beats or equals in both columns; rows are in the order of their bytes."""
+    useful = np.zeros(len(costs), bool)
+    kept_costs, kept_host = np.empty(0), np.empty(0)
+    for start in range(0, len(costs), chunk):
+        own_costs, own_host = costs[start : start + chunk], host[start : start + chunk]
+        highest = own_costs[:, None] * (1 + ROUNDING)
+        beaten = ((kept_costs <= highest) & (kept_host <= own_host[:, None])).any(1)
+        earlier = np.tri(len(own_costs), k=-1, dtype=bool)
+        beaten |= ((own_costs <= highest) & (own_host <= own_host[:, None]) & earlier).any(1)
+        useful[start : start + chunk] = ~beaten
+        kept_costs = np.concatenate([kept_costs, own_costs[~beaten]])
+        kept_host = np.concatenate([kept_host, own_host[~beaten]])
+    return useful
+
+
+def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") -> KeepPattern:
+    names = (*graph.names, LAYER_INPUT)
+    decisions = front.decisions[number]
+    return KeepPattern(
+        int(front.bytes[number]),
+        float(front.seconds[number]),
+        int(front.host[number]),
+        int(front.flops[number]),
+        tuple(name for name, decision in zip(names, decisions) if decision == KEEP),
+        tuple(name for name, decision in zip(names, decisions) if decision == OFFLOAD),
+        policy,
+    )
+
+
+def _most_saving(graph: LayerGraph, rates: DeviceRates, names: Sequence[str]) -> list[str]:
+    """Returns the half of these names that saves the most FLOPs per kept byte when kept alone."""
+    nothing = pattern_keeping(graph, rates, "", ())
+
+    def saved_per_byte(name: str) -> float:
+        alone = pattern_keeping(graph, rates, "", (name,))
+        return (nothing.flops - alone.flops) / max(alone.bytes - nothing.bytes, 1)
+
+    return sorted(names, key=saved_per_byte, reverse=True)[: len(names) // 2]
+
+
+# ---- all layers ------------------------------------------------------------------------------------------------------
+
+
+def solve(
+    patterns: Sequence[KeepPattern],
+    layers: int,
+    budget: float,
+    passes: PassSeconds = NO_PASSES,
+    *,
+    cost: str = "time",
+    host_budget: float = np.inf,
+    ranges: int = MAX_RANGES,
+) -> LayerPlan | None:
+    """Returns the plan of least cost that keeps at most `budget` bytes on the device; None if there is none.
+
+    Args:
+        cost: "time", or "flops": recomputed FLOPs, whatever the transfers cost.
+        host_budget: bytes of host memory per device. ranges: patterns in one plan, 1 or 2.
+    """
+    forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
+    patterns = sorted(patterns, key=lambda pattern: pattern.bytes)
+    kept = np.array([pattern.bytes for pattern in patterns], float)
+    host = np.array([pattern.host_bytes for pattern in patterns], float)
+    moved = host / link if link else np.zeros(len(patterns))
+    recomputed = np.array([pattern.seconds if cost == "time" else pattern.flops for pattern in patterns], float)
+    columns = np.array([kept, host, moved, recomputed])
+    fits_alone = np.flatnonzero(kept * layers <= budget)  # one of two patterns always does
+    lowest = np.inf, -np.inf  # cost and bytes
+    best: tuple[int, int, int] | None = None  # two patterns, and how many layers have the first
+    for start in range(0, len(fits_alone), CHUNK):
+        first = fits_alone[start : start + CHUNK, None]
+        second = np.arange(len(patterns))[None] if ranges > 1 else first
+        # Each sum over all layers is linear in the number of layers that have the first pattern, and the cost is convex
+        # in it: its minimum lies where a budget is used up, at a bend of the cost, or at an end.
+        if_none, step = layers * columns[:, second], columns[:, first] - columns[:, second]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            points = [(budget - if_none[0]) / step[0]]
+            if np.isfinite(host_budget):
+                points.append((host_budget - if_none[1]) / step[1])
+            if link:
+                points.append((forward - if_none[2]) / step[2])
+                points.append((backward + if_none[3] - if_none[2]) / (step[2] - step[3]))
+        points = np.clip(np.nan_to_num(points), 0, layers)
+        ends = np.full_like(points[:1], layers)
+        counts = np.concatenate([np.floor(points), np.ceil(points), 0 * ends, ends])
+        kept_sum = if_none[0] + counts * step[0]
+        moved_sum = if_none[2] + counts * step[2] if link else 0.0
+        recomputed_sum = if_none[3] + counts * step[3]
+        costs = np.maximum(forward, moved_sum) + np.maximum(backward + recomputed_sum, moved_sum)
+        costs[kept_sum > budget] = np.inf
+        if np.isfinite(host_budget):
+            costs[if_none[1] + counts * step[1] > host_budget] = np.inf
+        cheapest = np.flatnonzero(costs == costs.min())
+        chosen = cheapest[np.argmin(kept_sum.ravel()[cheapest])]
+        if (costs.flat[chosen], kept_sum.flat[chosen]) < lowest:
+            lowest = costs.flat[chosen], kept_sum.flat[chosen]
+            _, row, column = np.unravel_index(chosen, costs.shape)
+            other = int(column) if ranges > 1 else int(first[row, 0])
+            best = int(first[row, 0]), other, int(counts.flat[chosen])
+    if best is None:
+        return None
+    one, other, count = best
+    if one == other:
+        return LayerPlan(((patterns[one], layers),))
+    # Layers that keep the most come last: their tensors are the first that the backward pass frees.
+    used = sorted([(one, count), (other, layers - count)])
+    return LayerPlan(tuple((patterns[number], count) for number, count in used if count))

@@ -1,0 +1,242 @@
+"""The catalogue of memory savings: the config keys of each, what it frees, what it costs, and when it applies. Pure.
+
+One row per saving. `levers` climbs them one on top of the other (`levers.py`), `fit` combines them where recomputation
+is not enough (`fit/fit_space.py`), and the advice of a refused run lists those that its config has left
+(`open_levers.py`). To add a saving: a row of SAVINGS, its place in one of these three orders, and a case in
+tests/train/plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from bytescope.train.plan.config_case import Case
+
+# Rows of the breakdown that grow with the batch.
+BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
+# Positions in a piece of the sequence, for an MLP that is computed in pieces.
+TILE = 4096
+# Policies that keep more than `selective` does, and those that keep no more than `full`.
+_ABOVE_SELECTIVE = ("none", "dots", "minimal")
+_LEAST_KEPT = ("full", "sqrt", "offload", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """One way to make a step smaller.
+
+    Fields:
+        keys: dotted key -> text, what it sets.
+        frees: row of the breakdown -> the largest share of it that goes, 0.0 to 1.0.
+        why: what it does and costs, for the staircase of `levers`. costs: its cost alone, for advice; "" for next to
+            nothing.
+        group: the lever of `fit --levers` that allows it. same_curve: whether the loss curve stays what it is.
+        one_micro_batch: whether an update has to be one micro-batch, without accumulation.
+        needs: the saving that it builds on, whose keys are set too; "" for none.
+        applies: whether a config that does not fit has it left to use.
+        title: in the staircase.
+    """
+
+    keys: Mapping[str, str]
+    frees: Mapping[str, float]
+    why: str = ""
+    costs: str = ""
+    group: str = ""
+    same_curve: bool = True
+    one_micro_batch: bool = False
+    needs: str = ""
+    applies: Callable[[Case], bool] = lambda case: True
+    title: str = ""
+
+    @property
+    def all_keys(self) -> dict[str, str]:
+        """The keys that it sets, those of the saving that it needs included."""
+        return {**(SAVINGS[self.needs].all_keys if self.needs else {}), **self.keys}
+
+
+def _selective_applies(case: Case) -> bool:
+    return case.flat["remat.policy"] in _ABOVE_SELECTIVE and not case.flat["remat.layers"]
+
+
+def _full_applies(case: Case) -> bool:
+    return case.flat["remat.policy"] not in _LEAST_KEPT or bool(case.flat["remat.layers"])
+
+
+def _tiles_apply(case: Case) -> bool:
+    length = case.flat["data.seq_len"] // max(case.axes["context"], 1)
+    return not case.flat["model.mlp_chunk"] and length >= 2 * TILE and length % TILE == 0
+
+
+def _blocks_can_move(case: Case) -> bool:
+    return case.host_memory and case.axes["stage"] == 1 and case.flat["remat.policy"] in ("full", "sqrt")
+
+
+def _moments_can_move(case: Case) -> bool:
+    return case.host_memory and not case.flat["offload.optimizer"] and case.by_layer
+
+
+def _params_can_move(case: Case) -> bool:
+    streamed = case.flat["mesh.strategy"] in ("zero3", "ddp") or case.shared == 1
+    unused = not case.flat["offload.params"] and case.micro_steps == 1
+    return case.host_memory and unused and streamed and case.by_layer
+
+
+def _fused_applies(case: Case) -> bool:
+    one_step = not case.flat["optimizer.fused_backward"] and case.micro_steps == 1
+    return one_step and bool(case.flat["model.scan"]) and case.by_layer and case.flat["remat.policy"] != "sqrt"
+
+
+SAVINGS: Mapping[str, Saving] = {
+    "fp32": Saving(
+        {"precision.preset": "fp32"},
+        {},
+        "no lever: nothing recomputed, nothing in host memory",
+        title="fp32",
+    ),
+    "bf16": Saving(
+        {"precision.preset": "bf16"},
+        dict.fromkeys(BATCH_ROWS, 0.5),
+        "activations of half the size, float32 master parameters; costs rounding",
+        "changes the arithmetic",
+        "precision",
+        same_curve=False,
+        applies=lambda case: case.flat["precision.preset"] == "fp32",
+        title="bf16",
+    ),
+    "loss": Saving(
+        {"loss.kind": "chunked"},
+        {"logits_loss": 1.0, "residuals": 1.0},
+        "logits of one chunk at a time, recomputed in its gradient",
+        applies=lambda case: case.flat["loss.kind"] == "full",
+        title="+ chunked loss",
+    ),
+    "attention": Saving(
+        {"model.attention": "auto"},
+        {"residuals": 1.0, "workspace": 1.0},
+        "no attention scores in memory; the kernel recomputes them in its gradient",
+        applies=lambda case: case.flat["model.attention"] == "naive",
+        title="+ flash attention",
+    ),
+    "selective": Saving(
+        {"remat.policy": "selective"},
+        {"residuals": 1.0},
+        "the attention core, norms and rotations are recomputed",
+        group="remat",
+        applies=_selective_applies,
+        title="+ selective remat",
+    ),
+    "full": Saving(
+        {"remat.policy": "full"},
+        {"residuals": 1.0},
+        "every block is recomputed: it runs forward twice",
+        "every block runs forward twice",
+        "remat",
+        applies=_full_applies,
+        title="+ full remat",
+    ),
+    "parts": Saving(
+        {"remat.granularity": "parts"},
+        {"workspace": 0.5},
+        "attention and MLP of a block are recomputed one after the other",
+        group="remat",
+        applies=lambda case: (
+            case.flat["remat.policy"] in ("full", "offload") and case.flat["remat.granularity"] == "block"
+        ),
+    ),
+    "adamw_8bit": Saving(
+        {"optimizer.name": "adamw_8bit"},
+        {"optimizer": 0.75},
+        "each moment in one byte; costs quantization error",
+        "changes the arithmetic",
+        "precision",
+        same_curve=False,
+        applies=lambda case: case.flat["optimizer.name"] == "adamw" and not case.adapters,
+        title="+ 8-bit moments",
+    ),
+    "adafactor": Saving(
+        {"optimizer.name": "adafactor"},
+        {"optimizer": 1.0},
+        "second moments as a row and a column, no first moments",
+        "changes the arithmetic",
+        "precision",
+        same_curve=False,
+        applies=lambda case: False,  # another optimizer needs another learning rate: fit alone tries it
+    ),
+    "fused_backward": Saving(
+        {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
+        {"gradients": 1.0},
+        "a layer is updated as soon as its gradient is there; no accumulation, and each layer is "
+        "clipped by its own norm",
+        "each layer is clipped by its own norm",
+        "precision",
+        same_curve=False,
+        one_micro_batch=True,
+        applies=_fused_applies,
+        title="+ fused backward",
+    ),
+    "offload": Saving(
+        {"offload.optimizer": "true"},
+        {"optimizer": 1.0},
+        "moments in host memory; they cross the host link twice per update",
+        "moments cross the host link each update",
+        "offload",
+        applies=_moments_can_move,
+        title="+ offload",
+    ),
+    "offload_params": Saving(
+        {"offload.params": "true"},
+        {"optimizer": 1.0, "params": 1.0},
+        "master parameters in host memory too",
+        "parameters and moments cross the host link",
+        "offload",
+        one_micro_batch=True,
+        needs="offload",
+        applies=_params_can_move,
+        title="+ offload of params",
+    ),
+    "bf16_params": Saving(
+        {"precision.preset": "bf16_params"},
+        {"params": 0.5, "gradients": 0.5},
+        "no float32 master; updates are rounded stochastically",
+        "no float32 master parameters",
+        "precision",
+        same_curve=False,
+        applies=lambda case: case.flat["precision.preset"] == "bf16" and not case.adapters,
+        title="+ 16-bit params",
+    ),
+    "offload_blocks": Saving(
+        {"remat.policy": "offload"},
+        {"residuals": 1.0},
+        "block inputs go to host memory and come back",
+        "block inputs cross the host link",
+        "offload",
+        applies=_blocks_can_move,
+        title="+ offload of block inputs",
+    ),
+    "mlp_chunk": Saving(
+        {"model.mlp_chunk": str(TILE)},
+        {"workspace": 1.0, "residuals": 1.0},
+        "the MLP over pieces of the sequence, each recomputed in its gradient",
+        applies=_tiles_apply,
+        title="+ tiled MLP",
+    ),
+    "int8_base": Saving(
+        {"lora.base": "int8"},
+        {"frozen": 0.5},
+        "frozen weights in 8 bits",
+        "frozen weights are rounded to 8 bits",
+        "base",
+        same_curve=False,
+        applies=lambda case: False,  # four bits free more, and advice names one format
+    ),
+    "nf4_base": Saving(
+        {"lora.base": "nf4"},
+        {"frozen": 1.0},  # the share depends on how they are stored now: see open_levers
+        "frozen weights in 4 bits",
+        "frozen weights are rounded to 4 bits",
+        "base",
+        same_curve=False,
+        applies=lambda case: case.adapters and case.flat["lora.base"] != "nf4",
+    ),
+}
