@@ -1,7 +1,7 @@
 """Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
 
 The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
-examples (`data.format`) come in rows (train/data/examples). Epoch e visits every window or row once, in an order drawn
+examples (`data.format`) come in rows (open_examples.py). Epoch e visits every window or row once, in an order drawn
 from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
 batch is split change nothing.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.corpus import ShardFiles, find
 from bytescope.train.data.documents import Text
-from bytescope.train.data.examples.open_examples import open_examples
-from bytescope.train.data.examples.packing import ExampleSource
+from bytescope.train.data.open_examples import open_examples
+from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.record_texts import RecordTexts
 from bytescope.train.data.records import RecordFiles, left_out
 from bytescope.train.data.settings import DataConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
-from bytescope.train.data.examples.content import Chat, Malformed
-from bytescope.train.data.examples.template import Renderer, find_template
+from bytescope.train.data.chat_template import Renderer, find_template
+from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.generate.answers import read_rows
 from bytescope.train.generate.engine import Engine

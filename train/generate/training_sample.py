@@ -21,8 +21,8 @@ from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.placement import Placement
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data
-from bytescope.train.data.examples.content import Chat, Malformed
-from bytescope.train.data.examples.template import Renderer, find_template
+from bytescope.train.data.chat_template import Renderer, find_template
+from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model

@@ -25,9 +25,9 @@ from bytescope.train.data.batch_algebra import BatchAlgebra, batch_names
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.pipeline_checks import check_collectives
-from bytescope.train.pipeline.pipelined_step import make_pipeline, notes_on
-from bytescope.train.program.checks import check_fused, check_traced
+from bytescope.train.program.checks import check_fused, check_partwise, check_traced
 from bytescope.train.program.choices import Choices, check
+from bytescope.train.program.pipelined_step import make_pipeline, notes_on
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
@@ -298,7 +298,9 @@ def assemble(choices: Choices) -> Program:
         parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
     ]
     weights = Weights(layout, *trained, precision)
-    partwise = make_partwise(config, schedule, precision, every, state)
+    partwise = None
+    if check_partwise(config, precision):
+        partwise = make_partwise(config, schedule, precision, every, state)
     fused, local_loss, pipeline, evaluated = None, None, None, loss
     if choices.schedule:
         pipeline, evaluated = make_pipeline(choices, graph, weights)

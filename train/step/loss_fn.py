@@ -8,9 +8,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from bytescope.model import Precision
-from bytescope.model.attention.ring import zigzag
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
+from bytescope.model.zigzag import zigzag
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.losses import LOSSES, LossSettings, count_tokens
 from bytescope.train.step.routing import auxiliary_loss

@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 
 from bytescope.model import Precision
 from bytescope.model.runs import BLOCKS, DENSE
-from bytescope.train.program.checks import check_partwise
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted, stow
 from bytescope.train.step.optimizer.rounding import apply_update
 from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
@@ -331,13 +330,11 @@ class PartwiseUpdate:
 
 def make_partwise(
     config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int, state: Any
-) -> PartwiseUpdate | None:
-    """The update by parts where the config needs it (state in host memory, clipping by layer, fused backward), or None.
+) -> PartwiseUpdate:
+    """Returns the update by parts of a config, for state in host memory, clipping by layer or a fused backward pass.
 
-    `every`: as of PartwiseUpdate; `state`: the abstract TrainState. Raises ValueError as `checks.check_partwise`.
+    `every`: as of PartwiseUpdate; `state`: the abstract TrainState.
     """
-    if not check_partwise(config, precision):
-        return None
     return PartwiseUpdate(
         make_rule(config.optimizer, schedule, config.model.vocab_size),
         config.optimizer.clip_norm,

@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.data.examples.content import CONTENTS, Chat, Pair
-from bytescope.train.data.examples.special_tokens import Guard
-from bytescope.train.data.examples.template import (
-    CHATML,
-    Rendered,
-    Renderer,
-    find_template,
-    named_tokens,
-    tokenizer_config,
-)
+from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
+from bytescope.train.data.example_content import CONTENTS, Chat, Pair
 from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
 from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.special_tokens import Guard
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 

@@ -6,10 +6,10 @@ from hashlib import blake2b
 
 import numpy as np
 
+from bytescope.train.data.chat_template import find_template
 from bytescope.train.data.corpus import find
-from bytescope.train.data.examples.packing import ExampleSource
-from bytescope.train.data.examples.reader import ExampleSet, end_of_text, read_examples
-from bytescope.train.data.examples.template import find_template
+from bytescope.train.data.example_reader import ExampleSet, end_of_text, read_examples
+from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.records import RecordFiles, choose_held_out, left_out
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.data.examples.content import Chat
+from bytescope.train.data.example_content import Chat
 from bytescope.train.data.tokenizer import JsonTokenizer
 
 # Around the number of a special token in a message, while the template is rendered: Unicode keeps these out of text.
