@@ -120,6 +120,8 @@ class Renderer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         try:
             self._ask(
                 {
@@ -149,7 +151,7 @@ class Renderer:
     def close(self) -> None:
         """Ends the process."""
         self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._replies):
             with contextlib.suppress(OSError):  # of what was left to write
                 stream.close()
         self._process.wait()
@@ -177,11 +179,11 @@ class Renderer:
 
     def _ask(self, request: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended: reading tells
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
 
     def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             code = self._process.wait()
             raise UserError(

@@ -158,7 +158,7 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
                 ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
             return ids, inside | everything
 
-        def guarded(text: Rendered) -> Tokens:
+        def guarded(guard: Guard, text: Rendered) -> Tokens:
             try:
                 (ids, spans), *before = guard.encode_spans([text.text, *text.before])
             except UserError as error:  # this tokenizer cannot tell them apart
@@ -179,10 +179,11 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             for chat, same, text in zip(chats, safe, texts, strict=True):
                 if isinstance(text, Malformed):
                     found.append(text)
-                elif chat is same:
-                    found.append(of(text, *next(encoded), [next(prefixes) for _ in text.before]))
+                elif guard is None or chat is same:
+                    ids, spans = next(encoded)
+                    found.append(of(text, ids, spans, [next(prefixes) for _ in text.before]))
                 else:
-                    found.append(guarded(text))
+                    found.append(guarded(guard, text))
             return found
 
         yield tokens_of

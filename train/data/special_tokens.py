@@ -56,9 +56,9 @@ class Guard:
             begins += range(at, len(text))
             ends += range(at + 1, len(text) + 1)
             ((ids, spans),) = tokenizer.encode_spans(["".join(written)])
-            spans = [
+            places = [
                 (begins[a], ends[b - 1]) if a < b else (begins[a] if a < len(begins) else len(text),) * 2
                 for a, b in spans.tolist()
             ]
-            found.append((ids, np.array(spans, np.int64).reshape(-1, 2)))
+            found.append((ids, np.array(places, np.int64).reshape(-1, 2)))
         return found

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -21,6 +22,7 @@ from bytescope.memory.devices.platform import choose_platform, give_threads, sim
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit, UserError
 
+resource: ModuleType | None
 try:
     import resource
 except ImportError:  # not a Unix

@@ -79,7 +79,7 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
 @contextlib.contextmanager
 def xla_remat_pass(enabled: bool) -> Iterator[None]:
     """A context in which XLA compiles with or without its own rematerialization pass (`remat.xla_pass`)."""
-    before = jax.config.jax_compiler_enable_remat_pass
+    before = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax makes it at run time
     jax.config.update("jax_compiler_enable_remat_pass", enabled)
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the module imports grain
     from bytescope.train.data.batches import Data
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
-CHOICES = {
+CHOICES: Mapping[str, Collection[str]] = {
     "model.norm": NORMS,
     "model.mlp": MLPS,
     "model.position": POSITIONS,
@@ -419,7 +419,7 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, train
 
 
 def check_traced(
-    remat: RematPlan, loss: Callable[..., jax.Array], state: Any, batch: BatchAlgebra, names: Sequence[str]
+    remat: RematPlan, loss: Callable[..., Any], state: Any, batch: BatchAlgebra, names: Sequence[str]
 ) -> None:
     """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
 

@@ -71,7 +71,8 @@ class Program(Choices):
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation; names as `batch_names` has them."""
-        shape, axes = (self.batch.rows, self.batch.seq_len), ("batch", "length")
+        shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
+        axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
             shape, axes = (self.batch.accumulation, *shape), (None, *axes)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.sharding(axes))
@@ -125,7 +126,7 @@ class Program(Choices):
         """The step that will run, compiled."""
         lowered = self.lower()
         with xla_remat_pass(self.config.remat.xla_pass), kept_back():
-            return lowered.compile(compiler_options=self.compiler_options)
+            return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
         """The same executable with its buffers as the compiler assigned them, for `memory.analyze.report_of`.
@@ -151,7 +152,8 @@ class Program(Choices):
         """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""
         segments = self.remat.segments(self.model.n_layers)
         asked = [segment.name for segment in segments if segment.policy.offloads]
-        if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        if asked and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
             raise ValueError(
                 f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
                 f"{', '.join(NAMES)}, or use full"
@@ -223,9 +225,8 @@ def state_around(
 ) -> TrainState:
     """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
     shapes of the former alone. `routed`: layers with experts and experts of each."""
-    return TrainState(
-        jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), scaling and scaling.init(), frozen
-    )
+    loss_scale = None if scaling is None else scaling.init()
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
 
 
 def describe_state(
@@ -294,18 +295,20 @@ def assemble(choices: Choices) -> Program:
         scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
     state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
     check_traced(choices.remat, loss, state, batch, batch_names(config))
-    trained = [
+    axes, products, unquantized = (
         parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
-    ]
-    weights = Weights(layout, *trained, precision)
+    )
+    weights = Weights(layout, axes, products, unquantized, precision)
     partwise = None
     if check_partwise(config, precision):
+        assert isinstance(every, int)  # an update by parts has no schedule of the accumulation
         partwise = make_partwise(config, schedule, precision, every, state)
     fused, local_loss, pipeline, evaluated = None, None, None, loss
     if choices.schedule:
         pipeline, evaluated = make_pipeline(choices, graph, weights)
     elif config.optimizer.fused_backward:
         check_fused(config, choices.remat, batch, state.params)
+        assert partwise is not None
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro, choices.frozen)
         fused = FusedBackward(graph, cross_entropy, weights, partwise, abstract.drops)
     elif reduces_once(config, layout, batch):

@@ -60,7 +60,7 @@ def make_loss(
     precision: Precision,
     micro: int,
     frozen: Collection[str] = (),
-) -> Callable[..., jax.Array]:
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]:
     """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
 
     What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their

@@ -8,6 +8,7 @@ make the transposed table before a loop over micro-batches and keep it through a
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -203,4 +204,4 @@ def _chunked_backward(settings, residuals, d_total):
 
 chunked.defvjp(_chunked_forward, _chunked_backward)
 
-LOSSES = {"full": full, "chunked": chunked}
+LOSSES: Mapping[str, Callable[..., jax.Array]] = {"full": full, "chunked": chunked}

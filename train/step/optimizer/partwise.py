@@ -181,9 +181,8 @@ class PartwiseUpdate:
         """Updates `parts` in the lists of all parameters `p` and state `s`, from gradients `g` at the same places."""
         after = None
         for part in parts:
-            own = [p[i] for i in part.params], [s[i] for i in part.kept]
-            own = self._after(own, after)
-            new = self._part(part, *own, [g[i] for i in part.params], shared, scales[part.group], key, when)
+            params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
+            new = self._part(part, params, kept, [g[i] for i in part.params], shared, scales[part.group], key, when)
             for places_of, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
                 for place, value in zip(places_of, values):
                     leaves[place] = value
@@ -216,7 +215,7 @@ class PartwiseUpdate:
                 return dict.fromkeys(
                     (part.group for part in self.parts[0]), clip_scale(norm, inverse, self.max_norm)
                 ), norm
-            total, groups = jnp.zeros((), jnp.float32), {}
+            total, groups = jnp.zeros((), jnp.float32), dict[str, Any]()
             for part in self.parts[0]:
                 own = self._squares(part, [grads[i] for i in part.params])
                 groups[part.group] = groups.get(part.group, 0.0) + own
@@ -285,14 +284,15 @@ class PartwiseUpdate:
     ) -> tuple[Leaves, Leaves]:
         """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
-        new = self.turn(part, *old, grads, shared, scale, key, index)
-        return tuple(
-            [
+        new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
+
+        def updated(stacks: Leaves, pieces: Leaves) -> Leaves:
+            return [
                 jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
                 for leaf, piece in zip(stacks, pieces)
             ]
-            for stacks, pieces in zip((params, kept), new)
-        )
+
+        return updated(params, new_params), updated(kept, new_kept)
 
     def turn(
         self,
