@@ -17,10 +17,8 @@ from bytescope.model.frozen import ROUTER_BIAS, freeze, names_of
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.data.batch_algebra import BatchAlgebra, batch_names
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
-from bytescope.train.parallel.expert_checks import check_experts
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.pipeline.pipeline_checks import check_pipeline
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import Stages
 from bytescope.train.program.checks import (
@@ -32,6 +30,8 @@ from bytescope.train.program.checks import (
     check_values,
     remat_plan,
 )
+from bytescope.train.program.expert_checks import check_experts
+from bytescope.train.program.pipeline_checks import check_pipeline
 from bytescope.train.step.optimizer.trainable import adapters_of, check_frozen, check_quantized, frozen_names
 
 

@@ -24,9 +24,9 @@ from bytescope.model.transformer import contracted, logical_axes, wide
 from bytescope.train.data.batch_algebra import BatchAlgebra, batch_names
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
-from bytescope.train.pipeline.pipeline_checks import check_collectives
 from bytescope.train.program.checks import check_fused, check_partwise, check_traced
 from bytescope.train.program.choices import Choices, check
+from bytescope.train.program.pipeline_checks import check_collectives
 from bytescope.train.program.pipelined_step import make_pipeline, notes_on
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss
