@@ -125,4 +125,5 @@ def start_devices(args: argparse.Namespace) -> None:
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare
 
-    prepare(base.get_config())
+    defaults = base.get_config().train
+    prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)

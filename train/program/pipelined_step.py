@@ -29,13 +29,21 @@ def make_pipeline(
     staged = choices.layout.staged
     inside = dataclasses.replace(weights, layout=staged)
     units = tuple(stack_units(choices.abstract(place=staged), stages.stacks, inside, schedule))
-    cross_entropy = make_cross_entropy(config, choices.layout, precision, choices.batch.micro, choices.frozen)
+    cross_entropy = make_cross_entropy(
+        choices.loss,
+        choices.model,
+        config.data.seq_len,
+        choices.layout,
+        precision,
+        choices.batch.micro,
+        choices.frozen,
+    )
     routed = choices.model.routed
     coefficients = (0.0, 0.0)
     if routed:
         coefficients = config.loss.balance / routed[0], config.loss.router_z / routed[0]
     drops = choices.abstract().drops
-    mask = partial(token_mask, config=config, layout=choices.layout)
+    mask = partial(token_mask, experts=choices.model.experts > 0, layout=choices.layout)
     pooled = bool(routed) and config.loss.balance_layers == "pooled"
     gradients = PipelineGradients(
         graph,

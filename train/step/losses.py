@@ -24,6 +24,17 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """The group `loss` of a config; configs/base.py says what each key means."""
+
+    kind: str
+    balance: float
+    balance_layers: str
+    router_z: float
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LossSettings:
     """What every loss needs to know besides its arrays.
 

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from bytescope.model import Precision
 from bytescope.model.runs import BLOCKS, DENSE
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted, stow
 from bytescope.train.step.optimizer.rounding import apply_update
-from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
+from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, OptimizerConfig, clip_scale, make_rule, squares
 
 Leaves = list[jax.Array]
 STACKS = (BLOCKS, DENSE)
@@ -329,19 +328,26 @@ class PartwiseUpdate:
 
 
 def make_partwise(
-    config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int, state: Any
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    precision: Precision,
+    every: int,
+    state: Any,
+    *,
+    vocabulary: int,
+    stacked: bool,
 ) -> PartwiseUpdate:
     """Returns the update by parts of a config, for state in host memory, clipping by layer or a fused backward pass.
 
-    `every`: as of PartwiseUpdate; `state`: the abstract TrainState.
+    every, stacked: as of PartwiseUpdate. state: the abstract TrainState. vocabulary: tokens of it.
     """
     return PartwiseUpdate(
-        make_rule(config.optimizer, schedule, config.model.vocab_size),
-        config.optimizer.clip_norm,
-        config.optimizer.clip == "layer",
+        make_rule(config, schedule, vocabulary),
+        config.clip_norm,
+        config.clip == "layer",
         every,
-        config.model.scan,
-        config.optimizer.name in ROW_BY_ROW,
+        stacked,
+        config.name in ROW_BY_ROW,
         precision,
         state.params,
         state.opt_state,
