@@ -9,7 +9,7 @@ import pytest
 
 from bytescope.train.checkpoints import checkpoint
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, describe, portable
-from bytescope.train.data.feed import calls
+from bytescope.train.run.feed import calls
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
 from support.toy import fixed_batches, small_program

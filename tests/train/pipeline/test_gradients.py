@@ -11,11 +11,11 @@ from rich.console import Console
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.data.feed import put
 from bytescope.train.generate.training_sample import generate
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.pipeline.layer_order import reordered
-from bytescope.train.pipeline.pipeline_checks import check_collectives
+from bytescope.train.program.pipeline_checks import check_collectives
+from bytescope.train.run.feed import put
 from bytescope.train.run.startup import start_state
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program

@@ -6,10 +6,10 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
-from bytescope.train.pipeline.pipelined_step import notes_on
 from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.schedules import make_schedule
 from bytescope.train.program.config_files import flatten
+from bytescope.train.program.pipelined_step import notes_on
 from support.described import SMALL_GPU, compile_described
 from support.exhaustive import exhaustive
 from support.toy import small_program
