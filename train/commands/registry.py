@@ -235,11 +235,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """The arguments of a command whose module adds them to a parser."""
+    """The arguments of a command whose module does not parse them itself."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
-    if any(argument.lstrip("-").startswith("config.") for argument in argv):
+    own_parser = hasattr(COMMANDS[name].load(), "make_parser")
+    if not own_parser and any(argument.lstrip("-").startswith("config.") for argument in argv):
         argv, overrides = split_overrides(argv)
     parser = make_parser(name)
     parser.keys_named = keys_named

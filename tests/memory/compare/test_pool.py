@@ -26,6 +26,7 @@ from bytescope.memory.view import elements
 from bytescope.train.commands import compare_configs
 from bytescope.train.plan import config_factory, levers_text
 from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_walk
 from bytescope.train.plan.trials import Trials
 from bytescope.train.program.config_files import load_flat, split_overrides
@@ -106,12 +107,13 @@ def named(policy):
 
 def test_a_change_in_each_listed_module_changes_the_name_of_a_row(changed):
     before = {policy: named(policy) for policy in ("full", "auto")}
-    for what, modules in listed_modules().items():
-        for module in modules:
-            file = row_cache.source_files([module])[-1]  # of a package any of its files
-            changed(file)
-            assert named("auto") != before["auto"], file
-            assert (named("full") != before["full"]) == (what != "plan" or "block_graph" in str(file)), file
+    listed = listed_modules()
+    decide = {file for what in ("row", "program") for file in row_cache.source_files(listed[what])}
+    for module in {module for modules in listed.values() for module in modules}:
+        file = row_cache.source_files([module])[-1]  # of a package any of its files
+        changed(file)
+        assert named("auto") != before["auto"], file
+        assert (named("full") != before["full"]) == (file in decide), file
     changed("")
     assert named("full") == before["full"]
 
@@ -127,6 +129,7 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
     """A worker and the trainer's factory import these modules, themselves or through others; a new one is listed, or
     named here because no row depends on it."""
     no_part = (
+        "configs",  # a row's name has every value
         "memory.compare.compare_rows",  # keys and rows of the parent process
         "memory.compare.grids",
         "memory.compare.jobs",
@@ -158,7 +161,11 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bytescope."):
                 module = node.module.removeprefix("bytescope.")
                 inner = [f"{module}.{alias.name}" for alias in node.names]
-                left += [one if (ROOT / (one.replace(".", "/") + ".py")).exists() else module for one in inner]
+                places = [ROOT / one.replace(".", "/") for one in inner]
+                left += [
+                    one if place.is_dir() or place.with_suffix(".py").exists() else module
+                    for one, place in zip(inner, places, strict=True)
+                ]
     assert len(seen) > 60
 
 
@@ -215,7 +222,7 @@ def test_policies_with_names_of_their_own():
 def test_the_flags_of_a_policy_run_it():
     """What compare prints goes through a shell into the same config."""
     (job,) = make_jobs(options(remat="custom(v,up)+offload(block_in)"))
-    _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
+    _, pairs = split_overrides(shlex.split(plan_rows.flags(ConfigRow(job.chosen))))
     assert load_flat("tiny", pairs) == job.resolved
 
 

@@ -80,6 +80,7 @@ MEANINGS = {
     "--out": "write|append|a new or empty folder",
     "--program": "of your own instead of a config",
     "--step": "the checkpoint of this step",
+    "--verbose": "and why each choice",
     "--tensor": "number of devices to split heads, MLP width and vocabulary over",
 }
 
