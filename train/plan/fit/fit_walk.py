@@ -18,7 +18,7 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.layer_graph import LayerGraph
-from bytescope.memory.remat.remat_problem import CompiledPlan, DeviceRates, KeepPattern, LayerPlan
+from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, RecomputeRates
 from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, RematSearch
 from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
@@ -330,7 +330,7 @@ def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
-def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: DeviceRates) -> LayerPlan:
+def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
     """The plan with one more name kept on the device by every layer; ranges that offload tensors stay as they are."""
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:
