@@ -93,17 +93,23 @@ class Placement:
     Subclasses are hashable (they are static arguments of custom gradients) and equal when they place alike.
     """
 
-    #: The ring of devices that share a sequence, None where every device holds whole sequences.
-    ring: Ring | None = None
-
-    #: Devices that share the sequence where the residual stream lives.
-    stream_parts: int = 1
-
-    #: The devices that share the experts.
-    peers: Peers = Peers()
-
     #: Dtype in which gradients are summed over devices and kept, None for that of each product.
     reduce: DTypeLike | None = None
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring of devices that share a sequence; None if every device has whole sequences."""
+        return None
+
+    @property
+    def stream_parts(self) -> int:
+        """Number of devices that share the sequence in the residual stream."""
+        return 1
+
+    @property
+    def peers(self) -> Peers:
+        """The devices that share the experts."""
+        return Peers()
 
     def exchange(self, slots: bool) -> str:
         """How rows reach their experts, a row of EXCHANGES (model/experts/exchange.py); `slots`: each expert has a

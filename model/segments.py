@@ -6,8 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.attention.ring import zigzag
 from bytescope.model.placement import HERE, Placement
+from bytescope.model.zigzag import zigzag
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])

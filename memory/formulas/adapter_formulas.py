@@ -15,7 +15,7 @@ from bytescope.memory.formulas import expert_formulas, latent_formulas
 if TYPE_CHECKING:
     from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
-# What may have an adapter, by the names of the trainer's `lora.targets`.
+# Matrices of a layer that may have an adapter.
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 
-# Operations that hand their first operand on: the same values, perhaps elsewhere or seen otherwise.
+# Operations whose result has the values of their first operand, in another place, layout or dtype.
 _PASSING = frozenset(
     (
         "bitcast",
@@ -45,14 +45,14 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """What made a value.
+    """The origin of a value.
 
     Fields:
-        instruction: the operation that computed it, None when the walk found none.
-        chain: instructions on the way there that carry names, nearest to the value first.
-        stack: the dynamic-update-slice that fills the stacked value, None when it is not a stack.
+        instruction: the operation that computed it, None if the walk found none.
+        chain: named instructions between the value and its origin, nearest to the value first.
+        stack: the dynamic-update-slice that fills a stacked value, None if the value is not stacked.
         looped: the value is the state of a loop.
-        carried: what is stacked is what the loop carries, as it stands before the body: a block's input.
+        carried: the stacked values are the state of the loop before its body: the inputs of the blocks.
     """
 
     instruction: Instruction | None
@@ -85,7 +85,7 @@ class Flow:
         return self._users
 
     def origin(self, instruction: Instruction | None, index: Index = ()) -> ValueOrigin:
-        """What made the value at `index` of an instruction's result."""
+        """Returns the origin of the value at `index` of an instruction's result."""
         if instruction is None:
             return ValueOrigin(None)
         key = (instruction.id, index)
@@ -101,8 +101,8 @@ class Flow:
         after: tuple[Instruction | None, Index] | None
         looped, carried, inside = False, False, False
         for _ in range(_LIMIT):
-            # Round once, unchanged: a loop hands on what came in from outside. A walk that began in its body meets that
-            # beginning before the loop itself.
+            # The walk came round a loop whose body returns the value unchanged: go on with the loop's initial value.
+            # A walk that began in the body meets its beginning before it meets the loop.
             while instruction is not None and (instruction.id, index) in seen and entered:
                 loop, index = entered.pop()
                 instruction = self.module.operand(loop, 0)
@@ -117,10 +117,10 @@ class Flow:
             inside = opcode == "parameter"
             if opcode == "dynamic-update-slice" and stack is None:
                 stack, after = instruction, (self.module.operand(instruction, 1), index)
-                chain.clear()  # what came before is named for the loop's writing, not for what is written
+                chain.clear()  # the names so far are of the write into the stack, not of the written value
             else:
                 after = self._step(instruction, index, seen)
-            # Control flow carries the names of the whole loop, not of the value.
+            # Control flow has the names of the whole loop, not of the value.
             if opcode not in ("while", "tuple", "get-tuple-element", "parameter", "dynamic-update-slice"):
                 chain.append(instruction)
             if after is None:
@@ -131,7 +131,7 @@ class Flow:
     def _step(
         self, instruction: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """One step towards the origin, None at it."""
+        """Returns the value one step nearer to the origin; None at the origin."""
         module, opcode = self.module, instruction.opcode
         if opcode == "get-tuple-element":
             return module.operand(instruction, 0), (instruction.tuple_index, *index)
@@ -155,13 +155,13 @@ class Flow:
     def _argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        """From a computation's parameter to what is passed for it; None for the entry's."""
+        """Returns the value that is passed for a computation's parameter; None for a parameter of the entry."""
         callers = self.callers.get(parameter.computation)
         if not callers:
             return None
         caller = callers[0]
         if caller.opcode == "while":
-            # The body's result is what the loop carries; what it leaves alone came in from outside.
+            # The state of a loop is the result of its body; state that the body does not change is its initial value.
             if (caller.id, index) in seen:
                 return self.module.operand(caller, 0), index
             return caller, index
@@ -171,7 +171,7 @@ class Flow:
         return self.module.operand(caller, parameter.parameter), index
 
     def dependent(self, sources: set[int]) -> set[int]:
-        """Ids of the instructions that read, however indirectly, what `sources` compute."""
+        """Returns the ids of the instructions that depend on `sources`, directly or not."""
         found: set[int] = set()
         pending = list(sources)
         while pending:
@@ -183,7 +183,7 @@ class Flow:
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == id:
                 reached += [caller.id for caller in self.callers.get(computation.id, ())]
-            if id in found:  # what a dependent calls depends as well
+            if id in found:  # computations that a dependent instruction calls depend as well
                 for called in instruction.called:
                     inner = self.module.computations.get(called)
                     reached += inner.parameters.values() if inner else ()
@@ -193,7 +193,7 @@ class Flow:
         return found
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
-        """Instructions that made a value, the one whose name tells most first."""
+        """Yields the instructions that made a value, the one with the most specific name first."""
         if instruction is not None:
             origin = self.origin(instruction, index)
             yield from origin.chain
@@ -202,7 +202,7 @@ class Flow:
             yield instruction
 
     def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Instructions that a value is computed from, nearest first, out of fusions but not around loops."""
+        """Yields the instructions that a value is computed from, nearest first; leaves fusions but not loop bodies."""
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
             for operand in self._inputs(pending.pop(0)):
@@ -212,7 +212,7 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction reads; of a tuple nobody knows which element is meant."""
+        """Returns the operands of an instruction; none of a tuple, of which the element is not known."""
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []
         if instruction.opcode == "parameter":
@@ -225,7 +225,7 @@ class Flow:
         return [one for one in found if one is not None]
 
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
-        """Instructions that read a value, nearest first, on through what they make of it."""
+        """Yields the instructions that read a value, directly or through the results of others, nearest first."""
         pending, seen = [instruction.id], {instruction.id}
         while pending and len(seen) < limit:
             for user in self.users.get(pending.pop(0), ()):
@@ -235,19 +235,19 @@ class Flow:
                     yield user
 
     def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
-        """The shape of the value at `index`."""
+        """Returns the shape of the value at `index`."""
         return self.module.shape(instruction).leaf(index)
 
 
 def is_collective(opcode: str) -> bool:
-    """Whether an opcode talks to other devices, in its plain or its asynchronous form."""
+    """Returns whether an opcode is a collective, synchronous or asynchronous."""
     return opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES
 
 
 def flatten(module: Module) -> dict[int, int]:
-    """Instruction id -> its place in one order of execution of the whole module, loop bodies once.
+    """Returns instruction id -> its position in one order of execution of the whole module, with loop bodies once.
 
-    Computations without a schedule are taken in dependency order.
+    Computations without a schedule are in dependency order.
     """
     order: dict[int, int] = {}
     done: set[int] = set()

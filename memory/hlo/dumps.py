@@ -1,4 +1,4 @@
-"""XLA's dumps on disk: one proto, packed or not, or a folder of them; and what a proto says of who compiled it."""
+"""Reads XLA's dumps: a proto, gzipped or not, or the largest of a folder; and tells which platform compiled a proto."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bytescope.memory.units import human
 
 # Larger messages are no protobufs.
 _MAX_PROTO = 2**31
-_PIECE = 2**20  # bytes out of gzip at a time: asked for more, Python's reader allocates all of them beforehand
+_PIECE = 2**20  # bytes read from gzip at a time: Python's reader allocates the whole size that it is asked for
 _GZIP = b"\x1f\x8b"
 _REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' dumps the protos, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
-# How HLO and StableHLO begin as text, after comments.
+# The first line of HLO and StableHLO as text, after comments.
 _TEXT = re.compile(rb"\s*(//[^\n]*\n\s*)*(HloModule\s|module\b[^\n]*\{|module @|#\w+ = )")
 _LISTED = 6
-# What only one platform's compiler writes into a module: keys of its backend configs, attributes, targets of calls.
+# Text that only one platform's compiler writes into a module: keys of its backend configs, attributes, call targets.
 _MARKS = (
     ("gpu", (b'"operation_queue_id":', b"fingerprint_before_lhs", b"__cublas$", b"__cudnn$")),
     ("tpu", (b'"flag_configs":', b'"scoped_memory_configs":', b"tpu_custom_call")),
@@ -31,24 +31,24 @@ _MARKS = (
 
 
 class Dump(NamedTuple):
-    """A serialized HloProto, and what to say of the file that it came from."""
+    """A serialized HloProto, and notes about the file that it came from."""
 
     proto: bytes
     notes: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Dump:
-    """The proto of a file, or the one with most bytes in its buffers of a folder; a note lists the others.
+    """Returns the proto of a file; for a folder, the proto whose buffers take the most bytes, and a note of the others.
 
-    Raises ReportError for what is not there, cannot be read, or is HLO as text.
+    Raises ReportError if there is no such file, it cannot be read, or it is HLO as text.
     """
-    if _TEXT.match(str(path)[:4096].encode(errors="replace")):  # as `Compiled.as_text` has it, in the place of a path
+    if _TEXT.match(str(path)[:4096].encode(errors="replace")):  # the text of `Compiled.as_text` instead of a path
         raise ReportError(f"the text of a program has no buffers: give the Compiled or Lowered itself; {_REMEDY}")
-    return _of_folder(path) if path.is_dir() else Dump(_of_file(path))
+    return _read_largest(path) if path.is_dir() else Dump(_read_file(path))
 
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
-    """A proto's bytes as they are, or out of gzip. Raises ReportError for damaged gzip, and for HLO as text."""
+    """Returns the bytes of a proto, decompressed if they are gzip. Raises ReportError for damaged gzip and for text."""
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
@@ -66,14 +66,14 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
 
 
 def platform_of(proto: bytes) -> str:
-    """The platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" where nothing tells."""
+    """Returns the platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" if it is not known."""
     return next((platform for platform, marks in _MARKS if any(mark in proto for mark in marks)), "")
 
 
 def buffer_bytes(proto: bytes) -> int:
-    """Bytes of all allocations of an HloProto; 0 for one without a buffer assignment.
+    """Returns the bytes of all allocations of an HloProto; 0 if it has no buffer assignment.
 
-    Raises WireError where the bytes are no HloProto.
+    Raises WireError if the bytes are not an HloProto.
     """
     total = 0
     for field, assignment in wire.fields(proto, (0, len(proto))):
@@ -83,7 +83,7 @@ def buffer_bytes(proto: bytes) -> int:
     return total
 
 
-def _of_file(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     if not path.is_file():
         raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump, or its folder")
     try:
@@ -94,30 +94,29 @@ def _of_file(path: Path) -> bytes:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _of_folder(folder: Path) -> Dump:
-    """The largest program of a dump's folder."""
+def _read_largest(folder: Path) -> Dump:
+    """Returns the program of a folder whose buffers take the most bytes."""
     try:
         paths = sorted(path for end in _ENDS for path in folder.glob(f"*after_optimizations*{end}"))
     except OSError as error:
         raise ReportError(f"cannot read {folder}: {error.strerror}") from error
-    found, refused = [], None
+    programs: list[tuple[int, Path]] = []
+    refused: ReportError | None = None
     for path in paths:
         try:
-            found.append((buffer_bytes(_of_file(path)), path))
+            programs.append((buffer_bytes(_read_file(path)), path))
         except ReportError as error:
             refused = error
-    if not found:
+    if not programs:
         raise refused or ReportError(f"no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
-    found.sort(key=lambda each: (-each[0], each[1].name))
-    (size, path), *others = found
+    programs.sort(key=lambda program: (-program[0], program[1].name))
+    (size, path), *others = programs
     if not others:
-        return Dump(_of_file(path))
+        return Dump(_read_file(path))
     listed = ", ".join(f"{each.name} {human(count)}" for count, each in others[:_LISTED])
     more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-    return Dump(
-        _of_file(path),
-        (
-            f"the largest of {len(found)} programs in {folder}: {path.name}, {human(size)} of "
-            f"buffers; the others: {listed}{more}",
-        ),
+    note = (
+        f"the largest of {len(programs)} programs in {folder}: {path.name}, {human(size)} of "
+        f"buffers; the others: {listed}{more}"
     )
+    return Dump(_read_file(path), (note,))

@@ -19,7 +19,7 @@ from bytescope.memory.hlo.wire import Span
 Axes = tuple[tuple[str, int], ...]
 Groups = list[list[int]]
 
-# Groups of more devices than this are no mesh anyone has, but a damaged file.
+# A file with groups of more devices than this is damaged.
 _MOST = 2**20
 
 
@@ -46,11 +46,11 @@ class ArgumentLayout:
 
 
 def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ...]]:
-    """(mesh axes, layouts of the arguments that are used, in order) of an executable; () for what it does not tell."""
+    """Returns (mesh axes, layouts of the used arguments in order) of an executable; () for each that is unknown."""
     import jax
 
     try:
-        # An argument that is not used has None for a sharding; a None among the arguments is no leaf of either.
+        # The sharding of an unused argument is None; a None among the arguments is a leaf of neither tree.
         arrays, tree = jax.tree.flatten(compiled.args_info)
         shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
@@ -66,7 +66,7 @@ def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ..
             for at, (sharding, array) in enumerate(zip(shardings, arrays))
             if sharding is not None
         )
-    except Exception:  # loaded executables, shardings of kinds without shards
+    except Exception:  # loaded executables, and shardings without shard shapes
         return (), ()
     return axes, layouts
 
@@ -113,13 +113,13 @@ def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def hosts_of(groups: Groups, per_host: int) -> int:
-    """Over how many hosts, of `per_host` devices each, one of the groups is spread at most; 1 where that is 0."""
+    """Returns the maximum number of hosts, of `per_host` devices each, that one group spans; 1 if `per_host` is 0."""
     spread = (len({device // per_host for device in group}) for group in groups) if per_host else ()
     return max(spread, default=1)
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
-    """The groups of device numbers that a collective talks within, all devices in one group when it names none.
+    """Returns the groups of devices of a collective; one group of all devices if the collective names none.
 
     HloInstructionProto: replica_groups 49 and collective_device_list 87 list them, iota_collective_device_list 92
     and mesh_axes_replica_group_list 93 describe them; source_target_pairs 52 of a permutation are its groups.
@@ -149,7 +149,7 @@ _GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
 
 
 def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
-    """What a collective says of its groups, as it is written: where that is alike, `groups_of` gives the same."""
+    """Returns the serialized groups of a collective: `groups_of` returns the same groups for equal keys."""
     return tuple(
         (field, data[value[0] : value[1]])
         for field, value in wire.fields(data, span)
@@ -218,7 +218,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
 
 
 def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
-    """(axis sizes, device at each position of the mesh)."""
+    """Returns (axis sizes, device at each position of the mesh)."""
     sizes: list[int] = []
     ids: list[int] = []
     for field, value in wire.fields(data, span):
@@ -238,7 +238,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
 
 
 def _transposed(dims: list[int], order: list[int]) -> list[int]:
-    """Numbers 0, 1, ... laid out in `dims`, read with its axes in `order`."""
+    """Returns 0, 1, ... as an array of shape `dims`, transposed by `order` and flattened."""
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MOST or sorted(order) != list(range(len(dims))):
         raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")

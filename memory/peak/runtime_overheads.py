@@ -109,7 +109,7 @@ ITEMS = (
         "batches waiting",
         POOL,
         lambda facts: sum(facts.loop.waiting),
-        "train/data/feed.py: an update's batches arrive before the last update is done; counted on the CPU",
+        "train/run/feed.py: an update's batches arrive before the last update is done; counted on the CPU",
     ),
     Item(
         "results not yet read",

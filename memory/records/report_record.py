@@ -38,7 +38,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `prediction`: the seconds of an update, with their spread (`seconds.prediction.Prediction.to_json`); {} where unknown.
 - `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
   link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
-- `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
+- `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a trainer's facts.
 - `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: records; `notes`: what is not exact.
 """
 
@@ -112,8 +112,8 @@ VERDICTS = ("fits", "tight", "exceeds", "unknown")
 class Finding:
     """Something an expert would point at: how many bytes it concerns, and what to do about it.
 
-    `flags`: the remedy as flags of the command line, to copy; "" for a program without a config of the trainer's, whose
-    remedy is in JAX's words, and where no flag carries it out.
+    `flags`: the remedy as flags of the trainer's command line, to copy; "" if no flag carries it out, and for a program
+    whose trainer puts in none: then the remedy is in JAX's words.
     """
 
     kind: str

@@ -61,8 +61,8 @@ class JaxprSharding:
         self.inputs[id(jaxpr)] = list(given)
         self._known.update(zip(jaxpr.invars, given))
         for equation in jaxpr.eqns:
-            found = self._equation(equation, [self._read(atom) for atom in equation.invars])
-            for variable, spec in zip(equation.outvars, found):
+            specs = self._equation(equation, [self._read(atom) for atom in equation.invars])
+            for variable, spec in zip(equation.outvars, specs):
                 self._known[variable] = self._possible(_stated(variable.aval) or spec, variable.aval)
         return [self._read(atom) for atom in jaxpr.outvars]
 

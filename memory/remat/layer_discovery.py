@@ -68,18 +68,18 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
     """
     finder = _Finder()
     finder.visit(jaxpr.jaxpr, active, 1)
-    found = finder.layers()
+    layers = finder.layers()
     if only:
-        names = sorted({layer.name for layer in found})
-        found = [layer for layer in found if layer.name in only]
-        if not found:
+        names = sorted({layer.name for layer in layers})
+        layers = [layer for layer in layers if layer.name in only]
+        if not layers:
             raise ReportError(f"no layer is named {', '.join(only)}: there are {', '.join(names) or 'none'}")
-    if not found:
+    if not layers:
         raise ReportError(
             "no layers found: put jax.checkpoint around the block that repeats, or run the layers in a jax.lax.scan"
         )
-    found.sort(key=lambda layer: -layer.flops)
-    return [layer for layer in found if layer.how == found[0].how and layer.policy is found[0].policy]
+    layers.sort(key=lambda layer: -layer.flops)
+    return [layer for layer in layers if layer.how == layers[0].how and layer.policy is layers[0].policy]
 
 
 def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
@@ -167,17 +167,17 @@ class _Finder:
         body, carried = equation.params["jaxpr"], carried_count(equation)
         first, trips = alike(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
         while True:  # what a turn makes active is active in the next
-            found = len(self.seen)
+            seen_before = len(self.seen)
             out = self.visit(body.jaxpr, active, trips)
             after = [before or flag for before, flag in zip(active[first:], out[:carried])]
             more = [*active[:first], *after, *active[first + carried :]]
             if more == active:
                 break
             active = more
-            del self.seen[found:]
+            del self.seen[seen_before:]
         named = self.by_names and _names_a_value(body.jaxpr)
-        if named or not any(layer.how in (CHECKPOINT, LOOP) for layer in self.seen[found:]):
-            del self.seen[found:]
+        if named or not any(layer.how in (CHECKPOINT, LOOP) for layer in self.seen[seen_before:]):
+            del self.seen[seen_before:]
             self._note(equation, LOOP, body, active, trips, (first, carried))
         return out
 
@@ -302,14 +302,14 @@ def _is_float(aval: Any) -> bool:
 
 def _name(equation: Any, body: Any) -> str:
     """The name of the function, as jax keeps it for its error messages."""
-    told = getattr(body.jaxpr.debug_info, "func_name", "") or ""
-    return str(equation.params.get("name") or told)
+    traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
+    return str(equation.params.get("name") or traced_name)
 
 
 def _defined(body: Any) -> str:
     """file:line of the function that was traced, "" where jax does not know it."""
-    told = body.jaxpr.debug_info
-    return f"{told.func_filename}:{told.func_lineno}" if getattr(told, "func_filename", None) else ""
+    info = body.jaxpr.debug_info
+    return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:

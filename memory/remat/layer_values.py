@@ -90,9 +90,9 @@ def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, orde
         order = [(number, key) for number, key in forward.order if key not in hidden] if ordered else []
         orders.append(tuple(key for _, key in order))
         labels = _labels(forward, order, kind, layer.times, alike)
-        for number, made in enumerate(forward.made):
-            outs, ins = [first + value for value in made.outs], [first + value for value in made.ins]
-            step = step_of(made.equation, outs, ins, labels.get(number, ""), made.parts)
+        for number, one in enumerate(forward.equations):
+            outs, ins = [first + value for value in one.outs], [first + value for value in one.ins]
+            step = step_of(one.equation, outs, ins, labels.get(number, ""), one.parts)
             steps.append(_times(step, layer.times))
         read += [first + value for value in forward.read]
         first += forward.count
@@ -206,8 +206,8 @@ class LayerForward:
     """A layer's forward pass as jax differentiates it.
 
     Attributes:
-        made: its equations. read: numbers of values that the backward pass reads. count: of values.
-        asked: keys about which jax asks a policy; order: (index in `made`, key) of those whose order is known.
+        equations: in order. read: numbers of values that the backward pass reads. count: of values.
+        asked: keys about which jax asks a policy; order: (index in `equations`, key) of those whose order is known.
         result_bytes: of its result, on one device. unvarying: numbers of values that are the same for all layers.
     """
 
@@ -218,18 +218,18 @@ class LayerForward:
         results = len(layer.body.jaxpr.outvars)
         calls = _calls(layer)
         self.asked = frozenset(calls)
-        self.made: list[_Made] = []
+        self.equations: list[_Made] = []
         self.count = 0
         self.result_bytes = sum(size_of(v.aval) // shards.parts(v) for v in jaxpr.jaxpr.outvars[:results])
         self.unvarying: set[int] = set()
         inputs = [_Operand(None, number >= layer.constants) for number in range(len(jaxpr.jaxpr.invars))]
         outs = self._read(jaxpr.jaxpr, inputs, nested=False)
         self.read = sorted({value.number for value in outs[results:] if value.number is not None})
-        top = [(number, one.key) for number, one in enumerate(self.made) if one.key and not one.nested]
+        top = [(number, one.key) for number, one in enumerate(self.equations) if one.key and not one.nested]
         # A derivative adds equations, and a walk may leave them out; a forward pass has the same ones in every walk.
         once = Counter(calls)
         derived, plain = Counter(key for _, key in top), Counter(_keys(layer.body.jaxpr))
-        hidden = {one.key for one in self.made if one.nested} | set(_inside(jaxpr.jaxpr))
+        hidden = {one.key for one in self.equations if one.nested} | set(_inside(jaxpr.jaxpr))
         self.order = [
             (number, key)
             for number, key in top
@@ -253,13 +253,13 @@ class LayerForward:
             else:
                 varies = any(value.varies for value in ins)
                 results = [_Operand(self.count + number, varies) for number in range(len(equation.outvars))]
-                made = tuple(range(self.count, self.count + len(results)))
-                self.count += len(made)
+                numbers = tuple(range(self.count, self.count + len(results)))
+                self.count += len(numbers)
                 if not varies:
-                    self.unvarying.update(made)
+                    self.unvarying.update(numbers)
                 known = tuple(sorted({value.number for value in ins if value.number is not None}))
-                parts = self._shards.parts(equation.outvars[0]) if made else 1
-                self.made.append(_Made(equation, made, known, key, nested, parts))
+                parts = self._shards.parts(equation.outvars[0]) if numbers else 1
+                self.equations.append(_Made(equation, numbers, known, key, nested, parts))
             env.update(zip(equation.outvars, results))
         return [operand(atom) for atom in jaxpr.outvars]
 
@@ -349,7 +349,7 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
 def _labels(
     graph: LayerForward, order: Sequence[tuple[int, str]], kind: int, times: int, alike: dict[Any, Value]
 ) -> dict[int, str]:
-    """Index in `made` -> label of the value that it is or is one of, for all about which jax asks a policy.
+    """Index in `equations` -> label of the value that it is or is one of, for all about which jax asks a policy.
 
     `alike`: what tells a value to a policy (its name; its key; or its key and all those before it in the order) -> the
     value; those of this kind of layer are added.
@@ -357,33 +357,33 @@ def _labels(
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
     in_loops = {
         key
-        for one in graph.made
+        for one in graph.equations
         if not one.key
         for body in bodies(one.equation)
         for key in (*_inside(body), *map(_key, body.eqns))
     }
     out: dict[int, str] = {}
-    for number, one in enumerate(graph.made):
+    for number, one in enumerate(graph.equations):
         if not one.key or one.key not in graph.asked or one.key in in_loops:
             continue
         at = place.get(number, -1)
         name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
-        told = _told(name, one.key, keys[: at + 1])
+        recognized_by = _recognized_by(name, one.key, keys[: at + 1])
         size = times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
-        if told not in alike:
+        if recognized_by not in alike:
             label = _label(one.equation, name, {value.label for value in alike.values()})
-            alike[told] = Value(
+            alike[recognized_by] = Value(
                 label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0, where_of(one.equation)
             )
-        value = alike[told]
-        alike[told] = dataclasses.replace(
+        value = alike[recognized_by]
+        alike[recognized_by] = dataclasses.replace(
             value, kinds=tuple(dict.fromkeys((*value.kinds, kind))), count=value.count + times, bytes=value.bytes + size
         )
         out[number] = value.label
     return out
 
 
-def _told(name: str, key: str, before: tuple[str, ...]) -> tuple[str, Any]:
+def _recognized_by(name: str, key: str, before: tuple[str, ...]) -> tuple[str, Any]:
     """What tells a value to a policy; `before`: the keys up to it in the order, () where that does not tell it."""
     if name:
         return "name", name

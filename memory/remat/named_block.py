@@ -34,16 +34,16 @@ def named_block(
     layer = named_loop(jaxpr, active)
     forward = LayerForward(layer)
     steps, divisor = [], parts(LAYER_INPUT)
-    for made in forward.made:
-        name = made.equation.params["name"] if made.equation.primitive.name == "name" else ""
+    for noted in forward.equations:
+        name = noted.equation.params["name"] if noted.equation.primitive.name == "name" else ""
         divisor = parts(name) if name else divisor
-        steps.append(step_of(made.equation, made.outs, made.ins, name, divisor))
+        steps.append(step_of(noted.equation, noted.outs, noted.ins, name, divisor))
     # A loop stacks what its backward pass reads, except for values that are the same in every turn.
     read = [value for value in forward.read if value not in forward.unvarying]
     whole = {
         value: size_of(variable.aval)
-        for made in forward.made
-        for value, variable in zip(made.outs, made.equation.outvars)
+        for noted in forward.equations
+        for value, variable in zip(noted.outs, noted.equation.outvars)
     }
     handed_on = layer.body.jaxpr.invars[layer.constants : layer.constants + layer.carried]
     carried = max(size_of(variable.aval) for variable in handed_on)

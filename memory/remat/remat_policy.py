@@ -25,8 +25,10 @@ _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info"
 
 def key_of(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
     """An equation as a policy sees it: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
-    told = [f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)]
-    return " ".join([str(primitive.name), *map(type_of, avals), *told])
+    parameters = [
+        f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
+    ]
+    return " ".join([str(primitive.name), *map(type_of, avals), *parameters])
 
 
 def _plain(value: Any) -> bool:

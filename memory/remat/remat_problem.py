@@ -22,7 +22,7 @@ COSTS = ("time", "flops")
 MAX_RANGES = 2
 
 
-class DeviceRates(NamedTuple):
+class RecomputeRates(NamedTuple):
     """FLOP/s of one device by compute unit (a key of `Target.peak_flops`), its memory's bytes/s, number of devices."""
 
     flops: Mapping[str, float]
@@ -114,7 +114,7 @@ class RematProblem:
     """
 
     graph: LayerGraph
-    rates: DeviceRates
+    rates: RecomputeRates
     passes: PassSeconds
     cost: str = "time"
     offload: bool = False
@@ -144,7 +144,7 @@ class RematProblem:
                 ranked by their own predicted seconds.
             ranges: 1 if one program runs on all stages of a pipeline.
         """
-        rates = DeviceRates(
+        rates = RecomputeRates(
             {unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s, target.n_devices
         )
         passes = PassSeconds(

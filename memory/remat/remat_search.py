@@ -113,9 +113,9 @@ class RematSearch:
     def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
         """The cost of a compiled plan by the compiler's figures, less is better: seconds and FLOPs in the order of
         the problem's cost, then bytes allocated."""
-        found = tried.compiled
-        first = (found.seconds, found.flops) if self.problem.cost == "time" else (found.flops, found.seconds)
-        return (*first, found.allocated_bytes)
+        figures = tried.compiled
+        first = (figures.seconds, figures.flops) if self.problem.cost == "time" else (figures.flops, figures.seconds)
+        return (*first, figures.allocated_bytes)
 
     # ---- predicting --------------------------------------------------------------------------------------------
 
@@ -184,14 +184,14 @@ class RematSearch:
                 )
             )
         room = self.room(budget, WHOLE) + above
-        found = sorted(filter(None, plans), key=self.cost)
+        proposed = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.graph.layers <= room]
-        least = min(map(self.cost, found), default=math.inf)
-        found += [plan for plan in fixed if self.cost(plan) <= least * (1 + NEAR)]
+        least = min(map(self.cost, proposed), default=math.inf)
+        proposed += [plan for plan in fixed if self.cost(plan) <= least * (1 + NEAR)]
         none = self.whole(self.none)
         if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
-            found.append(none)
-        return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
+            proposed.append(none)
+        return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
 
     def cost(self, plan: LayerPlan) -> float:
         """The cost of a plan by the model: seconds of the passes, or FLOPs recomputed; infinite where not known."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bytescope.memory.remat.layer_graph import LAYER_INPUT, GraphStep, LayerGraph
-from bytescope.memory.remat.remat_problem import MAX_RANGES, DeviceRates, KeepPattern, LayerPlan, PassSeconds
+from bytescope.memory.remat.remat_problem import MAX_RANGES, KeepPattern, LayerPlan, PassSeconds, RecomputeRates
 
 # How often the bytes of a tensor are read or written because it is kept: copied into the stack of its loop and out of
 # it; if it is offloaded, to the host and back; if a kernel recomputes it, written and read.
@@ -36,14 +36,15 @@ ROUNDING = 1e-12
 
 
 def pareto_patterns(
-    graph: LayerGraph, rates: DeviceRates, *, offload: bool = False, cost: str = "seconds"
+    graph: LayerGraph, rates: RecomputeRates, *, offload: bool = False, cost: str = "seconds"
 ) -> list[KeepPattern]:
     """Returns the Pareto-optimal patterns of a layer in bytes, cost and host bytes, fewest bytes first.
 
     Args:
         offload: whether tensors may go to host memory. cost: "seconds" or "flops", the field of a pattern to minimize.
     """
-    everywhere = (RECOMPUTE, KEEP, OFFLOAD) if offload else (RECOMPUTE, KEEP)
+    # Of equally good choices the first one stays: that which keeps the values that are made last.
+    everywhere = (KEEP, OFFLOAD, RECOMPUTE) if offload else (KEEP, RECOMPUTE)
     names = list(graph.names)
     while True:
         try:
@@ -64,7 +65,7 @@ def pareto_patterns(
     return [_pattern(graph, front, number) for number in range(len(front.bytes))]
 
 
-def pattern_keeping(graph: LayerGraph, rates: DeviceRates, policy: str, names: Collection[str]) -> KeepPattern:
+def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names: Collection[str]) -> KeepPattern:
     """Returns what a layer keeps and recomputes under a policy that keeps the values of these names."""
     kept = {*names, *(other for name in names for other in graph.bound.get(name, ()))}
     front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
@@ -74,7 +75,7 @@ def pattern_keeping(graph: LayerGraph, rates: DeviceRates, policy: str, names: C
     return _pattern(graph, front, 0, policy)
 
 
-def pattern_keeping_all(graph: LayerGraph, rates: DeviceRates, policy: str) -> KeepPattern:
+def pattern_keeping_all(graph: LayerGraph, rates: RecomputeRates, policy: str) -> KeepPattern:
     """Returns what a layer keeps without any checkpoint: everything that its backward pass reads."""
     return KeepPattern(graph.none_bytes, STACKED * graph.none_bytes / rates.memory, policy=policy)
 
@@ -93,7 +94,7 @@ class _TooManyStates(Exception):
     """The graph is too wide for every choice of these names to be followed."""
 
 
-def _explore(graph: LayerGraph, rates: DeviceRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
+def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Sequence[int]], cost: str) -> _Front:
     """Returns the Pareto front over every choice for the names in `allowed`; all others are recomputed.
 
     A state is the set of values that steps not yet visited must make, and the decisions for names that some of these
@@ -148,7 +149,7 @@ def _explore(graph: LayerGraph, rates: DeviceRates, allowed: Mapping[str, Sequen
     return _pareto(list(states.values()), cost)
 
 
-def _kept(front: _Front, size: int, option: int, column: int, rates: DeviceRates) -> _Front:
+def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
     """The front with one more value kept on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
@@ -159,7 +160,7 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: DeviceRates
     return front._replace(host=front.host + size, seconds=seconds, decisions=decisions)
 
 
-def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: DeviceRates) -> tuple[float, float]:
+def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
     """FLOPs and seconds of computing the wanted results of a step again.
 
     A product runs at its unit's rate, and its results and named values are written and read once. Other elementwise
@@ -236,7 +237,7 @@ def _pattern(graph: LayerGraph, front: _Front, number: int, policy: str = "") ->
     )
 
 
-def _most_saving(graph: LayerGraph, rates: DeviceRates, names: Sequence[str]) -> list[str]:
+def _most_saving(graph: LayerGraph, rates: RecomputeRates, names: Sequence[str]) -> list[str]:
     """Returns the half of these names that saves the most FLOPs per kept byte when kept alone."""
     nothing = pattern_keeping(graph, rates, "", ())
 

@@ -17,7 +17,7 @@ from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import LayerValues, values_of
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.remat_policy import RematPolicy
-from bytescope.memory.remat.remat_problem import DeviceRates, LayerPlan, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_problem import LayerPlan, PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.report.report_object import Report
 
@@ -88,7 +88,7 @@ class PolicyCompiler:
 
     def problem(self) -> RematProblem:
         """The problem that the search solves: the fewest FLOPs recomputed."""
-        rates = DeviceRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
+        rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
         return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
 

@@ -109,8 +109,10 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options
 
 def put(renderable: RenderableType, console: Console | None = None) -> None:
     """Prints one view, to stdout where no console is given. Nothing is cropped: a line that is too long on a very
-    narrow terminal wraps there, with its figures."""
-    (console or make_console()).print(renderable, crop=False)
+    narrow terminal wraps there, with its figures. It is flushed: a pipe gets the rows of a long search as they come."""
+    console = console or make_console()
+    console.print(renderable, crop=False)
+    console.file.flush()
 
 
 def plain_text(renderable: RenderableType | None, width: int) -> str:

@@ -44,45 +44,7 @@ from bytescope.model.attention.chunked import (
 from bytescope.model.attention.scoring import Scoring
 from bytescope.model.names import tag
 from bytescope.model.placement import Ring, row_major
-
-
-def _chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
-    if length % (2 * ranks):
-        raise ValueError(
-            f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
-            f"make it a multiple of {2 * ranks}, or change {axis}"
-        )
-    return length // (2 * ranks)
-
-
-def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks.
-
-    Raises:
-      ValueError: the sequence is not divisible by 2*ranks.
-    """
-    n = _chunk_length(x.shape[axis], ranks)
-    early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1 :]), 2, axis)
-    return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
-
-
-def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """The inverse of `zigzag`."""
-    n = _chunk_length(x.shape[axis], ranks)
-    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
-    early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
-    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
-
-
-def zigzag_positions(length: int, ranks: int) -> jax.Array:
-    """int32 [L]: the position in the sequence of each element after `zigzag`, which says what is raised."""
-    # Arithmetic on an iota: no constant of L entries, and every device computes its own part.
-    n = _chunk_length(length, ranks)
-    place = jax.lax.iota(jnp.int32, length)
-    rank = place // (2 * n)
-    chunk = jnp.where(place // n % 2 == 0, rank, 2 * ranks - 1 - rank)
-    return chunk * n + place % n
-
+from bytescope.model.zigzag import chunk_length
 
 # ---- one rank's part, inside shard_map --------------------------------------------------------------------
 
@@ -285,7 +247,7 @@ _ring_attention.defvjp(_attention_forward, _attention_backward)
 
 def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
     """Raises ValueError for a dimension that is not divisible by the sizes of its mesh axes."""
-    _chunk_length(length, ring.size, f"mesh.{ring.axis}")
+    chunk_length(length, ring.size, f"mesh.{ring.axis}")
     for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
         if size % (parts := math.prod(ring.mesh.shape[axis] for axis in axes)):
             over = " x ".join(f"mesh.{axis}={ring.mesh.shape[axis]}" for axis in axes)

@@ -7,6 +7,7 @@ sequence, G heads of keys, S positions of a sequence.
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ class View:
       table_BP: int32, the page of each PAGE positions of a sequence; NOBODY where it has none.
     """
 
-    positions_BT: jax.Array
-    table_BP: jax.Array
+    positions_BT: Any  # jax.Array in a step, np.ndarray on its way there, ShapeDtypeStruct where a step is described
+    table_BP: Any
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.train.data.batches import open_data, train_batches
-from bytescope.train.data.feed import calls
 from bytescope.train.program.program import build
+from bytescope.train.run.feed import calls
 from bytescope.train.run.loop import data_config
 
 ROUTERS = {

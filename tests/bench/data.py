@@ -17,7 +17,7 @@ from interleave import Check, finish, parse_config, parser, take_turns, versions
 from ours import Trainer, start
 
 from bytescope.train.data.batches import DataConfig, open_data, train_batches
-from bytescope.train.data.feed import feed, local_rows
+from bytescope.train.run.feed import feed, local_rows
 
 LEAST = 20.0
 AHEAD = 64  # updates read in one sample: what was read ahead before it is lost in them

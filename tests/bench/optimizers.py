@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.train.data.batches import heldout_batches, open_data, train_batches
-from bytescope.train.data.feed import calls, put
 from bytescope.train.program.program import build
+from bytescope.train.run.feed import calls, put
 from bytescope.train.run.loop import data_config
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
 

@@ -25,10 +25,10 @@ from interleave import (
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.platform import choose_platform
-from bytescope.train.data.feed import calls
 from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.program.config_files import override
 from bytescope.train.program.program import Program, build
+from bytescope.train.run.feed import calls
 from bytescope.train.run.metrics import model_flops_per_token
 from bytescope.train.run.startup import peak_flops
 

@@ -392,17 +392,28 @@ def mask_line(line: str, case: str, paths: dict[str, str]) -> str | None:
     return (" ".join(masked.split()) or None) if replaced else line
 
 
-def masked_json(value: Any, case: str, file: str, paths: dict[str, str], at: str = "$") -> Any:
-    for cases, files, pattern in MEASURED_JSON:
-        if is_one_of(case, cases) and fnmatch.fnmatch(file, files) and re.fullmatch(pattern, at):
-            return None if value is None else "<measured>"
-    if isinstance(value, dict):
-        return {key: masked_json(each, case, file, paths, f"{at}.{key}") for key, each in value.items()}
-    if isinstance(value, list):
-        return [masked_json(each, case, file, paths, f"{at}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, str):
-        return masked_text(value, case, paths)
-    return value
+def masked_json(value: Any, case: str, file: str, paths: dict[str, str]) -> Any:
+    rules = [
+        re.compile(pattern)
+        for cases, files, pattern in MEASURED_JSON
+        if is_one_of(case, cases) and fnmatch.fnmatch(file, files)
+    ]
+    masks: dict[str, str] = {}  # text -> masked text: most strings of a report stand in it many times
+
+    def masked(value: Any, at: str) -> Any:
+        if value is not None and any(rule.fullmatch(at) for rule in rules):
+            return "<measured>"
+        if isinstance(value, dict):
+            return {key: masked(each, f"{at}.{key}") for key, each in value.items()}
+        if isinstance(value, list):
+            return [masked(each, f"{at}[{i}]") for i, each in enumerate(value)]
+        if isinstance(value, str):
+            if value not in masks:
+                masks[value] = masked_text(value, case, paths)
+            return masks[value]
+        return value
+
+    return masked(value, "$")
 
 
 # ---- compare

@@ -295,9 +295,9 @@ REPORTS_GPU = reports(
     report("chunks", "small.py b200 --config.model.mlp_chunk=256 --config.loss.kind=full --config.model.dropout=0.1"),
     report("latent", "small.py h200 --config.model.attention_kind=mla --config.model.n_kv_heads=8 "
            "--config.model.mla_kv_rank=128 --config.model.mla_d_value=64"),
-    report("generate", "small.py h100 --generate --sequences=8 --length=2048"),
-    report("generate_int4", "small.py h100 --generate --weights=int4_g64 --kv=int8 --sequences=8 --length=2048"),
-    case("quantize", "quantize small.py h100 --json=quantize.json --html=quantize.html"),
+    report("generate", "small.py h100 --generate --sequences=8 --length=1024"),
+    report("generate_int4", "small.py h100 --generate --weights=int4_g64 --kv=int8 --sequences=8 --length=1024"),
+    case("quantize", "quantize small.py h100", widths=(80,)),
     case("names", "names small.py h200:8 --json=names.json", widths=(80,)),
 )  # fmt: skip
 

@@ -34,8 +34,8 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.seconds import step_prediction
-from bytescope.train.data.feed import calls
 from bytescope.train.program.program import Program, build
+from bytescope.train.run.feed import calls
 from bytescope.train.run.metrics import model_flops_per_token
 from bytescope.train.run.startup import peak_flops
 

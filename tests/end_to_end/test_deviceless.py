@@ -16,7 +16,7 @@ from support.described import SMALL_GPU
 from support.exhaustive import exhaustive
 from support.toy import small_config
 
-pytestmark = [pytest.mark.oracle("cuda"), pytest.mark.usefixtures("assembler")]
+pytestmark = pytest.mark.oracle("cuda")
 
 
 def compiled(overrides, target="h200"):
@@ -43,6 +43,7 @@ def test_fsdp_reduce_scatters_gradients_and_gathers_no_whole_stack():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("assembler")
 @pytest.mark.parametrize(("name", "target", "gib"), [("llama_8b", "h100:8", 24), ("llama_405b", "h100:64x8", 66)])
 def test_shipped_meshes_fit_where_they_should(name, target, gib):
     config = load(name)

@@ -95,8 +95,8 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
     from interleave import forget_peak, peak_resident
 
     from bytescope.memory.devices import live
-    from bytescope.train.data.feed import feed
     from bytescope.train.launch.runtime import return_freed_memory
+    from bytescope.train.run.feed import feed
 
     device = jax.local_devices()[0]
     return_freed_memory()

@@ -16,6 +16,7 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.program import compilation as program
 from bytescope.memory.records.report_record import ROWS
 from support import programs
+from support.exhaustive import exhaustive
 from support.oracles import require
 
 PARAMETERS = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
@@ -103,7 +104,7 @@ def test_source_lines_are_the_users(subject):
     assert not any("/jax/_src/" in b.source for b in subject[2].buffers)
 
 
-@pytest.mark.parametrize("policy", programs.POLICIES)
+@pytest.mark.parametrize("policy", ["named", *exhaustive("none", "full")])
 def test_described_gpu(traced_for_gpu, policy):
     report = memory.analyze(traced_for_gpu(policy), target="h200")
     check(report)

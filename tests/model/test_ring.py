@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from bytescope.memory.cost import flops
 from bytescope.model.attention.chunked import chunked_attention
-from bytescope.model.attention.ring import Ring, ring_attention, unzigzag, zigzag, zigzag_positions
+from bytescope.model.attention.ring import Ring, ring_attention
+from bytescope.model.zigzag import unzigzag, zigzag, zigzag_positions
 from support.described import described
 from support.exhaustive import exhaustive
 

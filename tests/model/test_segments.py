@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig, Transformer
 from bytescope.model.attention.attention_kernels import KERNELS
-from bytescope.model.attention.ring import ring_attention, unzigzag, zigzag
+from bytescope.model.attention.ring import ring_attention
 from bytescope.model.placement import HERE, Ring
 from bytescope.model.segments import positions_in_segments
+from bytescope.model.zigzag import unzigzag, zigzag
 from support.exhaustive import exhaustive
 
 H, G, K, L = 4, 2, 8, 40

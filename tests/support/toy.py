@@ -12,10 +12,10 @@ from flax import nnx
 
 from bytescope.model.fp8.fp8_products import TILE
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.data.feed import calls
 from bytescope.train.pipeline.layer_order import reordered
 from bytescope.train.program.config_files import as_text, flatten, load, override
 from bytescope.train.program.program import Program, build
+from bytescope.train.run.feed import calls
 from bytescope.train.step.state import TrainState
 
 SMALL = {

@@ -169,7 +169,9 @@ def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str,
     for (path, described), checksum in zip(arrays.items(), sums, strict=True):
         if path.startswith(".params["):
             keys = tuple(_KEY.findall(path))
-            dtype, shape = _DESCRIBED.fullmatch(described).groups()
+            if (match := _DESCRIBED.fullmatch(described)) is None:
+                raise ValueError(f"{path} is described as {described!r}")
+            dtype, shape = match.groups()
             sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
             if order:
                 sizes = (sum(layer >= 0 for layer in order), *sizes[1:])

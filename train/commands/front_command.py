@@ -17,6 +17,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
+from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.plan import frontier
@@ -82,7 +83,14 @@ def run(args: argparse.Namespace) -> int:
             None if args.no_cache else row_cache.folder(),
             lambda labels, done: tell(labels, trials.compiles + done),
         )
-        found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers)
+
+        def show(budget: float, plan: frontier.Fixed | None) -> None:
+            from bytescope.train.plan import frontier_text
+
+            with tell.aside():
+                put(frontier_text.line(budget, plan))
+
+        found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
         found.run()
     _finish(args, found)
     return INTERRUPTED if found.stopped else 0

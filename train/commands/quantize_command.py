@@ -170,7 +170,8 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare
 
-    prepare(base.get_config())
+    defaults = base.get_config().train
+    prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)
     if args.target is not None:
         return plan(args)
     with disk_told(args.out, "layers that are written are kept, and the same command goes on"):

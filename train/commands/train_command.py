@@ -116,7 +116,12 @@ def _train(args: argparse.Namespace) -> int:
     from bytescope.train.launch.runtime import prepare
 
     address = find(args)
-    prepare(config, *((address.count, address.index) if address else ()))
+    prepare(
+        deterministic=config.train.deterministic,
+        cache_dir=config.train.cache_dir,
+        processes=address.count if address else 1,
+        index=address.index if address else 0,
+    )
     processes = start(address, args, config.train.stall_timeout)
     from bytescope.train.launch.failures import disk_explained
     from bytescope.train.launch.signals import Stop

@@ -5,22 +5,34 @@ import re
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 IGNORE = -1  # a target position that carries no loss
 
 
-def batch_names(config: ConfigDict) -> tuple[str, ...]:
+def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, ...]:
     """Returns the names of a batch's arrays, each int32 [..., B, L].
 
     `segments`, if rows are packed with several examples: 1, 2, ... in order, 0 for padding at the end. `mask`, if rows
     have one example each and the model has experts: 1 for a token, 0 for padding.
+
+    examples: whether rows are of examples, not windows of text. packing: of the group `data`. experts: of the model.
     """
-    if config.data.format == "text":
+    if not examples:
         return "inputs", "targets"
-    if config.data.packing:
+    if packing:
         return "inputs", "targets", "segments"
-    return ("inputs", "targets", "mask") if config.model.experts else ("inputs", "targets")
+    return ("inputs", "targets", "mask") if experts else ("inputs", "targets")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """The group `batch` of a config; configs/base.py says what each key means."""
+
+    micro: int
+    accumulation: int
+    tokens: int
+    accumulation_schedule: tuple[str, ...]
+    mode: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +61,7 @@ class BatchAlgebra:
             raise ValueError(f"data.seq_len={self.seq_len}: give 1 or more")
 
     @classmethod
-    def of(cls, config: ConfigDict, ranks: int, seq_len: int) -> "BatchAlgebra":
+    def of(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
         """From `config.batch`: the accumulation as given, or from `tokens` or `accumulation_schedule`.
 
         Raises:
@@ -57,9 +69,9 @@ class BatchAlgebra:
             is not valid, or not possible in this mode.
         """
         given = [
-            f"batch.{name}={config[name]}"
+            f"batch.{name}={getattr(config, name)}"
             for name, default in (("tokens", 0), ("accumulation_schedule", ()), ("accumulation", 1))
-            if config[name] != default
+            if getattr(config, name) != default
         ]
         if len(given) > 1:
             raise ValueError(

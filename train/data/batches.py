@@ -1,7 +1,7 @@
 """Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
 
 The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
-examples (`data.format`) come in rows (train/data/examples). Epoch e visits every window or row once, in an order drawn
+examples (`data.format`) come in rows (open_examples.py). Epoch e visits every window or row once, in an order drawn
 from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
 batch is split change nothing.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.corpus import ShardFiles, find
 from bytescope.train.data.documents import Text
-from bytescope.train.data.examples.open_examples import open_examples
-from bytescope.train.data.examples.packing import ExampleSource
+from bytescope.train.data.open_examples import open_examples
+from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.record_texts import RecordTexts
 from bytescope.train.data.records import RecordFiles, left_out
 from bytescope.train.data.settings import DataConfig
@@ -28,6 +28,7 @@ from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
 Batch = dict[str, np.ndarray]
+Source = Text | RecordTexts | Shards
 
 
 class TokenSource:
@@ -110,20 +111,23 @@ def open_data(config: DataConfig) -> Data:
     """
     if config.format != "text":
         tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens)
-        train, heldout, fingerprint, description = open_examples(config, tokenizer)
-        return Data(train, heldout, tokenizer.vocab_size, fingerprint, description, tokenizer)
+        rows, held_out_rows, fingerprint, description = open_examples(config, tokenizer)
+        return Data(rows, held_out_rows, tokenizer.vocab_size, fingerprint, description, tokenizer)
     source = _find(config, "source")
     sources = [source]
     if config.eval_source:
         sources.append(_find(config, "eval_source"))
-        parts = source.training_part(), sources[1].held_out_part()
+        parts: tuple[Source, Source] = (source.training_part(), sources[1].held_out_part())
         if common := parts[0].paths & parts[1].paths:
             raise UserError(
                 f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
                 "run trains on: hold out other files, or leave data.eval_source empty"
             )
-        if isinstance(parts[0], Text | RecordTexts) and type(parts[0]) is type(parts[1]):
-            parts = parts[0].without(parts[1]), parts[1]
+        train_part, held_out_part = parts
+        if isinstance(train_part, Text) and isinstance(held_out_part, Text):  # noqa: SIM114  (mypy tells them apart)
+            parts = train_part.without(held_out_part), held_out_part
+        elif isinstance(train_part, RecordTexts) and isinstance(held_out_part, RecordTexts):
+            parts = train_part.without(held_out_part), held_out_part
     else:
         parts = source.split()
     tokenizer = _choose_tokenizer(config, sources)
@@ -157,7 +161,7 @@ def check_vocab(data: Data, vocab_size: int) -> None:
 
 def train_batches(
     data: Data, *, rows: int, row_slices: Sequence[slice] | None = None, seed: int, position: int, config: DataConfig
-) -> Iterator[Batch]:
+) -> grain.DatasetIterator:
     """Returns an endless iterator over this process's rows of each batch, from sequence `position` on.
 
     Args:
@@ -216,14 +220,14 @@ def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:
     return grain.ReadOptions(num_threads=min(workers, prefetch), prefetch_buffer_size=prefetch)
 
 
-def _find(config: DataConfig, key: str) -> Text | RecordTexts | Shards:
+def _find(config: DataConfig, key: str) -> Source:
     found = find(getattr(config, key), f"data.{key}")
     if isinstance(found, RecordFiles):
         return RecordTexts(found, config.field, config.skip_bad)
     return open_shards(found, config.dtype) if isinstance(found, ShardFiles) else found
 
 
-def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | RecordTexts | Shards]) -> Tokenizer:
+def _choose_tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenizer:
     """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
     recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
     asked = config.tokenizer != ByteTokenizer.name or not recorded
@@ -252,7 +256,9 @@ def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSou
         )
 
 
-def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer) -> str:
+def _describe(
+    config: DataConfig, parts: tuple[Source, Source], train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer
+) -> str:
     titles = [part.title for part in parts]
     held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
     notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]

@@ -85,7 +85,7 @@ def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFil
     return ShardFiles(source, None, shards)
 
 
-def _stdlib(key: str) -> Text:
+def _stdlib(key: str) -> Text | RecordFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path

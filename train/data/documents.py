@@ -104,7 +104,7 @@ class Text:
         return {document.path.resolve() for document in self.documents}
 
     @property
-    def bytes(self) -> int:
+    def text_bytes(self) -> int:
         """The size of all documents."""
         return sum(document.stop - document.start for document in self.documents)
 
@@ -117,16 +117,17 @@ class Text:
         if len(self.documents) == 1:
             document = self.documents[0]
             cut = _cut(document)
-            ends = replace(document, stop=cut), replace(document, start=cut)
             # A part without text must not count as a document: that would end with a separator.
-            return tuple(replace(self, documents=(end,) if end.start < end.stop else ()) for end in ends)
+            first = (replace(document, stop=cut),) if document.start < cut else ()
+            rest = (replace(document, start=cut),) if cut < document.stop else ()
+            return replace(self, documents=first), replace(self, documents=rest)
         marks = {document.name: _mark(document.name) for document in self.documents}
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
         if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
             chosen = {min(marks, key=marks.__getitem__)}
-        train, held_out = (tuple(d for d in self.documents if (d.name in chosen) == side) for side in (False, True))
-        held_out = replace(self, documents=held_out)
-        return replace(self, documents=train).without(held_out), held_out
+        held_out = replace(self, documents=tuple(d for d in self.documents if d.name in chosen))
+        train = replace(self, documents=tuple(d for d in self.documents if d.name not in chosen))
+        return train.without(held_out), held_out
 
     def without(self, other: "Text") -> "Text":
         """Returns this text without copies of documents of the other."""
@@ -152,7 +153,7 @@ class Text:
         """Returns a hash of names, sizes and contents; `arrays`: the tokens, as `arrays` has them."""
         digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
         for array in arrays:
-            digest.update(array)
+            digest.update(np.ascontiguousarray(array).data)
         return digest.digest()
 
     def count(self) -> str:

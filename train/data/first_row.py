@@ -1,5 +1,7 @@
 """`bytescope train --show-data`: the first row that a run would train on, with what is learned in brackets."""
 
+import contextlib
+
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -16,9 +18,8 @@ CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"
 def show_data(config: DataConfig, seed: int, console: Console) -> None:
     """Prints what there is, and each example of the first row. Raises UserError as `open_data`."""
     data = open_data(config)
-    batches = train_batches(data, rows=1, seed=seed, position=0, config=config)
-    row = {name: array[0] for name, array in next(batches).items()}
-    batches.close()
+    with contextlib.closing(train_batches(data, rows=1, seed=seed, position=0, config=config)) as batches:
+        row = {name: array[0] for name, array in next(batches).items()}
     console.print(Text(data.description), soft_wrap=True)
     for number, text in enumerate(examples(data, row), 1):
         console.print(Text(f"--- example {number} of the first row"), soft_wrap=True)

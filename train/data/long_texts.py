@@ -100,7 +100,8 @@ def _joint(held: Window, first: int, window: Window) -> tuple[int, int] | None:
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
     """(id, from, to, number) of each token; the number tells the tokens of one character apart that have one id."""
-    rows, seen = [], Counter()
+    rows: list[tuple[int, int, int, int]] = []
+    seen: Counter[tuple[int, int, int]] = Counter()
     for i, (start, stop) in zip(window.ids[part].tolist(), window.spans[part].tolist(), strict=True):
         seen[i, start, stop] += 1
         rows.append((i, start, stop, seen[i, start, stop]))

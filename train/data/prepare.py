@@ -42,7 +42,7 @@ def write_shards(
     partial = out / PARTIAL
     _take_back(out)
     _refuse_used(out)
-    parts = text.split()
+    parts: Sequence[Text | RecordTexts] = text.split()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
@@ -184,16 +184,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    text = find(args.source, "--source")
-    if isinstance(text, ShardFiles):
+    source = find(args.source, "--source")
+    if isinstance(source, ShardFiles):
         raise UserError(f"--source={args.source!r} holds token shards already: give text, or train on these shards")
-    if isinstance(text, RecordFiles):
-        text = RecordTexts(text, args.field, args.skip_bad)
-    source = Path(os.path.expanduser(args.source))
-    if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
+    text = RecordTexts(source, args.field, args.skip_bad) if isinstance(source, RecordFiles) else source
+    folder = Path(os.path.expanduser(args.source))
+    if args.source != "stdlib" and folder.is_dir() and args.out.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
-    with progress(text.bytes, "tokenizing", "bytes") as bar:
+    with progress(text.text_bytes, "tokenizing", "bytes") as bar:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
     print(

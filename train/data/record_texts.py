@@ -36,7 +36,7 @@ class RecordTexts:
 
     recorded_tokenizer = None
     skipped = 0  # binary files
-    bytes = None  # of text: not known before it is read
+    text_bytes = None  # of text: not known before it is read
 
     @property
     def title(self) -> str:
@@ -82,8 +82,9 @@ class RecordTexts:
 
     def split(self) -> tuple["RecordTexts", "RecordTexts"]:
         """Returns what trains and what is held out; a document that is held out trains nowhere."""
-        held_out = self._part(choose_held_out(self._scan.marks, self._scan.named))
-        return self._part(~held_out.chosen).without(held_out), held_out
+        chosen = choose_held_out(self._scan.marks, self._scan.named)
+        held_out = self._part(chosen)
+        return self._part(~chosen).without(held_out), held_out
 
     def training_part(self) -> "RecordTexts":
         """Returns what trains where the held-out data come from another source: all but what is named as held out."""
@@ -97,8 +98,9 @@ class RecordTexts:
 
     def without(self, other: "RecordTexts") -> "RecordTexts":
         """Returns this part without copies of documents of the other."""
-        kept = self.chosen & ~np.isin(self._scan.marks, other.marks)
-        return replace(self, chosen=kept, copies=self.copies + int(self.chosen.sum() - kept.sum()))
+        chosen = np.ones_like(self._scan.named) if self.chosen is None else self.chosen
+        kept = chosen & ~np.isin(self._scan.marks, other.marks)
+        return replace(self, chosen=kept, copies=self.copies + int(chosen.sum() - kept.sum()))
 
     def stream(self) -> Iterator[str | None]:
         """Yields every document of this part, and None where one ends."""
@@ -121,7 +123,7 @@ class RecordTexts:
         """Returns a hash of the contents; `arrays`: the tokens, as `arrays` has them."""
         digest = blake2b(b"records")
         for array in (self.marks, *arrays):
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return digest.digest()
 
     def count(self) -> str:

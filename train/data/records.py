@@ -165,8 +165,8 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
                     if not isinstance(values, dict):
                         raise Malformed('the line is not an object such as {"text": ...}')
                 except (ValueError, RecursionError) as error:
-                    known = isinstance(error, Malformed)
-                    skipped.add(place, error if known else f"not a line of JSON ({one_line(error)})")
+                    why = error if isinstance(error, Malformed) else f"not a line of JSON ({one_line(error)})"
+                    skipped.add(place, why)
                     continue
                 yield place, values
     except (OSError, EOFError, zlib.error) as error:

@@ -20,7 +20,7 @@ from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SPLITS = ("train", "heldout")
 INDEX_KEYS = {"dtype": str, "vocab_size": int, "tokenizer": str, "tokenizer_hash": str, "shards": list}
@@ -73,8 +73,8 @@ class Shards:
         if first:
             return replace(self, shards=tuple(first)), replace(self, shards=(last,))
         cut = len(last.tokens) - len(last.tokens) // HELD_OUT
-        ends = last.tokens[:cut], last.tokens[cut:]
-        return tuple(replace(self, shards=(replace(last, tokens=tokens),)) for tokens in ends)
+        train, held_out = replace(last, tokens=last.tokens[:cut]), replace(last, tokens=last.tokens[cut:])
+        return replace(self, shards=(train,)), replace(self, shards=(held_out,))
 
     def training_part(self) -> "Shards":
         """Returns the shards that are not marked as held out."""

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +332,7 @@ def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.n
             else:
                 yield from _tokenize_group(group[:-1], tokenizer, end)
                 group, chars = [None], 0
-                rest = takewhile(lambda piece: piece is not None, texts)
+                rest = iter(lambda: next(texts, None), None)  # the pieces up to the end of the document
                 yield from encode_long(chain([text, more], rest), tokenizer.encode_spans)
         if chars >= GROUP_CHARS:
             yield from _tokenize_group(group, tokenizer, end)

@@ -60,7 +60,7 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
 
 def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     """The folder's own with the keys that differ set; None where that does not give the model."""
-    family = FAMILIES.get(folder.get("model_type"))
+    family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
         return None
     raw = {key: value for key, value in folder.items() if key != "quantization_config"}  # weights are unquantized

@@ -30,10 +30,10 @@ def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np
     target = path.rpartition(".w_")[2]
     if target not in TARGETS or not path.startswith("blocks."):
         return None
-    places = [stored_at(model, f"{path}_{half}", run.arrays) for half in "ab"]
-    if None in places:
+    place_a, place_b = (stored_at(model, f"{path}_{half}", run.arrays) for half in "ab")
+    if place_a is None or place_b is None:
         return None
-    a, b = (run.read(place.array)[place.index] for place in places)
+    a, b = (run.read(place.array)[place.index] for place in (place_a, place_b))
     return a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
 
 

@@ -9,20 +9,32 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from bytescope.train.export.tensors import Tensor
 from bytescope.train.weights.folder import INDEX, SINGLE
 
 ALIGNED = 8  # bytes that a header's length is a multiple of
 
 
+class Planned(Protocol):
+    """A tensor to write; `dtype`: the format's name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Files:
     """The files of a model in `folder`, each of at most `most` bytes of tensors unless one tensor has more.
 
-    Their room is taken at once, so that a full disk shows before anything is computed. Tensors are anything with
-    `name`, `dtype` (the format's name), `shape` and `nbytes`.
+    Their room is taken at once, so that a full disk shows before anything is computed.
 
     Args:
       begin: make them; else they are as `found` has it.
@@ -31,8 +43,9 @@ class Files:
       OSError: the disk is full, or cannot be written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int, begin: bool = True):
-        self._folder, self._places = folder, {}
+    def __init__(self, folder: Path, tensors: Sequence[Planned], most: int, begin: bool = True):
+        self._folder = folder
+        self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, and its first byte there
         shards = _split(tensors, most)
         self.names = (
             [SINGLE]
@@ -45,12 +58,12 @@ class Files:
             self._begin(tensors)
 
     @classmethod
-    def found(cls, folder: Path, tensors: Sequence[Tensor], most: int) -> Files | None:
+    def found(cls, folder: Path, tensors: Sequence[Planned], most: int) -> Files | None:
         """The files of these tensors that are there already, begun as here; None where one is not."""
         files = cls(folder, tensors, most, begin=False)
         return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
 
-    def _place(self, name: str, shard: Sequence[Tensor]) -> tuple[bytes, int]:
+    def _place(self, name: str, shard: Sequence[Planned]) -> tuple[bytes, int]:
         """(what a file begins with, its bytes in all)."""
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
@@ -67,7 +80,7 @@ class Files:
             self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
         return len(header).to_bytes(8, "little") + header, 8 + len(header) + end
 
-    def _begin(self, tensors: Sequence[Tensor]) -> None:
+    def _begin(self, tensors: Sequence[Planned]) -> None:
         for name, (header, size) in self._begins.items():
             with open(self._folder / name, "wb") as file:
                 file.write(header)
@@ -83,7 +96,7 @@ class Files:
             }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, tensor: Tensor, pieces: Iterable[np.ndarray]) -> None:
+    def write(self, tensor: Planned, pieces: Iterable[np.ndarray]) -> None:
         """Writes a tensor whose bytes are those of its pieces. Raises OSError: the disk cannot be written."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "r+b") as file:
@@ -93,7 +106,7 @@ class Files:
             if (written := file.tell() - start) != tensor.nbytes:
                 raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
 
-    def read(self, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    def read(self, tensor: Planned, dtype: np.dtype) -> np.ndarray:
         """A tensor that was written. Raises OSError: the disk cannot be read."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
@@ -115,9 +128,9 @@ def _is_begun(path: Path, begin: bytes, size: int) -> bool:
         return file.read(len(begin)) == begin
 
 
-def _split(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+def _split(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
     """The tensors in files, in order."""
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[Planned]] = [[]]
     room = most
     for tensor in tensors:
         if shards[-1] and tensor.nbytes > room:

@@ -12,7 +12,7 @@ import numpy as np
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.train.checkpoints.saved_run import SavedRun
-from bytescope.train.checkpoints.stored_array import Slices
+from bytescope.train.checkpoints.stored_array import Slices, StoredArray
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import Family, Row
 from bytescope.train.weights.folder import Folder
@@ -90,7 +90,9 @@ class Parameters:
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
-        self._run, self._model, self._leaves, self._open = run, model, {}, {}
+        self._run, self._model = run, model
+        self._leaves: Mapping[str, Leaf] = {}  # frozen parameters, read from the folder
+        self._open: dict[str, StoredArray] = {}  # by the name of the array
         self._quantized = matrices_of(model, run.config.lora.base)
         shapes = parameters_of(model)
         stored = {path: self._stored(path) for path in shapes}
@@ -122,6 +124,7 @@ class Parameters:
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
         self._open = {name: array for name, array in self._open.items() if not array.is_read}  # the others are freed
         place = self._stored(path)
+        assert place is not None  # __init__ has read the other parameters from the folder
         if place.array not in self._open:
             self._open[place.array] = self._run.stored(place.array)
         return Slices(self._open[place.array], self._run.damage_told, place.index)

@@ -102,9 +102,9 @@ def check(args: argparse.Namespace) -> None:
     if not (math.isfinite(temperature) and temperature >= 0):
         raise UserError(f"--temperature={temperature}: give 0 or more")
     for name in ("top_p", "min_p"):
-        value = getattr(args, name, 1.0)
-        if not 0 <= value <= 1:
-            raise UserError(f"--{name.replace('_', '-')}={value}: give 0 to 1")
+        share = getattr(args, name, 1.0)
+        if not 0 <= share <= 1:
+            raise UserError(f"--{name.replace('_', '-')}={share}: give 0 to 1")
     if any(not text for text in getattr(args, "stop", [])):
         raise UserError("--stop=: give a text that ends an answer")
     if args.limit is not None:
@@ -125,4 +125,5 @@ def start_devices(args: argparse.Namespace) -> None:
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare
 
-    prepare(base.get_config())
+    defaults = base.get_config().train
+    prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)

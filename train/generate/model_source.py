@@ -156,7 +156,7 @@ def _of_run(run: SavedRun) -> Source:
             found.append(jax.device_put(made, like.sharding))
             done += made.nbytes
             tell(done, total)
-        return tree.unflatten(found)
+        return jax.tree.unflatten(tree, found)
 
     return Source(
         f"step {run.step} of {run.workdir}",

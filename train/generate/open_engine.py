@@ -19,7 +19,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
-from bytescope.model.quantized.quantized_formats import FORMATS
+from bytescope.model.quantized.quantized_formats import format_of
 from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
 from bytescope.train.generate.budget_arguments import KV
 from bytescope.train.generate.engine import Engine
@@ -124,7 +124,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(steps.model.precision.compute).name
     if base != WIDE:
-        weights = f"{FORMATS[base].summary}, the rest {weights}"
+        weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
         f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "

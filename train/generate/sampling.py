@@ -7,6 +7,7 @@ transformers has them.
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ class Draws:
       min_p_B: float32, 0 for all. seed_B: uint32.
     """
 
-    temperature_B: jax.Array
-    top_k_B: jax.Array
-    top_p_B: jax.Array
-    min_p_B: jax.Array
-    seed_B: jax.Array
+    temperature_B: Any  # each: jax.Array in a step, np.ndarray on its way there, ShapeDtypeStruct to describe one
+    top_k_B: Any
+    top_p_B: Any
+    min_p_B: Any
+    seed_B: Any
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:

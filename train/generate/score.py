@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import Sizes, Steps, own_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Scorer:
     @property
     def bytes(self) -> int:
         """What it takes on a device: weights, pages, temporaries of its largest program, which is compiled."""
-        own = stats_of(self._compiled(self.sizes.chunk)).own_bytes
+        own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
     def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[Scored]:

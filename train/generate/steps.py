@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.compiler import Compilation, compile_lowered, stats_of
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import PAGE, View
@@ -77,13 +78,19 @@ def run_step(
 ) -> tuple[jax.Array, list[Any]]:
     """(int32 [B], the token that follows the one at `last_B` of each row; the pools)."""
     model = nnx.merge(graph, params)
-    x_BTD, pools = decode.step(model, tokens_BT, view, pools, kernel)
+    x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     with jax.named_scope("head"):
         logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
     places_B = jnp.take_along_axis(view.positions_BT, last_B[:, None], axis=1)[:, 0] + 1
     with jax.named_scope("sampling"):
-        return choose(logits_BV, draws, places_B, drawing), pools
+        return choose(logits_BV, draws, places_B, drawing), new_pools
+
+
+def own_bytes(compiled: CompiledStage) -> int:
+    """Returns the bytes on a device that a program takes beyond its arguments; 0 if the runtime has no statistics."""
+    stats = stats_of(compiled)
+    return 0 if stats is None else stats.own_bytes
 
 
 class Steps:
@@ -204,7 +211,8 @@ class Steps:
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
         """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
-        found, pools = self.compilation(sizes, *tokens.shape, drawing).executable(
+        rows, width = tokens.shape
+        chosen, new_pools = self.compilation(sizes, rows, width, drawing).executable(
             params, pools, tokens, view, last, draws
         )
-        return np.asarray(found), pools
+        return np.asarray(chosen), new_pools

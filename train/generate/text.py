@@ -10,8 +10,8 @@ from typing import Any
 
 from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
-from bytescope.train.data.examples.content import Chat, Malformed
-from bytescope.train.data.examples.template import Renderer, find_template
+from bytescope.train.data.chat_template import Renderer, find_template
+from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.generate.answers import read_rows
 from bytescope.train.generate.engine import Engine
@@ -123,7 +123,7 @@ class Prompts:
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
         """The tokens of a conversation, up to where its next answer begins."""
         if not all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
             for turn in messages
         ):
             raise UserError(f"{where}: each message is to have a role and a content, both texts")
@@ -131,7 +131,7 @@ class Prompts:
         if self._renderer is None:
             self._renderer = Renderer(find_template(tokenizer, self.source.config.data.chat_template))
         # What comes before an answer is what the model reads.
-        chat = Chat([*messages, {"role": "assistant", "content": ""}], None)
+        chat = Chat([*map(dict, messages), {"role": "assistant", "content": ""}], None)
         (rendered,) = self._renderer.render([chat], before=True, up_to=False)
         if isinstance(rendered, Malformed):
             raise UserError(f"{where}: {rendered}")

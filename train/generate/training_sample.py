@@ -15,19 +15,18 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.placement import Placement
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data
-from bytescope.train.data.examples.content import Chat, Malformed
-from bytescope.train.data.examples.template import Renderer, find_template
+from bytescope.train.data.chat_template import Renderer, find_template
+from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model
 from bytescope.train.generate.request import Asked
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import Sizes, Steps, own_bytes
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program.program import Program
 
@@ -128,7 +127,7 @@ class Sampler:
         """Bytes on a device of pool, temporaries and results of the largest step."""
         found = []
         for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (self.rows, 1)):
-            found.append(stats_of(self.steps.compilation(self.sizes, rows, width, drawing).executable).own_bytes)
+            found.append(own_bytes(self.steps.compilation(self.sizes, rows, width, drawing).executable))
         return max(found) + self.sizes.pages * self.steps.page_bytes
 
 
@@ -139,7 +138,7 @@ def sample_bytes(program: Program) -> int:
         longest = program.batch.seq_len - 1 - config.sample_tokens  # of a prompt that fills the rest
         return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
     with kept_back():
-        return stats_of(lower_generate(program).compile()).own_bytes
+        return own_bytes(lower_generate(program).compile())
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:

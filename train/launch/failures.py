@@ -28,6 +28,7 @@ Advice = Callable[[], Sequence[str]]
 
 def too_big(report: ReportRecord) -> str:
     """What to say of a step that a device has not the memory for."""
+    assert report.limit_bytes is not None
     excess = human(report.predicted_bytes - report.limit_bytes)
     basis = limit_share(report.target, report.limit_bytes)
     return (

@@ -147,12 +147,13 @@ class Link:
                 self._take(index, peer, message)
         with selectors.DefaultSelector() as selector:
             for index, peer in self._peers.items():
-                selector.register(peer, selectors.EVENT_READ, index)
+                selector.register(peer, selectors.EVENT_READ, (index, peer))
             # jax's coordinator runs in process 0, which is therefore the last to end.
             while selector.get_map() and time.monotonic() < self._deadline:
                 self._tick()
                 for key, _ in selector.select(BEAT_S):
-                    index, peer, messages = key.data, key.fileobj, key.fileobj.receive()
+                    index, peer = key.data
+                    messages = peer.receive()
                     for message in messages or ():
                         self._take(index, peer, message)
                     if messages is None:

@@ -6,14 +6,16 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
+from bytescope.train.user_errors import UserError
+
+fcntl: ModuleType | None
 try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None
-
-from bytescope.train.user_errors import UserError
 
 LOCK = "run.lock"
 # What the kernel says where a file system has no such locks.

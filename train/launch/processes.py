@@ -6,11 +6,12 @@ directory and prints; every process reads its own rows of the data and writes it
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import meet, own_address
@@ -33,7 +34,8 @@ LONGEST_S = 10**6  # maximum seconds to wait until other processes connect or co
 NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
 
 
-class Address(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Address:
     """Where process 0 listens, the number of this process, and the number of processes."""
 
     host: str
@@ -215,7 +217,7 @@ def _start_jax(address: Address, timeout: float) -> None:
         address.index,
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=LONGEST_S,
-        coordinator_bind_address=str(address._replace(host=here)) if here else None,
+        coordinator_bind_address=str(dataclasses.replace(address, host=here)) if here else None,
         cluster_detection_method=None if address.launched else "deactivate",
     )
 

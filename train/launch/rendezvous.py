@@ -99,7 +99,8 @@ def own_address(host: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, _, _, _, (address, *_) in found:
+    for family, _, _, _, (name, *_) in found:
+        address = str(name)
         if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != "localhost" and not _literal(host):
             return ""
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -153,7 +154,7 @@ class _Door:
                     for key, _ in selector.select(min(left, 1.0)):
                         if key.fileobj is self._listener:
                             self._open(selector)
-                        elif key.fileobj.fileno() >= 0:  # not closed in this very turn
+                        elif isinstance(key.fileobj, Peer) and key.fileobj.fileno() >= 0:  # not closed in this turn
                             self._hear(key.fileobj, selector)
                     self._close_late(selector)
             finally:  # who connected and was not greeted is not kept waiting, whatever ended this

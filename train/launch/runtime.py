@@ -11,9 +11,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.host_memory import address_space_limit, cgroup_room
@@ -21,6 +20,7 @@ from bytescope.memory.devices.platform import choose_platform, give_threads, sim
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit, UserError
 
+resource: ModuleType | None
 try:
     import resource
 except ImportError:  # not a Unix
@@ -109,16 +109,16 @@ def files_warning() -> str:
     )
 
 
-def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
+def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: int = 0) -> None:
     """Sets the compilation cache and, if asked for, deterministic kernels. Call before any array exists.
 
-    processes, index: how many the run has, and which this is.
+    deterministic, cache_dir: of the group `train`. processes, index: number of processes, and of this one.
 
     Several devices of the CPU, simulated or of several processes, have no cache: XLA orders the collectives of a
     program that it compiles, and loses the order of one that it reads back (thunk_serdes_proto.cc gives each
     collective a resource of its own; jaxlib 0.10.2), so that devices may wait for each other for ever.
     """
-    if config.train.deterministic:
+    if deterministic:
         # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
         flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
@@ -126,16 +126,16 @@ def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:
 
     if choose_platform() == "cpu" and simulated(os.environ) * processes > 1:
         give_threads()
-        if config.train.cache_dir not in ("", "none") and index == 0:
+        if cache_dir not in ("", "none") and index == 0:
             print(
-                f"note: train.cache_dir={config.train.cache_dir} is not used: several CPU devices compile at each "
+                f"note: train.cache_dir={cache_dir} is not used: several CPU devices compile at each "
                 "start, since XLA's cache loses the order of their collectives",
                 file=sys.stderr,
             )
         jax.config.update("jax_compilation_cache_dir", None)  # the user's environment may name one
-    elif config.train.cache_dir != "none":
+    elif cache_dir != "none":
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(config.train.cache_dir or default))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir or default))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         compile_cache.remove_damaged_entries(lambda line: print(f"note: {line}", file=sys.stderr))
 

@@ -26,7 +26,8 @@ class Stop:
 
     def __init__(self, at_once: Callable[[], Any]):
         self.names: list[str] = []
-        self._at_once, self._before = at_once, {}
+        self._at_once = at_once
+        self._before: dict[int, Any] = {}  # signal -> its handler before `watch`
 
     def __enter__(self) -> "Stop":
         return self

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from bytescope.model.attention.ring import zigzag_positions
 from bytescope.model.placement import Axes, Peers, Placement, Ring, row_major
+from bytescope.model.zigzag import zigzag_positions
 from bytescope.train.parallel.axes import (
     AXES,
     BATCH,

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 import jax
 import jaxlib
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from bytescope.memory.errors import remedy_for
 
@@ -55,15 +54,17 @@ def pipelined(version: str = jaxlib.__version__) -> Options:
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def compiler_options(config: ConfigDict, platform: str) -> Options:
-    """Options for the compiler of `platform`: those of the group `xla`, and of `mesh.prefetch`; name -> value.
+def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
+    """Returns the options for the compiler of `platform`, by name.
+
+    xla: the group of this name, key -> row of TABLE or "". prefetch: `mesh.prefetch`.
 
     Raises:
       ValueError: a value that is not in the table, or any value where `platform` is not a GPU, with the remedy.
     """
-    options: Options = pipelined() if platform in GPUS and config.mesh.prefetch else {}
+    options: Options = pipelined() if platform in GPUS and prefetch else {}
     for key, rows in TABLE.items():
-        value = config.xla[key]
+        value = xla[key]
         if value == "":
             continue
         if value not in rows:
@@ -79,7 +80,7 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
 @contextlib.contextmanager
 def xla_remat_pass(enabled: bool) -> Iterator[None]:
     """A context in which XLA compiles with or without its own rematerialization pass (`remat.xla_pass`)."""
-    before = jax.config.jax_compiler_enable_remat_pass
+    before = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax makes it at run time
     jax.config.update("jax_compiler_enable_remat_pass", enabled)
     try:
         yield

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
@@ -376,16 +377,17 @@ class _Run:
 
         specs = (P(STAGE),) * 4
         moved = inside(self.layout, move, specs, P(STAGE))(y, d, table.forward, table.backward)
-        return tuple(map(self._stream_of, moved))
+        y, d = map(self._stream_of, moved)
+        return y, d
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
         """(tally, gradients), the routers' sums in the order of the layers."""
-        routing = None
+        routing: Load | None = None
         for unit, load in zip(self.whole.units, carry["loads"]):
             if load is not None:
                 places = jnp.asarray(unit.rows.places)
                 routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
-        if carry["pool"] is not None:
+        if carry["pool"] is not None and routing is not None:
             busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
             balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
             routing = dataclasses.replace(routing, balance=jnp.full_like(routing.balance, balance))

@@ -86,7 +86,8 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
     costs = APART[recomputed] if schedule.apart else least
     tables = (schedule.forward, schedule.backward, schedule.weights)
     each = (costs.forward, costs.backward, costs.weights)
-    work = sum(np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in zip(tables, each))
+    seconds_of = [np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in zip(tables, each)]
+    work = np.sum(seconds_of, axis=0)  # [ticks, stages]
     ends = np.zeros(schedule.stages)
     for tick in work:
         near = np.maximum.reduce([ends, np.roll(ends, 1), np.roll(ends, -1)])

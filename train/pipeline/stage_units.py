@@ -219,12 +219,15 @@ def turns_of(most: int, total: int, times: int) -> str:
 def stack_units(
     model: Transformer, stacks: Sequence[StackRows], weights: Weights, schedule: Schedule
 ) -> list[StackUnit]:
-    """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
+    """Returns the stacks of a chunk in the order in which it runs them.
+
+    model, weights: with the layout inside the stages.
+    """
     blocks = {run.stack: block for run, block in model.layers()}
     units, runs = [], schedule.ticks * schedule.stages
     for rows in stacks:
         routed = bool(model.config.experts) and rows.stack == BLOCKS
-        own = dataclasses.replace(weights, axes=weights.axes.get(rows.stack, {}), layout=model.place)
+        own = dataclasses.replace(weights, axes=weights.axes.get(rows.stack, {}))
         turns = turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()), runs)
         units.append(StackUnit(rows, blocks[rows.stack], own, routed, turns))
     return units

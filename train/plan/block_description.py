@@ -36,7 +36,16 @@ def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[An
     whole = dataclasses.replace(program, stages=None)
     params, frozen = as_ordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
-    loss = make_loss(program.config, graph, program.layout, program.precision, program.batch.micro, program.frozen)
+    loss = make_loss(
+        program.loss,
+        program.model,
+        program.batch.seq_len,
+        graph,
+        program.layout,
+        program.precision,
+        program.batch.micro,
+        program.frozen,
+    )
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), program.batch.rows))
     return loss, (params, program.eval_shapes, keys, frozen)
 

@@ -85,6 +85,7 @@ class Front:
         trials: compiles the plans. count: how many budgets.
         ends: the smallest and the largest budget in bytes, None for what `full` and for what `none` allocates.
         cost: a row of COSTS. offload: whether tensors may go to host memory. workers: programs compiled at once.
+        show: called with each budget in bytes as its search ends, and its best plan so far, None for none that fits.
 
     Attributes:
         search: None before the first program is compiled. points, fixed: those that are finished.
@@ -92,8 +93,16 @@ class Front:
     """
 
     def __init__(
-        self, trials: Trials, count: int, ends: tuple[int | None, int | None], cost: str, offload: bool, workers: int
+        self,
+        trials: Trials,
+        count: int,
+        ends: tuple[int | None, int | None],
+        cost: str,
+        offload: bool,
+        workers: int,
+        show: Callable[[float, Fixed | None], None] | None = None,
     ):
+        self._show = show
         self.trials, self.cost, self.offload = trials, cost, offload
         self._count, self._ends, self._workers = count, ends, workers
         self.search: RematSearch | None = None
@@ -114,7 +123,14 @@ class Front:
             first, last = (given or found for given, found in zip(self._ends, ends_of(search)))
             budgets = budgets_of(first, last, self._count)
             self.missing = len(budgets)
-            search.run_all(budgets, at_once=1, together=2 * self._workers, settled=programs.__setitem__)
+
+            def settled(budget: float, compiled: int) -> None:
+                programs[budget] = compiled
+                if self._show:
+                    best = search.best(budget)
+                    self._show(budget, self.figures_of(best) if best else None)
+
+            search.run_all(budgets, at_once=1, together=2 * self._workers, settled=settled)
         except Stopped:
             self.stopped = True
         if self.search is None:

@@ -40,6 +40,17 @@ def show(
     put(render(points, fixed, about), console)
 
 
+def line(budget: float, plan: Fixed | None) -> RenderableType:
+    """Returns the line of a budget whose search has just ended; a later, smaller budget may still improve its plan."""
+    if plan is None:
+        return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), "nothing fits"))
+    row = plan.row
+    taken = f", predicted {row.predicted_seconds:#.4g} s" if row.predicted_seconds else ""
+    recomputed = f", {row.recompute_flops_fraction:.2%} recomputed" if row.recompute_flops_fraction is not None else ""
+    words = f"allocated {human(row.allocated_bytes)}{taken}{recomputed}: {one_line(plan.policy)}"
+    return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), words))
+
+
 def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
     """Head, a line per budget, the fixed policies, the plans with their flags, and what they save on average."""
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])

@@ -5,7 +5,7 @@ import itertools
 from bytescope.memory.remat.remat_problem import LayerPlan
 
 
-def policy_keys(policy: str, layers: str = "") -> dict[str, str]:
+def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
     """The keys of a policy, with other policies for ranges of layers; keys that would contradict it are reset."""
     return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": f"({layers})"}
 
@@ -13,7 +13,7 @@ def policy_keys(policy: str, layers: str = "") -> dict[str, str]:
 def plan_keys(plan: LayerPlan) -> dict[str, str]:
     """The keys of a plan: one policy, or ranges of layers with the names they keep."""
     if plan.policy:
-        return policy_keys(plan.policy)
+        return remat_keys(plan.policy)
     stops = itertools.accumulate(count for _, count in plan.ranges)
     ranges = [f"{stop - count}-{stop}:{pattern.text()}" for stop, (pattern, count) in zip(stops, plan.ranges)]
-    return policy_keys("full", ",".join(ranges))
+    return remat_keys("full", ",".join(ranges))

@@ -255,8 +255,8 @@ def _formula(case: Case, policy: str) -> reconcile.Formula | None:
     """The formulas' figures of a case under a policy; None where they have none."""
     if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
         return None
-    mesh = {f"mesh.{axis}": size for axis, size in case.axes.items()}
-    facts = model_facts({**case.flat, "remat.policy": policy}, mesh)
+    settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
+    facts = model_facts(case.flat, settled)
     facts = dataclasses.replace(facts, segments=(named_segment(policy, case.flat["model.n_layers"]),))
     found = reconcile.formula_of(facts, str(case.report.target.get("platform", "")))
     return None if isinstance(found, str) else found

@@ -18,7 +18,7 @@ def loop_overhead(program: Program) -> LoopOverhead:
     """What the loop keeps on a device besides a call's arguments, in bytes, for the report.
 
     While the last call of an update runs, the update's other batches are still on the device and those of the next
-    update are there already (train/data/feed.py); one call's batch is among its arguments. The metrics of the update
+    update are there already (train/run/feed.py); one call's batch is among its arguments. The metrics of the update
     before are not read yet.
     """
     batch = tuple(device_sizes(program.batch_shapes))

@@ -21,7 +21,7 @@ from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.remat_keys import plan_keys, policy_keys
+from bytescope.train.plan.remat_keys import plan_keys, remat_keys
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
@@ -135,7 +135,7 @@ class Trials:
             ReportError: the variant cannot run, or nothing is known of its blocks.
             Stopped: no more compiles are allowed.
         """
-        full_keys = {**keys, **policy_keys(FULL)}
+        full_keys = {**keys, **remat_keys(FULL)}
         full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
         for answer in (described, full):
             if answer["status"] != "ok":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
+from bytescope.model.adapters import TARGETS, Lora
 from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.attention.kinds import KINDS
 from bytescope.model.experts.exchange import DISPATCHES
@@ -29,7 +31,7 @@ from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIE
 from bytescope.train.data import settings
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.data.tokenizer import ByteTokenizer
-from bytescope.train.parallel.axes import STRATEGIES
+from bytescope.train.parallel.axes import SHARDS, STRATEGIES
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.program.config_files import flatten
 from bytescope.train.step.losses import LOSSES
@@ -43,7 +45,7 @@ if TYPE_CHECKING:  # the module imports grain
     from bytescope.train.data.batches import Data
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
-CHOICES = {
+CHOICES: Mapping[str, Collection[str]] = {
     "model.norm": NORMS,
     "model.mlp": MLPS,
     "model.position": POSITIONS,
@@ -419,7 +421,7 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, train
 
 
 def check_traced(
-    remat: RematPlan, loss: Callable[..., jax.Array], state: Any, batch: BatchAlgebra, names: Sequence[str]
+    remat: RematPlan, loss: Callable[..., Any], state: Any, batch: BatchAlgebra, names: Sequence[str]
 ) -> None:
     """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
 
@@ -437,4 +439,65 @@ def check_traced(
     if missing := asked - made:
         raise ValueError(
             f"checkpoint name {min(missing)!r} does not occur in this program: choose from {', '.join(sorted(made))}"
+        )
+
+
+def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
+    """The adapters of the group `lora`, None for a rank of 0.
+
+    Raises:
+      ValueError: a value that no adapter can have, or what cannot be combined with adapters.
+    """
+    group = config.lora
+    if not group.rank:
+        return None
+    asked = f"lora.rank={group.rank}"
+    if config.model.attention_kind != "gqa":
+        raise ValueError(
+            f"{asked} with model.attention_kind={config.model.attention_kind}: adapters are beside the "
+            "matrices of gqa; set lora.rank=0"
+        )
+    shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
+    lora = Lora(group.rank, group.alpha, tuple(group.targets), group.dropout, shared=group.rank % shards == 0)
+    if config.optimizer.freeze:
+        raise ValueError(
+            f"optimizer.freeze={','.join(config.optimizer.freeze)} with {asked}, which freezes everything "
+            "but the adapters: leave it empty"
+        )
+    if not MLPS[config.model.mlp][0] and set(lora.targets) == {"gate"}:
+        raise ValueError(
+            f"lora.targets=gate with model.mlp={config.model.mlp}, which has no gate: choose others of "
+            f"{', '.join(TARGETS)}"
+        )
+    dense = config.model.shared_experts or ModelConfig.from_dict(config.model).expert_layers < config.model.n_layers
+    if not dense and set(lora.targets) <= {"gate", "up", "down"}:
+        raise ValueError(
+            f"lora.targets={','.join(lora.targets)} of a model whose every MLP is a mixture: routed "
+            "experts have no adapters; choose some of q, k, v, o"
+        )
+    for key, what in (("model.mlp_chunk", config.model.mlp_chunk), ("mesh.context", config.mesh.context - 1)):
+        if lora.dropout and what > 0:
+            raise ValueError(
+                f"lora.dropout={lora.dropout} with {key}: its masks are drawn for whole sequences on one "
+                f"device; set lora.dropout=0, or leave {key} at its default"
+            )
+    return lora
+
+
+def check_frozen(config: ConfigDict, frozen: Collection[str], precision: Precision) -> None:
+    """Raises ValueError for what cannot be combined with the parameters `frozen`, dotted paths."""
+    if not frozen:
+        return
+    patterns = ",".join(config.optimizer.freeze)
+    why = f"lora.rank={config.lora.rank}" if config.lora.rank else f"optimizer.freeze={patterns}"
+    if config.offload.params:
+        raise ValueError(
+            f"offload.params=true with {why}: frozen parameters stay on the device, and those that are "
+            "trained are few; set offload.params=false"
+        )
+    products = sorted(name for name in frozen if fnmatchcase(name, "blocks.*.w_*"))
+    if precision.matmul != "wide" and products:
+        raise ValueError(
+            f"precision.preset=fp8 with {why}: products in fp8 compute the gradient of every weight, that "
+            f"of {products[0]} too; choose precision.preset=bf16"
         )

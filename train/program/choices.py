@@ -15,16 +15,16 @@ from bytescope.model.experts.expert_kernels import choose_moe_kernel
 from bytescope.model.fp8.fp8_products import choose_matmul
 from bytescope.model.frozen import ROUTER_BIAS, freeze, names_of
 from bytescope.model.remat.policies import AUTO
-from bytescope.train.data.batch_algebra import BatchAlgebra, batch_names
+from bytescope.train.data.batch_algebra import BatchAlgebra, BatchConfig, batch_names
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
-from bytescope.train.parallel.expert_checks import check_experts
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.pipeline.pipeline_checks import check_pipeline
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import Stages
 from bytescope.train.program.checks import (
+    adapters_of,
     check_effort,
+    check_frozen,
     check_offload,
     check_sequence,
     check_tiles,
@@ -32,7 +32,11 @@ from bytescope.train.program.checks import (
     check_values,
     remat_plan,
 )
-from bytescope.train.step.optimizer.trainable import adapters_of, check_frozen, check_quantized, frozen_names
+from bytescope.train.program.expert_checks import check_experts
+from bytescope.train.program.pipeline_checks import check_pipeline
+from bytescope.train.step.losses import LossConfig
+from bytescope.train.step.optimizer.rules import OptimizerConfig
+from bytescope.train.step.optimizer.trainable import check_quantized, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,21 @@ class Choices:
     stages: Stages | None
 
     @property
+    def loss(self) -> LossConfig:
+        """The group `loss`."""
+        return LossConfig(**self.config.loss)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The group `optimizer`."""
+        return OptimizerConfig(**self.config.optimizer)
+
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch."""
+        return names_of_batch(self.config)
+
+    @property
     def order(self) -> dict[str, tuple[int, ...]]:
         """Stack -> the layer of each of its rows, of stacks whose layers a pipeline holds in another order."""
         return self.stages.order if self.stages else {}
@@ -85,6 +104,12 @@ class Choices:
     def abstract(self, **changes: Any) -> Transformer:
         """The same without memory: every parameter is a shape."""
         return nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), **changes))
+
+
+def names_of_batch(config: ConfigDict) -> tuple[str, ...]:
+    """Returns the names of the arrays of a batch of this config."""
+    data = config.data
+    return batch_names(examples=data.format != "text", packing=data.packing, experts=config.model.experts > 0)
 
 
 def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
@@ -123,17 +148,18 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
         precision,
         platform_of(devices[0]),
         config.data.seq_len,
-        packed="segments" in batch_names(config),
+        packed="segments" in names_of_batch(config),
         head_parts=layout.mesh.shape["tensor"],
     )
     check_effort(config, kernel[0], layout)
     moe_kernel = choose_moe_kernel(model, platform_of(devices[0]))
     model = dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0])
-    batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
+    batch = BatchAlgebra.of(BatchConfig(**config.batch), layout.ranks, config.data.seq_len)
     check_offload(config, layout, batch)
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
-    compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
+    # Refuses options that this platform's compiler does not have.
+    compiler_options(config.xla, config.mesh.prefetch, devices[0].platform)
     schedule, stages = check_pipeline(config, layout, model, remat, batch)
     choices = Choices(
         config,

@@ -178,6 +178,7 @@ def _made_by(path: Path) -> ConfigDict:
             f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
         )
     spec = importlib.util.spec_from_file_location(f"bytescope_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -258,10 +259,10 @@ def override(config: ConfigDict, key: str, text: str) -> None:
         value = PARSERS[kind](text)
     except (ValueError, KeyError):
         raise UserError(f"--config.{key}={text}: {kind.__name__} expected, such as {flat[key]!r}") from None
-    *groups, leaf = key.split(".")
+    *path, leaf = key.split(".")
     node = config
-    for group in groups:
-        node = node[group]
+    for name in path:
+        node = node[name]
     node[leaf] = value
 
 
@@ -281,8 +282,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
             continue
         key, equals, text = name.removeprefix("config.").partition("=")
         if not equals:
-            text = next(pending, None)
-            if text is None or text.startswith("--"):
+            text = next(pending, "--")
+            if text.startswith("--"):
                 raise UserError(f"--config.{key} has no value: write --config.{key}=VALUE")
         overrides.append((key, text))
     return rest, overrides

@@ -21,13 +21,13 @@ from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, parted
 from bytescope.model.names import NAMES
 from bytescope.model.transformer import contracted, logical_axes, wide
-from bytescope.train.data.batch_algebra import BatchAlgebra, batch_names
+from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
-from bytescope.train.pipeline.pipeline_checks import check_collectives
-from bytescope.train.pipeline.pipelined_step import make_pipeline, notes_on
-from bytescope.train.program.checks import check_fused, check_traced
+from bytescope.train.program.checks import check_fused, check_partwise, check_traced
 from bytescope.train.program.choices import Choices, check
+from bytescope.train.program.pipeline_checks import check_collectives
+from bytescope.train.program.pipelined_step import make_pipeline, notes_on
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
@@ -71,11 +71,12 @@ class Program(Choices):
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation; names as `batch_names` has them."""
-        shape, axes = (self.batch.rows, self.batch.seq_len), ("batch", "length")
+        shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
+        axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
             shape, axes = (self.batch.accumulation, *shape), (None, *axes)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.sharding(axes))
-        return dict.fromkeys(batch_names(self.config), array)
+        return dict.fromkeys(self.batch_names, array)
 
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,7 +84,7 @@ class Program(Choices):
         array = jax.ShapeDtypeStruct(
             (self.batch.rows, self.batch.seq_len), jnp.int32, sharding=self.layout.sharding(("batch", "length"))
         )
-        return dict.fromkeys(batch_names(self.config), array)
+        return dict.fromkeys(self.batch_names, array)
 
     @cached_property
     def step(self) -> Any:
@@ -119,13 +120,13 @@ class Program(Choices):
     @property
     def compiler_options(self) -> Options:
         """The compiler's options."""
-        return compiler_options(self.config, self.mesh.devices.flat[0].platform)
+        return compiler_options(self.config.xla, self.config.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
         lowered = self.lower()
         with xla_remat_pass(self.config.remat.xla_pass), kept_back():
-            return lowered.compile(compiler_options=self.compiler_options)
+            return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
         """The same executable with its buffers as the compiler assigned them, for `memory.analyze.report_of`.
@@ -151,7 +152,8 @@ class Program(Choices):
         """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""
         segments = self.remat.segments(self.model.n_layers)
         asked = [segment.name for segment in segments if segment.policy.offloads]
-        if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        if asked and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
             raise ValueError(
                 f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
                 f"{', '.join(NAMES)}, or use full"
@@ -223,9 +225,8 @@ def state_around(
 ) -> TrainState:
     """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
     shapes of the former alone. `routed`: layers with experts and experts of each."""
-    return TrainState(
-        jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), scaling and scaling.init(), frozen
-    )
+    loss_scale = None if scaling is None else scaling.init()
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
 
 
 def describe_state(
@@ -279,36 +280,55 @@ def assemble(choices: Choices) -> Program:
     config, layout, precision, batch = choices.config, choices.layout, choices.precision, choices.batch
     abstract = choices.abstract()
     graph, _ = nnx.split(abstract)
-    schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
+    schedule = scale_by_batch(make_schedule(choices.optimizer, config.train.steps), choices.optimizer, batch)
     every = _micro_steps(config, batch)
     optimizer = make_optimizer(
-        config.optimizer,
+        choices.optimizer,
         schedule,
         vocabulary=config.model.vocab_size,
         multisteps=every,
         accumulator=precision.accumulator,
     )
-    loss = make_loss(config, graph, layout, precision, batch.micro, choices.frozen)
+    of_loss = choices.loss, choices.model, config.data.seq_len
+    loss = make_loss(*of_loss, graph, layout, precision, batch.micro, choices.frozen)
     scaling = None
     if precision.loss_scale == "dynamic":
-        scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
-    state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
-    check_traced(choices.remat, loss, state, batch, batch_names(config))
-    trained = [
+        scaling = Scaling(
+            config.precision.loss_scale_init, config.precision.loss_scale_growth_every, batch.rows * batch.seq_len
+        )
+    state = hosted_state(
+        describe_state(abstract, layout, optimizer, scaling, choices.frozen),
+        hosts_params=config.offload.params,
+        hosts_optimizer=config.offload.optimizer,
+    )
+    check_traced(choices.remat, loss, state, batch, choices.batch_names)
+    axes, products, unquantized = (
         parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
-    ]
-    weights = Weights(layout, *trained, precision)
-    partwise = make_partwise(config, schedule, precision, every, state)
+    )
+    weights = Weights(layout, axes, products, unquantized, precision)
+    partwise = None
+    if check_partwise(config, precision):
+        assert isinstance(every, int)  # an update by parts has no schedule of the accumulation
+        partwise = make_partwise(
+            choices.optimizer,
+            schedule,
+            precision,
+            every,
+            state,
+            vocabulary=config.model.vocab_size,
+            stacked=config.model.scan,
+        )
     fused, local_loss, pipeline, evaluated = None, None, None, loss
     if choices.schedule:
         pipeline, evaluated = make_pipeline(choices, graph, weights)
     elif config.optimizer.fused_backward:
         check_fused(config, choices.remat, batch, state.params)
-        cross_entropy = make_cross_entropy(config, layout, precision, batch.micro, choices.frozen)
+        assert partwise is not None
+        cross_entropy = make_cross_entropy(*of_loss, layout, precision, batch.micro, choices.frozen)
         fused = FusedBackward(graph, cross_entropy, weights, partwise, abstract.drops)
     elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
-        local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)
+        local_loss = make_loss(*of_loss, local_graph, layout.local, precision, batch.micro, choices.frozen)
     parts = StepParts(
         evaluated,
         optimizer,

@@ -73,13 +73,14 @@ Found = tuple[dict[str, Any], Callable[[Path], None], str, int]  # raw, write_te
 def _of_run(path: Path, step: int | None) -> Found:
     run = SavedRun.open(path, step)
     folder = began_from(run)
-    raw, text = config_json(run.config.model.to_dict(), folder and folder.config), tokenizer_files.text_of(run.config)
+    raw = config_json(run.config.model.to_dict(), None if folder is None else folder.config)
+    text, place = tokenizer_files.text_of(run.config), None if folder is None else folder.path
     if folder is None:
         raw |= tokenizer_files.special_ids(text)
 
     def write_text(out: Path) -> None:
-        tokenizer_files.write_text_files(out, text, run.config, folder and folder.path)
-        tokenizer_files.write_generation_config(out, raw, folder and folder.path)
+        tokenizer_files.write_text_files(out, text, run.config, place)
+        tokenizer_files.write_generation_config(out, raw, place)
 
     sums = json.dumps([run.step, *(array.checksum for array in run.arrays.values())])
     held = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in run.arrays.values())

@@ -28,7 +28,7 @@ from bytescope.train.weights.packed_folder import packed_paths
 from bytescope.train.weights.patterns import Pattern, sizes_of
 
 PROGRESS = "progress.json"
-DTYPES = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 # What parameters are for people, by the beginning of their path within a block or without one.
 COMPONENTS = (
     ("w_token", "tables"),
@@ -63,7 +63,7 @@ class Stored:
 
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
     """The tensors of the folder: tables and norm first, then layer by layer."""
-    model, found = origin.model, []
+    model, found = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
         if path in packed:
@@ -174,7 +174,9 @@ class Output:
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
         """What `write` wrote of a layer: (parameters float32, packed ones), by their path in it."""
-        sizes, params, packed = sizes_of(self._origin.model), {}, {}
+        sizes = sizes_of(self._origin.model)
+        params: dict[str, np.ndarray] = {}
+        packed: dict[str, dict[str, np.ndarray]] = {}
         rows = rows_by_path(self._origin.family, parameters_of(self._origin.model))
         for one in self.tensors:
             if one.layer != layer:

@@ -50,7 +50,8 @@ class Programs:
         )
         self.sizes, self.precision = sizes, precision
         self.folds, self.matrices, self._clip = folds_of(config), matrices(config), clip
-        self._place, self._made = SingleDeviceSharding(device), {}
+        self._place = SingleDeviceSharding(device)
+        self._made: dict[Any, Compilation] = {}
         model = nnx.eval_shape(lambda: Transformer(self.config, precision, rngs=nnx.Rngs(params=0)))
         block, model.blocks = model.blocks[0], nnx.List([])
         self._block, block_state = nnx.split(block)

@@ -47,14 +47,14 @@ def view(result: Result) -> RenderableType:
         sizes.add(name, human(wide), human(here), f"{here / wide:.0%}" if wide else "")
     layers = FigureTable(figure("layer"), figure("rounding"), figure("here"), figure("stream"), label())
     means = [mean_error(row) for row in result.layers]
-    most = max(here for _, here in means) or 1
-    for row, (rounding, here) in zip(result.layers, means):
+    most = max(error for _, error in means) or 1.0
+    for row, (rounding, error) in zip(result.layers, means):
         layers.add(
             str(row["layer"]),
             f"{rounding:.2%}",
-            f"{here:.2%}",
+            f"{error:.2%}",
             f"{row['stream']:.2%}",
-            "█" * max(round(BAR * here / most), 1),
+            "█" * max(round(BAR * error / most), 1),
         )
     return Group(
         Text(f"{result.out}: {result.title} in 4 bits", style="bold"),

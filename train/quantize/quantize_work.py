@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
@@ -79,6 +80,8 @@ class Work:
         self.origin, self.programs, self.method, self.output = origin, programs, method, output
         self._calibration, self._held_out = tokens
         self._tell, self._calls = tell, 0
+        assert origin.source.parameter is not None  # open_origin refuses quantized weights
+        self._parameter = origin.source.parameter
         paths = parameters_of(origin.model)
         self._within = {path.split(".", 2)[2] for path in paths if path.startswith("blocks.0.")}
         self._outside = [path for path in paths if not path.startswith("blocks.")]
@@ -104,9 +107,7 @@ class Work:
     # ---- a layer ----------------------------------------------------------------------------------------------
 
     def _layer(self, layer: int, streams: Streams) -> None:
-        params = {
-            path: self.origin.source.parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within
-        }
+        params = {path: self._parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within}
         written = layer < len(self.output.done)
         on_device = put(params, self.programs.block_shapes)
         sums = self._forward(layer, on_device, streams.calibration, "calibration", watch=not written)
@@ -184,7 +185,7 @@ class Work:
 
     def _tables(self) -> dict[str, np.ndarray]:
         """The parameters of no layer."""
-        return {path: self.origin.source.parameter(path).astype(np.float32) for path in self._outside}
+        return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
     def _written_tables(self) -> Any:
         """The same as they are written, on the device; the padding of the vocabulary is zeros."""
@@ -221,7 +222,7 @@ class Work:
 
 def decoded(one: Codes) -> np.ndarray:
     """The float32 weights [inputs, outputs] that the codes are of."""
-    return np.asarray(groups.decode(one.codes_IO, one.zeros_GO, one.scales_GO))
+    return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 
 def drift(streams: Streams) -> float:

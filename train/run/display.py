@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Task, TaskID, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from bytescope.memory.view.console import LineProgress, safe
@@ -73,7 +73,8 @@ class Display:
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
         self._paced = False  # whether the first row, with the costs of first calls, has set the start of the pace
-        self._progress = self._task = None
+        self._progress: LineProgress | None = None
+        self._task = TaskID(0)
         if console.is_terminal:
             self._progress = LineProgress(
                 TextColumn("{task.description}", markup=False),

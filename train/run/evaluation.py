@@ -1,51 +1,46 @@
 """Evaluation of a run: the loss on held-out data, and answers to the prompts of `train.eval_prompts`."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from bytescope.train.data.batches import Data, heldout_batches
-from bytescope.train.data.feed import held_out_rows, put
 from bytescope.train.generate.answers import read_rows
 from bytescope.train.generate.training_sample import Sampler, generate, over_pages
 from bytescope.train.program.program import Program
-from bytescope.train.run import profile
-from bytescope.train.step.state import Tally
+from bytescope.train.run.feed import held_out_rows, put
+from bytescope.train.step.state import Tally, TrainState
 from bytescope.train.user_errors import UserError
-
-if TYPE_CHECKING:
-    from bytescope.train.run.loop import Run
 
 ANSWERS = "answers.jsonl"  # in the run directory
 
 
-@profile.hosted("evaluation")
-def evaluate(run: Run, state: Any, step: int) -> float | None:
-    """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
-    evaluates."""
-    program, total = run.program, None
+def held_out_loss(
+    program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
+) -> tuple[float, int] | None:
+    """Returns (loss in nats per token, tokens) over the held-out data, or None if `stopping` became true first.
+
+    working: is called before each batch.
+    """
+    total: Tally | None = None
     batches = heldout_batches(
-        run.data,
+        data,
         rows=program.batch.rows,
         row_slices=held_out_rows(program),
-        sequences=run.config.train.eval_sequences or None,
+        sequences=program.config.train.eval_sequences or None,
     )
     for host in batches:
-        if run.stopping():
+        if stopping():
             return None
-        run.processes.at(f"evaluating at step {step}")
-        tally: Tally = run.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
+        working()
+        tally = program.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
         # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
+    assert total is not None  # held-out data is never empty
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
-    run.evaluated = (step, loss / max(tokens, 1.0))
-    for row in run.prompts.answers(state.model_params, step):
-        run.answers.write(row)
-    run.record({"step": step, "eval_loss": run.evaluated[1], "eval_tokens": int(tokens)})  # the last: it is evaluated
-    return run.evaluated[1]
+    return loss / max(tokens, 1.0), int(tokens)
 
 
 class EvalPrompts:

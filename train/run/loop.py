@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from bytescope.memory.devices.live import predicted_in_use, sample
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import METRICS, Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
-from bytescope.train.data.feed import feed, local_rows
 from bytescope.train.generate.training_sample import sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
@@ -31,7 +31,8 @@ from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
 from bytescope.train.run import profile, startup, summary, wandb_run
 from bytescope.train.run.display import TOLD_WAIT, Display
-from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, evaluate
+from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
+from bytescope.train.run.feed import feed, local_rows
 from bytescope.train.run.initial_weights import fingerprint_of_adapter, fingerprint_of_weights
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
 from bytescope.train.run.recorders import Recorders
@@ -39,6 +40,7 @@ from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.step.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.step.routing import loads_by_layer, routing_row
+from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
 
 
@@ -54,7 +56,6 @@ class Run:
     recorders: Recorders
     display: Display
     compiled: startup.Compiled
-    evaluate: Any
     peak_flops: float | None
     predicted_bytes: int
     profile: profile.Profile
@@ -86,6 +87,22 @@ class Run:
 def data_config(config: ConfigDict) -> DataConfig:
     """The group `data` of a config as a dataclass."""
     return DataConfig(**config.data)
+
+
+@profile.hosted("evaluation")
+def evaluate(run: Run, state: TrainState, step: int) -> float | None:
+    """Evaluates after `step` and records the loss and the answers to the prompts; returns the held-out loss in nats per
+    token, or None if a signal came first: then the next start evaluates."""
+    working = partial(run.processes.at, f"evaluating at step {step}")
+    held_out = held_out_loss(run.program, run.data, state, run.stopping, working)
+    if held_out is None:
+        return None
+    loss, tokens = held_out
+    run.evaluated = (step, loss)
+    for row in run.prompts.answers(state.model_params, step):
+        run.answers.write(row)
+    run.record({"step": step, "eval_loss": loss, "eval_tokens": tokens})  # last: this row marks the step as evaluated
+    return loss
 
 
 @profile.hosted("wait_for_metrics")
@@ -370,7 +387,6 @@ def _train_and_sample(
             recorders,
             display,
             compiled,
-            program.evaluate,
             startup.peak_flops(program),
             predicted_in_use(compiled.report, before),
             tracer,

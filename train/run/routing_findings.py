@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.records.report_record import Finding
+from bytescope.train.plan.model_facts import CAPACITY
 
 # The load-balance coefficient of Switch (arXiv 2101.03961), and by how much room for rows is raised.
 BALANCE, MORE_ROOM = 0.01, 1.5
-DEFAULT_ROOM = 1.25  # of model.moe_kernel=capacity with a factor of 0
 
 
 def findings_of(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
@@ -35,7 +35,7 @@ def findings_of(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) 
             )
         )
     if dropped := last.get("dropped_share", 0.0):
-        room = float(config.get("model.capacity_factor") or DEFAULT_ROOM)
+        room = float(config.get("model.capacity_factor") or CAPACITY)
         found.append(
             Finding(
                 "dropped_rows",

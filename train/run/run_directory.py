@@ -103,8 +103,8 @@ def read(place: str | Path) -> RunDirectory:
             return None
 
     config = part(CONFIG, _config, f"There is no {CONFIG}: the config is not known.")
-    found = part(METRICS, _rows, f"There is no {METRICS}: no update was recorded yet.") or ([], [], 0)
-    rows, evaluations, damaged = found
+    metrics = part(METRICS, _rows, f"There is no {METRICS}: no update was recorded yet.")
+    rows, evaluations, damaged = ([], [], 0) if metrics is None else metrics
     if damaged:
         problems.append(f"{METRICS}: {damaged} damaged line{'s are' if damaged > 1 else ' is'} left out.")
     return RunDirectory(

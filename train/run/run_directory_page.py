@@ -141,7 +141,9 @@ def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tupl
 def predicted_bytes(run: RunDirectory) -> float | None:
     """The bytes that the measured ones are compared with, as the last row has them, else the report."""
     seen = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
-    return seen[-1] if seen else run.report and run.report.predicted_bytes
+    if seen:
+        return seen[-1]
+    return run.report.predicted_bytes if run.report else None
 
 
 def _on_cpu(report: ReportRecord) -> bool:
@@ -151,7 +153,9 @@ def _on_cpu(report: ReportRecord) -> bool:
 def _limit(run: RunDirectory) -> float | None:
     """Bytes available, as the allocator said at the last row, else as the report has them."""
     seen = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
-    return seen[-1] if seen else run.report and run.report.limit_bytes
+    if seen:
+        return seen[-1]
+    return run.report.limit_bytes if run.report else None
 
 
 # ---- the header -----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
             f"loss {program.config.loss.kind}",
         ),
         ("remat", program.decided),
-        ("learning rate", describe_scaling(program.config.optimizer, program.batch)),
+        ("learning rate", describe_scaling(program.optimizer, program.batch)),
     ]
     if (init := program.config.init).adapter:
         rows.append(("adapters", origin(init.adapter, init.folder)))

@@ -56,6 +56,11 @@ class Clock:
         self._watch, self._saving, self._compiles = _Watch(), saving, _compiles()
         self._total = self._total_waiting = self._total_tokens = 0.0  # seconds and tokens of all laps
         self._recent: collections.deque[float] = collections.deque(maxlen=REMEMBERED)  # seconds per token of updates
+        self._began = self._ticked = time.perf_counter()
+        self._steps = self._tokens = 0  # of this lap
+        self._waiting = self._waited_before = 0.0
+        self._compiled_before = self._compiles.seconds
+        self._was_saving = False
         self.skip()
 
     @contextlib.contextmanager

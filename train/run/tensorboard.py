@@ -44,7 +44,7 @@ CHARTS = {
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row of metrics.jsonl by tag; a key without a row in TAGS stands in the group "train"."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in row.items():
         nested = value if isinstance(value, Mapping) else {}
         found |= {f"{name}/{inner}": number for inner, number in nested.items()}
@@ -151,7 +151,8 @@ def _not_imported(*names: str) -> Iterator[None]:
     """Modules that an import inside shall take for missing, unless they are there already: tensorboardX imports torch,
     two seconds of every start, for tensors that we never hand to it."""
     hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # None: an import of this name fails
     try:
         yield
     finally:

@@ -60,7 +60,8 @@ class WandbRun:
     def __init__(
         self, workdir: Path, project: str, config: Mapping[str, Any], report: ReportRecord, tell: Callable[[str], None]
     ):
-        self._workdir, self._tell, self._run = workdir, tell, None
+        self._workdir, self._tell = workdir, tell
+        self._run: Any = None  # of wandb
         settings = {
             "project": project,
             "id": _id(workdir / ID, project),
@@ -69,8 +70,9 @@ class WandbRun:
             "config": {**config, "memory": summary(report)},
         }
         failure = self._start(settings)
+        run: Any = self._run
         if failure is None:
-            tell(f"wandb: {self._run.url or f'recorded in {workdir}/wandb; wandb sync sends it later'}")
+            tell(f"wandb: {run.url or f'recorded in {workdir}/wandb; wandb sync sends it later'}")
             return
         tell(
             f"warning: wandb does not answer ({failure}): this start is recorded in {workdir / 'wandb'}; "

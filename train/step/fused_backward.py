@@ -50,14 +50,14 @@ class FusedBackward:
         params: Any,
         opt_state: Any,
         batch: Batch,
-        key_B: jax.Array,
+        dropout_key_B: jax.Array,
         tokens: jax.Array,
         rounding: jax.Array,
         frozen: Any = None,
     ) -> tuple[jax.Array, Any, Any]:
         base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
-        key_B = key_B if self.dropout else None
+        key_B = dropout_key_B if self.dropout else None
         # Frozen layers are no part of the carry: the loops read them where they are.
         rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
         inputs_BL, targets_BL = in_ring_order(batch, self.weights.layout)
@@ -142,7 +142,7 @@ class FusedBackward:
         carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
         for join, kept, numbers, at_once in reversed(segments):
             carry, _ = jax.lax.scan(
-                lambda carry, xs, join=join: layer(carry, xs, join),
+                partial(layer, join=join),
                 carry,
                 (kept, numbers),
                 reverse=True,

@@ -5,37 +5,42 @@ from typing import Any
 
 import jax
 from flax import nnx
-from ml_collections import ConfigDict
 
-from bytescope.model import Precision
-from bytescope.model.attention.ring import zigzag
+from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
+from bytescope.model.zigzag import zigzag
 from bytescope.train.parallel.layout import Layout
-from bytescope.train.step.losses import LOSSES, LossSettings, count_tokens
+from bytescope.train.step.losses import LOSSES, LossConfig, LossSettings, count_tokens
 from bytescope.train.step.routing import auxiliary_loss
 
 
 def make_cross_entropy(
-    config: ConfigDict, layout: Layout, precision: Precision, micro: int, frozen: Collection[str] = ()
+    config: LossConfig,
+    model: ModelConfig,
+    seq_len: int,
+    layout: Layout,
+    precision: Precision,
+    micro: int,
+    frozen: Collection[str] = (),
 ) -> Callable[..., jax.Array]:
     """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
 
-    `micro`: sequences per data-parallel rank, over which the `loss.chunk` tokens of a chunk are spread.
+    `micro`: sequences per data-parallel rank, over which the `chunk` tokens of a chunk are spread.
     `frozen`: dotted paths of the parameters that are not trained; a head among them gets no gradient.
     """
-    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
+    positions = min(max(config.chunk // micro, 1), seq_len // layout.context)
     settings = LossSettings(
         layout,
         precision.compute,
         positions,
-        config.model.vocab_size,
+        model.vocab_size,
         precision.logits,
-        config.model.tie_embeddings,
-        ("w_token" if config.model.tie_embeddings else "w_head") in frozen,
-        config.model.logits_softcap,
+        model.tie_embeddings,
+        ("w_token" if model.tie_embeddings else "w_head") in frozen,
+        model.logits_softcap,
     )
-    return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
+    return lambda x_BLD, w_head, targets_BL: LOSSES[config.kind](x_BLD, w_head, targets_BL, settings)
 
 
 def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
@@ -44,23 +49,25 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
 
-def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
+def token_mask(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> jax.Array | None:
     """Returns a bool mask [..., B, L], False for padding, in the order in which devices hold the tokens. None without
     experts, because only experts read it, and for rows of text, which have no padding."""
     marks = batch.get("segments", batch.get("mask"))
-    if not config.model.experts or marks is None:
+    if not experts or marks is None:
         return None
     return zigzag(marks, layout.ring.size) != 0 if layout.ring else marks != 0
 
 
 def make_loss(
-    config: ConfigDict,
+    config: LossConfig,
+    model: ModelConfig,
+    seq_len: int,
     graph: nnx.GraphDef,
     layout: Layout,
     precision: Precision,
     micro: int,
     frozen: Collection[str] = (),
-) -> Callable[..., jax.Array]:
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]:
     """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
 
     What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
@@ -69,7 +76,7 @@ def make_loss(
     `batch`: the arrays that `batch_names` names, int32 [B, L]; `dropout_key_B`: None for no dropout;
     `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
     """
-    cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
+    cross_entropy = make_cross_entropy(config, model, seq_len, layout, precision, micro, frozen)
 
     def loss(
         params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None, frozen: Any = None
@@ -77,12 +84,13 @@ def make_loss(
         transformer = nnx.merge(graph, joined(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
         x_BLD, load = transformer.hidden_and_load(
-            inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, config, layout)
+            inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, experts=model.experts > 0, layout=layout)
         )
         with jax.named_scope("loss"):
             total = cross_entropy(x_BLD, transformer.head(), targets_BL)
             if load is None:
                 return total, (total, None)
-            return total + auxiliary_loss(load, count_tokens(targets_BL), config.loss), (total, load)
+            auxiliary = auxiliary_loss(load, count_tokens(targets_BL), config.balance, config.router_z)
+            return total + auxiliary, (total, load)
 
     return loss

@@ -8,6 +8,7 @@ make the transposed table before a loop over micro-batches and keep it through a
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +21,17 @@ from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.parallel.layout import Layout
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """The group `loss` of a config; configs/base.py says what each key means."""
+
+    kind: str
+    balance: float
+    balance_layers: str
+    router_z: float
+    chunk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,4 +215,4 @@ def _chunked_backward(settings, residuals, d_total):
 
 chunked.defvjp(_chunked_forward, _chunked_backward)
 
-LOSSES = {"full": full, "chunked": chunked}
+LOSSES: Mapping[str, Callable[..., jax.Array]] = {"full": full, "chunked": chunked}

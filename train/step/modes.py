@@ -56,6 +56,7 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
     tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
+    assert parts.fused is not None
     loss, params, opt_state = parts.fused(
         state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state), state.frozen
     )

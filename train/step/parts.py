@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model import Precision
+from bytescope.model.experts.expert_layer import Load
 from bytescope.train.parallel.axes import BATCH
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, guard
@@ -20,6 +21,9 @@ from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
 
 ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
+
+# (params, batch, dropout keys, frozen) -> (what is differentiated, (cross-entropy, what the routers did))
+Loss = Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +44,18 @@ class StepParts:
       updated inside the backward pass (train/step/fused_backward.py).
     """
 
-    loss: Callable[..., jax.Array]
+    loss: Loss
     optimizer: Any
     schedule: Callable[[jax.Array], jax.Array]
     seed: int
     weights: Weights
-    local_loss: Callable[..., jax.Array] | None = None
+    local_loss: Loss | None = None
     scaling: Scaling | None = None
     partwise: Callable[..., tuple[Any, Any]] | None = None
     fused: Callable[..., tuple[jax.Array, Any, Any]] | None = None
     routed: Routed = None
     bias_rate: float = 0.0
-    pipeline: Callable[..., tuple[Tally, Any]] | None = None
+    pipeline: Any = None  # train.pipeline.gradients.PipelineGradients
 
     @property
     def precision(self) -> Precision:
@@ -73,7 +77,10 @@ class StepParts:
 
     def factor(self, state: TrainState) -> jax.Array | None:
         """What the loss is multiplied by before the backward pass, float32; None without a loss scale."""
-        return None if self.scaling is None else self.scaling.factor(state.loss_scale)
+        if self.scaling is None:
+            return None
+        assert state.loss_scale is not None
+        return self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
         """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
@@ -100,6 +107,7 @@ class StepParts:
             params = apply_updates(state.params, updates, self.precision, key)
             if self.scaling is None:
                 return params, opt_state, None
+            assert state.loss_scale is not None
             return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
@@ -107,6 +115,7 @@ class StepParts:
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
+            assert tally.routing is not None  # routers have biases, so there are routers
             counts_NE = tally.routing.counts if self.pipeline is None else self.pipeline.in_rows(tally.routing.counts)
             return moved_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
 
@@ -119,7 +128,7 @@ class StepParts:
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
         if EXPERT_LOAD in own:  # every process reads it
             own[EXPERT_LOAD] = self.weights.layout(own[EXPERT_LOAD], (None, None))
-        if loss_scale is not None:
+        if loss_scale is not None and state.loss_scale is not None:
             done = done - state.loss_scale.skipped
             own |= {"loss_scale": loss_scale.scale, "skipped_steps": loss_scale.skipped}
         return {

@@ -22,7 +22,8 @@ class Pullback:
         """The residuals that have to be kept: not the layer's parameters, which the backward loop reads anyway, nor
         what is `shared` by all layers."""
         leaves, self.tree = jax.tree.flatten(pullback)
-        self.sources, kept = [], []
+        self.sources = []
+        kept: Leaves = []
         known = {
             id(leaf): (where, place)
             for where, found in (("shared", shared), ("own", own))

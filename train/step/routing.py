@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
@@ -32,10 +31,10 @@ def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
     return dataclasses.replace(load, shares=None, **means)
 
 
-def auxiliary_loss(load: Load, tokens: jax.Array, loss: ConfigDict) -> jax.Array:
+def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: float) -> jax.Array:
     """float32: the auxiliary losses by their coefficients, each the mean over layers, times the counted tokens, since
     the loss is a sum over these."""
-    return (loss.balance * load.balance.mean() + loss.router_z * load.router_z.mean()) * tokens
+    return (balance * load.balance.mean() + router_z * load.router_z.mean()) * tokens
 
 
 def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:

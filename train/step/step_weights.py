@@ -68,7 +68,8 @@ class Weights:
     def _map(self, function: Callable, *trees: Any) -> Any:
         leaves, structure = jax.tree.flatten(trees[0])
         axes = jax.tree.leaves(self.axes, is_leaf=lambda node: isinstance(node, tuple))
-        return structure.unflatten([function(*row) for row in zip(leaves, axes, *map(jax.tree.leaves, trees[1:]))])
+        updated = [function(*row) for row in zip(leaves, axes, *map(jax.tree.leaves, trees[1:]))]
+        return jax.tree.unflatten(structure, updated)
 
     def specs(self) -> Any:
         """How gradients that are reduced once per update are sharded over data-parallel ranks: as they are stored."""

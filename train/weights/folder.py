@@ -84,9 +84,11 @@ class Folder:
                         f"{f'has in {_shown(where)}' if where else 'lacks'}: download the folder again"
                     )
                 tensors[tensor.name] = tensor
-        for tensor, name in index.items():
-            if tensor not in tensors:
-                raise UserError(f"{root / name} lacks {_shown(tensor)}, which {INDEX} has there: download it again")
+        for tensor_name, name in index.items():
+            if tensor_name not in tensors:
+                raise UserError(
+                    f"{root / name} lacks {_shown(tensor_name)}, which {INDEX} has there: download it again"
+                )
         return cls(root, config, tensors, digest.hexdigest()[:16], states)
 
     @classmethod

@@ -99,14 +99,14 @@ class Leaf:
         array = self.folder.read(self.tensor.name, theirs)
         if self.scale:
             array = array.astype(np.float32)
-            array *= self._scales(theirs)
+            array *= self._scales(self.scale, theirs)
         array = self.pattern.forward(array, spans, stored)
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
-    def _scales(self, spans: Sequence[Span]) -> np.ndarray:
+    def _scales(self, scale: Tensor, spans: Sequence[Span]) -> np.ndarray:
         """Returns the scale of each element in these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
-        array = self.folder.read(self.scale.name, blocks).astype(np.float32)
+        array = self.folder.read(scale.name, blocks).astype(np.float32)
         within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
         return array.repeat(self.block[0], 0)[within[0]].repeat(self.block[1], 1)[:, within[1]]
 

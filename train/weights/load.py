@@ -92,7 +92,7 @@ def load_leaves(
             tell(done, total)
     folders.close()
     return_freed_memory()
-    return tree.unflatten([target.array() for target in targets.values()])
+    return jax.tree.unflatten(tree, [target.array() for target in targets.values()])
 
 
 class _Target:

@@ -207,7 +207,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
         return None
     if not isinstance(found, Mapping):
         raise UserError(f"{where}: {PACKED} is no object: download the folder again")
-    method = found.get("quant_method")
+    method = str(found.get("quant_method"))
     asked = found if method == "awq" else _weights(found)
     wanted = {
         "awq": {"bits": BITS, "version": "gemm", "zero_point": True},

@@ -126,7 +126,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
         done += made[-1].nbytes
         tell(done, total)
     folders.close()
-    return tree.unflatten(made)
+    return jax.tree.unflatten(tree, made)
 
 
 def _arrays(one: Codes) -> dict[str, np.ndarray]:

@@ -34,7 +34,8 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
     if first != BLOCKS:
         return (Place(path),)
     number, _, rest = rest.partition(".")
-    index, sizes = (), ()
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     if of_expert := _OF_EXPERT.fullmatch(rest):
         rest, index, sizes = of_expert[1], (int(of_expert[2]),), (model.experts,)
     stack, place, count = _in_stack(model, int(number))

@@ -176,7 +176,6 @@ def test_one_screen(step):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no command"),
         (["reprot"], "did you mean report?"),
         (["report"], "no config"),
         (["report", "--hlo=missing.pb"], "no file missing.pb"),

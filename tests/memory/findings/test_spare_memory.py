@@ -62,6 +62,12 @@ def test_the_policy_that_should_fit_by_the_formula():
     assert found.bytes == pytest.approx(float(added) * GIB, rel=1e-3) and "should fit by the formula" in found.remedy
 
 
+def test_names_that_a_config_keeps_are_cleared():
+    keys = {"remat.policy": "custom", "remat.save": "q_rot,v", "remat.layers": "0-1:full"}
+    found = finding(report(config(**keys)), "spare_memory")
+    assert found.flags == "--config.remat.policy=minimal --config.remat.layers= --config.remat.save="
+
+
 def test_as_many_layers_as_should_fit():
     found = finding(report(config(), free=12 * GIB), "spare_memory")
     count = int(re.fullmatch(r"--config\.remat\.layers=0-(\d+):minimal", found.flags)[1])

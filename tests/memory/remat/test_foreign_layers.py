@@ -18,12 +18,12 @@ from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.remat_policy import RematPolicy, Wanted
-from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping
 from support.models import plain as foreign
 
 pytestmark = pytest.mark.quick
-RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = RecomputeRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 
 
 def found(loss, args=None, **options):

@@ -14,7 +14,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.named_block import named_block
-from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import fixed_policies
@@ -25,7 +25,7 @@ from support.described import LAYERS, WIDE_GPU, compile_described, described
 from support.exhaustive import exhaustive
 from support.toy import small_program
 
-RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = RecomputeRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 CHUNKED = {"model.attention": "chunked", "model.attention_chunk": 8}
 GPT = {
     "model.attention": "naive",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
-from bytescope.memory.remat.remat_problem import DeviceRates, LayerPlan, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_problem import LayerPlan, PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import CLOSE, FULL, NONE, RematSearch
 from bytescope.memory.seconds.ranking import TIE
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 MIB = 2**20
 LAYERS = 12
 BASE = 300 * MIB  # of the step beside what blocks keep
-RATES = DeviceRates({"bf16": 1e12}, 1e12)
+RATES = RecomputeRates({"bf16": 1e12}, 1e12)
 
 
 def chain(*named):

@@ -8,7 +8,7 @@ import pytest
 
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.layer_values import with_names, worth_deciding
-from bytescope.memory.remat.remat_problem import COSTS, DeviceRates, KeepPattern, LayerPlan, PassSeconds
+from bytescope.memory.remat.remat_problem import COSTS, KeepPattern, LayerPlan, PassSeconds, RecomputeRates
 from bytescope.memory.remat.remat_solver import OFFLOADED, STACKED, pareto_patterns, pattern_keeping, solve
 
 pytestmark = pytest.mark.quick
@@ -117,7 +117,7 @@ BLOCK = LayerGraph(
     8,
     18,
 )
-RATES = DeviceRates({"bf16": 10.0}, 1e3)
+RATES = RecomputeRates({"bf16": 10.0}, 1e3)
 
 
 def every_choice(block, offload):

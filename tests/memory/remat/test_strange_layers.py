@@ -11,11 +11,11 @@ from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.remat_policy import RematPolicy
-from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pattern_keeping
 
 pytestmark = pytest.mark.quick
-RATES = DeviceRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+RATES = RecomputeRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
 ROWS, WIDTH, LAYERS = 8, 16, 4
 W, X = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)))
 PRODUCT = 2 * ROWS * WIDTH * WIDTH * LAYERS  # of all layers

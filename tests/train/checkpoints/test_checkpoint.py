@@ -9,7 +9,7 @@ import pytest
 
 from bytescope.train.checkpoints import checkpoint
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, describe, portable
-from bytescope.train.data.feed import calls
+from bytescope.train.run.feed import calls
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
 from support.toy import fixed_batches, small_program
@@ -113,8 +113,8 @@ def halfway(tmp_path_factory):
     ("before", "after"),
     [
         ("ddp on 8", "1 device"),
-        ("1 device", "zero1 on 4"),
         *exhaustive(
+            ("1 device", "zero1 on 4"),
             *(("ddp on 8", after) for after in list(LAYOUTS)[1:] if after != "1 device"),
             ("1 device", "ddp on 8"),
             ("replicas x zero3 x tensor", "1 device"),
@@ -205,7 +205,7 @@ def truncate_everything(root, step):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [damage_data, remove_metadata, truncate_everything])
+@pytest.mark.parametrize("damage", [damage_data, *exhaustive(remove_metadata, truncate_everything)])
 def test_a_damaged_newest_is_named_and_set_aside(tmp_path, program, damage):
     first = open_checkpoints(tmp_path)
     for step in (1, 2):
@@ -247,7 +247,7 @@ def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, progr
     checkpoints.close()
 
 
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("replaced", [False, *exhaustive(True)])
 def test_a_run_directory_that_is_moved_is_noticed_at_the_next_save(tmp_path, program, replaced):
     checkpoints = open_checkpoints(tmp_path / "run")
     checkpoints.save(program.init(), Position(1, 8))

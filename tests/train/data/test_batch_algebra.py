@@ -11,10 +11,10 @@ import pytest
 from bytescope.memory import __main__ as command
 from bytescope.memory.view.console import make_console
 from bytescope.train.data.batch_algebra import BatchAlgebra
-from bytescope.train.data.feed import feed
 from bytescope.train.plan.model_facts import accumulation
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
+from bytescope.train.run.feed import feed
 from bytescope.train.run.loop import run
 from bytescope.train.step.optimizer.rules import describe_scaling, make_schedule
 from support.toy import fixed_batches, small_config

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.data.feed import calls
 from bytescope.train.plan.block_description import trace_gradient
 from bytescope.train.program.program import build
+from bytescope.train.run.feed import calls
 from support.described import described
 from support.exhaustive import exhaustive
 from support.toy import first_state, small_config, small_program

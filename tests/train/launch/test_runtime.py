@@ -40,7 +40,7 @@ def test_programs_over_several_cpu_devices_do_not_come_from_a_cache(
     config.train.cache_dir = str(tmp_path / "asked")
     assert jax.config.jax_compilation_cache_dir is None  # the test before has left none on
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "of the environment"))
-    runtime.prepare(config, processes)
+    runtime.prepare(deterministic=config.train.deterministic, cache_dir=config.train.cache_dir, processes=processes)
     assert jax.config.jax_compilation_cache_dir == (str(tmp_path / "asked") if cached else None)
     assert ("asked is not used" in capsys.readouterr().err) == (not cached)
     assert (THREADS_VARIABLE in os.environ) == (not cached)

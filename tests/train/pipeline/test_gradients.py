@@ -11,11 +11,11 @@ from rich.console import Console
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.data.feed import put
 from bytescope.train.generate.training_sample import generate
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.pipeline.layer_order import reordered
-from bytescope.train.pipeline.pipeline_checks import check_collectives
+from bytescope.train.program.pipeline_checks import check_collectives
+from bytescope.train.run.feed import put
 from bytescope.train.run.startup import start_state
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program
@@ -155,6 +155,7 @@ def test_gradients_and_twenty_losses_equal_those_of_one_device():
     np.testing.assert_allclose(run_losses(program, steps=20), run_losses(one, steps=20), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_all_frozen_have_no_gradients(plain):
     frozen = {"model.n_layers": 4, "batch.accumulation": 2, "optimizer.freeze": "blocks.*"}
     np.testing.assert_allclose(run_losses(pipelined(2, **frozen), steps=2), plain(2, **frozen), rtol=1e-6)
@@ -260,6 +261,7 @@ def test_what_stages_cannot_be_combined_with_is_refused_in_a_line(overrides, wor
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_stay_within_their_examples():
     """Segments of a micro-batch travel with it: every stage reads those of the micro-batch that it has."""
     found = []

@@ -6,12 +6,14 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
-from bytescope.train.pipeline.pipelined_step import notes_on
 from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
+from bytescope.train.program.pipelined_step import notes_on
 from support.described import SMALL_GPU, compile_described
 from support.exhaustive import exhaustive
+from support.facts import facts_of
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
@@ -32,7 +34,8 @@ def report(name, micro_batches, virtual=1):
     program = small_program(
         {**WIDE, "batch.accumulation": micro_batches, "pipeline.schedule": name, "pipeline.virtual": virtual}, 4
     )
-    return report_of(program.compile_for_report(), config=flatten(program.config))
+    config, facts = flatten(program.config), facts_of(program)
+    return with_remedies(report_of(program.compile_for_report(), config=config, facts=facts))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rich.console import Console
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
-from bytescope.memory.remat.remat_problem import DeviceRates, PassSeconds, PlanFigures, RematProblem
+from bytescope.memory.remat.remat_problem import PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import RematSearch, spread
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
@@ -186,7 +186,9 @@ def hand_made(cost, policies):
         beside = 1000 + 0.07 * plan.bytes + 40 * (len(plan.ranges) > 1) + noise
         return PlanFigures(round(plan.bytes + beside), 0, 1 + plan.flops / 1e4 + noise * 1e-3, float(plan.flops))
 
-    problem = RematProblem(block, DeviceRates({"bf16": 1e4}, 1e6), PassSeconds(0.1, 0.2), cost=cost, policies=policies)
+    problem = RematProblem(
+        block, RecomputeRates({"bf16": 1e4}, 1e6), PassSeconds(0.1, 0.2), cost=cost, policies=policies
+    )
     return RematSearch(problem, compile), asked
 
 

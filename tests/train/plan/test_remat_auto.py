@@ -9,7 +9,7 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
-from bytescope.memory.remat.remat_problem import DeviceRates
+from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import rates
 from bytescope.model.remat.policies import POLICIES
@@ -103,7 +103,9 @@ def test_stages_are_planned_alike_within_their_budget():
     assert program.decided.startswith("auto: 5 x ") and "," not in program.decided.partition(";")[0]
     assert report.work["recompute"]["flops"] and report.allocated_bytes <= int(config.remat.budget)
     block = describe_block(program)
-    kept = pattern_keeping(block, DeviceRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0), "", POLICIES["minimal"].names)
+    kept = pattern_keeping(
+        block, RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0), "", POLICIES["minimal"].names
+    )
     slots = report_of(small_program({**keys, "remat.policy": "minimal"}, 2).compile_for_report()).breakdown["residuals"]
     assert kept.bytes * block.layers == pytest.approx(slots, rel=0.02)
 

@@ -164,7 +164,8 @@ def test_products_without_triton_are_calls_of_cublas():
 
 
 def test_empty_keys_tell_the_compiler_nothing():
-    assert compiler_options(small_config(), "cuda") == compiler_options(small_config(), "cpu") == {}
+    xla = small_config().xla
+    assert compiler_options(xla, 0, "cuda") == compiler_options(xla, 0, "cpu") == {}
 
 
 @described

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.data.examples.packing import ExampleSource
-from bytescope.train.data.feed import put
+from bytescope.train.data.packing import ExampleSource
+from bytescope.train.run.feed import put
 from bytescope.train.run.startup import start_state
 from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
 from support.exhaustive import exhaustive

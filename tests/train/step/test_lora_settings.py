@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bytescope.train.data.feed import calls
+from bytescope.train.run.feed import calls
 from support.exhaustive import exhaustive
 from support.toy import fixed_batches, made_state, small_program
 

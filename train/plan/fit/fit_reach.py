@@ -20,7 +20,7 @@ from typing import Any
 from bytescope.memory.remat.remat_search import FULL
 from bytescope.train.plan.fit.fit_step import Step, judged
 from bytescope.train.plan.fit.fit_walk import Walk
-from bytescope.train.plan.remat_keys import policy_keys
+from bytescope.train.plan.remat_keys import remat_keys
 from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried beside the config's.
@@ -161,7 +161,7 @@ class Reach:
             tried: dict[int, Reached] = {}
 
             def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
-                keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **policy_keys(FULL)}
+                keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
                 row = self._compiled(keys, FULL, "micro")
                 if row is not None:
                     tried[micro] = row
@@ -182,7 +182,7 @@ class Reach:
             "batch.micro": "1",
             "batch.tokens": "0",
             "batch.accumulation": "1",
-            **policy_keys(policy),
+            **remat_keys(policy),
         }
         for rank in ranks:
             tried = {}

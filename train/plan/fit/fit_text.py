@@ -36,6 +36,10 @@ AT_LEAST = (
     '"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
     "with nothing recomputed"
 )
+# What "2 x 4" stands for in the words of a variant.
+BATCH_WORDS = '"2 x 4": micro-batches of 2 sequences on each rank, 4 of them accumulated per update'
+# Variants that the table at the end lists at most.
+_FINISHED = 8
 # Columns of a verdict, such as "fits, fastest so far".
 _VERDICT = 20
 
@@ -64,6 +68,7 @@ class Lines:
                     f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory",
                     "dim",
                 ),
+                Prose(BATCH_WORDS, "dim"),
             ),
             self._console,
         )
@@ -237,9 +242,33 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
         ),
         Text("run it with:", style="bold"),
         CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        *_finished(out),
         *_layouts(out),
         *_reach(out),
     )
+
+
+def _finished(out: Mapping[str, Any]) -> list[RenderableType]:
+    """The fastest variants that fit, each beside the choice; none where a single one fits."""
+    best = out["best"]
+    rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
+    ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
+    if len(ranked) < 2 or not best.get("predicted_seconds"):
+        return []
+    table = FigureTable(label("variants that fit"), *map(figure, ("allocated", "update")), fixed())
+    for row in ranked[:_FINISHED]:
+        lost = row["predicted_seconds"] / best["predicted_seconds"] - 1
+        words = f"{lost:.1%} slower" if lost >= TIE else "a tie"
+        chosen = row["what"] == best["what"]
+        table.add(
+            row["what"],
+            human(row["allocated_bytes"]),
+            seconds(row["predicted_seconds"]),
+            "chosen" if chosen else words,
+            style="bold" if chosen else "",
+        )
+    left = len(ranked) - _FINISHED
+    return [table, *([Text(f"and {left} slower ones", style="dim")] if left > 0 else [])]
 
 
 def _layouts(out: Mapping[str, Any]) -> list[RenderableType]:

@@ -18,14 +18,14 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.layer_graph import LayerGraph
-from bytescope.memory.remat.remat_problem import CompiledPlan, DeviceRates, KeepPattern, LayerPlan
+from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, RecomputeRates
 from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, RematSearch
 from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words
 from bytescope.train.plan.fit.fit_step import Step, judged
-from bytescope.train.plan.remat_keys import plan_keys, policy_keys
+from bytescope.train.plan.remat_keys import plan_keys, remat_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
@@ -147,8 +147,8 @@ class Walk:
         smallest = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
         self._try_all(
             [
-                ("baseline", {**first, **policy_keys(NONE)}, NONE),
-                *(("mesh", {**keys, **policy_keys(FULL)}, FULL) for keys in smallest),
+                ("baseline", {**first, **remat_keys(NONE)}, NONE),
+                *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest),
             ]
         )
         for number, squeeze in enumerate(space.squeezes()):
@@ -172,7 +172,7 @@ class Walk:
             sizes = self._sizes(squeeze, mesh)
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
-        steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
+        steps = self._try(stage, [{**keys, **remat_keys(FULL)} for _, keys in starts], FULL)
         ranked = sorted(
             (self.bound(step), number) for number, step in enumerate(steps) if step.ok and self._can_fit(step, squeeze)
         )
@@ -226,7 +226,7 @@ class Walk:
         found: list[float] = []  # seconds per update, one for each micro-batch
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
-            full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
+            full = self._try("micro", [{**keys, **remat_keys(FULL)}], FULL)[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
@@ -267,7 +267,7 @@ class Walk:
         of_best = [tried.plan for tried in search.tried.values() if {**keys, **plan_keys(tried.plan)} == best]
         if of_best:
             self._search, self._plan = search, of_best[0]
-        full = next(one for one in self.steps if one.keys == {**keys, **policy_keys(FULL)})
+        full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
         self._update_saved_share(full, step)
         return step.seconds
 
@@ -330,7 +330,7 @@ def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
 
 
-def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: DeviceRates) -> LayerPlan:
+def _with_name(plan: LayerPlan, name: str, graph: LayerGraph, rates: RecomputeRates) -> LayerPlan:
     """The plan with one more name kept on the device by every layer; ranges that offload tensors stay as they are."""
     ranges: list[tuple[KeepPattern, int]] = []
     for pattern, count in plan.ranges:

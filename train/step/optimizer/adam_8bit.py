@@ -38,7 +38,7 @@ class EightBitState(NamedTuple):
     is quantized. mu_scale, nu_scale: float32, one per block; `MaskedNode` where nothing is quantized.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax names it so; it hides tuple.count
     mu: Any
     root_nu: Any
     mu_scale: Any

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import NamedSharding
-from ml_collections import ConfigDict
 
 from bytescope.model.remat.offload import HOST, here, stored_like
 
@@ -74,18 +73,18 @@ def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
 
-def hosted_state(state: Any, offload: ConfigDict) -> Any:
-    """The abstract state with what `config.offload` names in host memory: arrays, not the counters."""
+def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> Any:
+    """Returns the abstract state with arrays of the parameters or the optimizer in host memory; counters stay."""
 
     def move(leaf):
         return described(leaf) if leaf.ndim else leaf
 
     params, opt_state = state.params, state.opt_state
-    if offload.params:
+    if hosts_params:
         params = jax.tree.map(move, params)
-    if offload.optimizer and isinstance(opt_state, optax.MultiStepsState):  # its sums are read in every call
+    if hosts_optimizer and isinstance(opt_state, optax.MultiStepsState):  # its sums are read in every call
         opt_state = opt_state._replace(inner_opt_state=jax.tree.map(move, opt_state.inner_opt_state))
-    elif offload.optimizer:
+    elif hosts_optimizer:
         opt_state = jax.tree.map(move, opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 

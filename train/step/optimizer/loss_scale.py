@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from bytescope.train.step.optimizer.rules import grad_norm
 
@@ -45,11 +44,6 @@ class Scaling:
     initial: float
     growth_every: int
     positions: int
-
-    @classmethod
-    def of(cls, config: ConfigDict, positions: int) -> "Scaling":
-        """From `config.precision` and the positions of a micro-batch over all devices."""
-        return cls(config.loss_scale_init, config.loss_scale_growth_every, positions)
 
     def init(self) -> LossScale:
         """The loss scale before the first update."""

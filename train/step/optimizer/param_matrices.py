@@ -87,7 +87,7 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
     exists for one layer at a time. The experts of a layer have their turn together: devices share them out, and a loop
     over them would gather each.
     """
-    matrix = matrix_of(path)
+    matrix = MATRICES[_name(path)]
     stacked = arrays[0].ndim - matrix.inputs - matrix.outputs
     if not stacked:
         return function(*arrays)

@@ -14,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from bytescope.model import Precision
 from bytescope.model.runs import BLOCKS, DENSE
-from bytescope.train.program.checks import check_partwise
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted, stow
 from bytescope.train.step.optimizer.rounding import apply_update
-from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
+from bytescope.train.step.optimizer.rules import ROW_BY_ROW, ClipState, OptimizerConfig, clip_scale, make_rule, squares
 
 Leaves = list[jax.Array]
 STACKS = (BLOCKS, DENSE)
@@ -182,9 +180,8 @@ class PartwiseUpdate:
         """Updates `parts` in the lists of all parameters `p` and state `s`, from gradients `g` at the same places."""
         after = None
         for part in parts:
-            own = [p[i] for i in part.params], [s[i] for i in part.kept]
-            own = self._after(own, after)
-            new = self._part(part, *own, [g[i] for i in part.params], shared, scales[part.group], key, when)
+            params, kept = self._after(([p[i] for i in part.params], [s[i] for i in part.kept]), after)
+            new = self._part(part, params, kept, [g[i] for i in part.params], shared, scales[part.group], key, when)
             for places_of, leaves, values in ((part.params, p, new[0]), (part.kept, s, new[1])):
                 for place, value in zip(places_of, values):
                     leaves[place] = value
@@ -217,7 +214,7 @@ class PartwiseUpdate:
                 return dict.fromkeys(
                     (part.group for part in self.parts[0]), clip_scale(norm, inverse, self.max_norm)
                 ), norm
-            total, groups = jnp.zeros((), jnp.float32), {}
+            total, groups = jnp.zeros((), jnp.float32), dict[str, Any]()
             for part in self.parts[0]:
                 own = self._squares(part, [grads[i] for i in part.params])
                 groups[part.group] = groups.get(part.group, 0.0) + own
@@ -286,14 +283,15 @@ class PartwiseUpdate:
     ) -> tuple[Leaves, Leaves]:
         """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
-        new = self.turn(part, *old, grads, shared, scale, key, index)
-        return tuple(
-            [
+        new_params, new_kept = self.turn(part, *old, grads, shared, scale, key, index)
+
+        def updated(stacks: Leaves, pieces: Leaves) -> Leaves:
+            return [
                 jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
                 for leaf, piece in zip(stacks, pieces)
             ]
-            for stacks, pieces in zip((params, kept), new)
-        )
+
+        return updated(params, new_params), updated(kept, new_kept)
 
     def turn(
         self,
@@ -330,21 +328,26 @@ class PartwiseUpdate:
 
 
 def make_partwise(
-    config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int, state: Any
-) -> PartwiseUpdate | None:
-    """The update by parts where the config needs it (state in host memory, clipping by layer, fused backward), or None.
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    precision: Precision,
+    every: int,
+    state: Any,
+    *,
+    vocabulary: int,
+    stacked: bool,
+) -> PartwiseUpdate:
+    """Returns the update by parts of a config, for state in host memory, clipping by layer or a fused backward pass.
 
-    `every`: as of PartwiseUpdate; `state`: the abstract TrainState. Raises ValueError as `checks.check_partwise`.
+    every, stacked: as of PartwiseUpdate. state: the abstract TrainState. vocabulary: tokens of it.
     """
-    if not check_partwise(config, precision):
-        return None
     return PartwiseUpdate(
-        make_rule(config.optimizer, schedule, config.model.vocab_size),
-        config.optimizer.clip_norm,
-        config.optimizer.clip == "layer",
+        make_rule(config, schedule, vocabulary),
+        config.clip_norm,
+        config.clip == "layer",
         every,
-        config.model.scan,
-        config.optimizer.name in ROW_BY_ROW,
+        stacked,
+        config.name in ROW_BY_ROW,
         precision,
         state.params,
         state.opt_state,

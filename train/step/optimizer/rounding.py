@@ -59,9 +59,10 @@ def apply_update(
 def apply_updates(params: Any, updates: Any, precision: Precision, key: jax.Array) -> Any:
     """`apply_update` for every parameter of the tree; `updates` is a tree like it, `key` that of this update."""
     leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(
+    return jax.tree.unflatten(
+        tree,
         [
             apply_update(*pair, precision, key, number)
             for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates)))
-        ]
+        ],
     )

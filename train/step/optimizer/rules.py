@@ -1,5 +1,6 @@
 """Optimizers as rows of a table, clipping, schedules and accumulation; gradients arrive as sums over tokens."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from ml_collections import ConfigDict
 
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.step.optimizer.adam_8bit import scale_by_adam_8bit
@@ -15,6 +15,28 @@ from bytescope.train.step.optimizer.param_matrices import adafactor, muon
 
 # Whose norm is clipped: that of all gradients, or that of each layer's and that of all others together.
 CLIPS = ("global", "layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The group `optimizer` of a config; configs/base.py says what each key means."""
+
+    name: str
+    learning_rate: float
+    batch_scaling: str
+    base_batch_tokens: int
+    warmup_steps: int
+    end_fraction: float
+    b1: float
+    b2: float
+    momentum: float
+    eps: float
+    weight_decay: float
+    router_bias_rate: float
+    clip_norm: float
+    fused_backward: bool
+    freeze: tuple[str, ...]
+    clip: str
 
 
 class ClipState(NamedTuple):
@@ -77,7 +99,7 @@ def squares(leaves: Any) -> jax.Array:
     return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(leaves)), jnp.float32(0.0))
 
 
-def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at `steps`."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
     return optax.schedules.warmup_cosine_decay_schedule(
@@ -90,7 +112,7 @@ def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
 SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
-def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlgebra) -> optax.Schedule:
+def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
     """The schedule times (tokens of the update / `base_batch_tokens`) to the power of `batch_scaling`.
 
     Raises:
@@ -108,7 +130,7 @@ def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlg
     return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
 
 
-def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
+def describe_scaling(config: OptimizerConfig, batch: BatchAlgebra) -> str:
     """The scaling of the learning rate in one line for the user, "" for none."""
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
@@ -126,7 +148,7 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
 
 
-def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTransformation:
+def _adam(config: OptimizerConfig, mu_dtype: str | None = None) -> optax.GradientTransformation:
     return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
 
 
@@ -146,7 +168,7 @@ def _adagrad(eps: float) -> optax.GradientTransformation:
 # name -> how mean gradients become a direction, from the group `optimizer` and the tokens of the vocabulary; decay and
 # learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad
 # Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
-OPTIMIZERS: Mapping[str, Callable[[ConfigDict, int | None], optax.GradientTransformation]] = {
+OPTIMIZERS: Mapping[str, Callable[[OptimizerConfig, int | None], optax.GradientTransformation]] = {
     "adamw": lambda config, _: _adam(config),
     "adamw_bf16": lambda config, _: _adam(config, "bfloat16"),
     "adamw_8bit": lambda config, _: scale_by_adam_8bit(config.b1, config.b2, config.eps),
@@ -164,7 +186,7 @@ ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "
 
 
 def make_rule(
-    config: ConfigDict, schedule: optax.Schedule, vocabulary: int | None = None
+    config: OptimizerConfig, schedule: optax.Schedule, vocabulary: int | None = None
 ) -> optax.GradientTransformation:
     """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
 
@@ -180,7 +202,7 @@ def make_rule(
 
 
 def make_optimizer(
-    config: ConfigDict,
+    config: OptimizerConfig,
     schedule: optax.Schedule,
     *,
     vocabulary: int | None = None,

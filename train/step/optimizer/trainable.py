@@ -6,15 +6,11 @@ from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from jax.sharding import NamedSharding
-from ml_collections import ConfigDict
 
 from bytescope.memory.errors import remedy_for
-from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.model.adapters import TARGETS, Lora
-from bytescope.model.layers import MLPS
+from bytescope.model import Transformer
 from bytescope.model.quantized.quantized_formats import check_blocks
 from bytescope.model.quantized.weight import quantized_weights
-from bytescope.train.parallel.axes import SHARDS
 from bytescope.train.parallel.layout import Layout
 
 
@@ -48,67 +44,6 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) ->
 
 def _of_any_layer(name: str) -> str:
     return re.sub(r"^blocks\.\d+\.", "blocks.", name)
-
-
-def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
-    """The adapters of the group `lora`, None for a rank of 0.
-
-    Raises:
-      ValueError: a value that no adapter can have, or what cannot be combined with adapters.
-    """
-    group = config.lora
-    if not group.rank:
-        return None
-    asked = f"lora.rank={group.rank}"
-    if config.model.attention_kind != "gqa":
-        raise ValueError(
-            f"{asked} with model.attention_kind={config.model.attention_kind}: adapters are beside the "
-            "matrices of gqa; set lora.rank=0"
-        )
-    shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
-    lora = Lora(group.rank, group.alpha, tuple(group.targets), group.dropout, shared=group.rank % shards == 0)
-    if config.optimizer.freeze:
-        raise ValueError(
-            f"optimizer.freeze={','.join(config.optimizer.freeze)} with {asked}, which freezes everything "
-            "but the adapters: leave it empty"
-        )
-    if not MLPS[config.model.mlp][0] and set(lora.targets) == {"gate"}:
-        raise ValueError(
-            f"lora.targets=gate with model.mlp={config.model.mlp}, which has no gate: choose others of "
-            f"{', '.join(TARGETS)}"
-        )
-    dense = config.model.shared_experts or ModelConfig.from_dict(config.model).expert_layers < config.model.n_layers
-    if not dense and set(lora.targets) <= {"gate", "up", "down"}:
-        raise ValueError(
-            f"lora.targets={','.join(lora.targets)} of a model whose every MLP is a mixture: routed "
-            "experts have no adapters; choose some of q, k, v, o"
-        )
-    for key, what in (("model.mlp_chunk", config.model.mlp_chunk), ("mesh.context", config.mesh.context - 1)):
-        if lora.dropout and what > 0:
-            raise ValueError(
-                f"lora.dropout={lora.dropout} with {key}: its masks are drawn for whole sequences on one "
-                f"device; set lora.dropout=0, or leave {key} at its default"
-            )
-    return lora
-
-
-def check_frozen(config: ConfigDict, frozen: Collection[str], precision: Precision) -> None:
-    """Raises ValueError for what cannot be combined with the parameters `frozen`, dotted paths."""
-    if not frozen:
-        return
-    patterns = ",".join(config.optimizer.freeze)
-    why = f"lora.rank={config.lora.rank}" if config.lora.rank else f"optimizer.freeze={patterns}"
-    if config.offload.params:
-        raise ValueError(
-            f"offload.params=true with {why}: frozen parameters stay on the device, and those that are "
-            "trained are few; set offload.params=false"
-        )
-    products = sorted(name for name in frozen if fnmatchcase(name, "blocks.*.w_*"))
-    if precision.matmul != "wide" and products:
-        raise ValueError(
-            f"precision.preset=fp8 with {why}: products in fp8 compute the gradient of every weight, that "
-            f"of {products[0]} too; choose precision.preset=bf16"
-        )
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:

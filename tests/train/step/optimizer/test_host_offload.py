@@ -14,6 +14,7 @@ from bytescope.train.step.optimizer.host_offload import KIND, is_hosted
 from bytescope.train.step.optimizer.partwise import PIECE, rows_of_table
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
 from support.exhaustive import exhaustive
+from support.facts import facts_of
 from support.toy import made_state, run_losses, small_config, small_program
 
 TINY = {"model.d_model": 16, "model.d_ff": 16, "model.n_layers": 2, "batch.micro": 2}
@@ -105,7 +106,8 @@ def test_what_parameters_in_host_memory_cannot_be_combined_with(overrides, words
 
 
 def test_the_cpu_says_that_it_has_one_memory():
-    report = memory.analyze(small_program({**TINY, **OPTIMIZER}).lower(), config={"offload.optimizer": True})
+    program = small_program({**TINY, **OPTIMIZER})
+    report = memory.analyze(program.lower(), facts=facts_of(program))
     assert [finding.message for finding in report.findings if finding.kind == "idle_offload"] == [
         "offload.optimizer asks for offload, but nothing is in host memory"
     ]

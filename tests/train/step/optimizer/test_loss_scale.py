@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.data.feed import calls
+from bytescope.train.run.feed import calls
 from bytescope.train.run.loop import run
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.user_errors import NonFinite

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from bytescope.train.data.examples import renderer
-from bytescope.train.data.examples.content import Chat
-from bytescope.train.data.examples.template import CHATML, Renderer, Template
+from bytescope.train.data import chat_renderer
+from bytescope.train.data.chat_template import CHATML, Renderer, Template
+from bytescope.train.data.example_content import Chat
 from bytescope.train.data.records import Malformed
 from bytescope.train.user_errors import UserError
 
@@ -116,7 +116,7 @@ def test_hostile_templates_are_refused(source, why):
     ],
 )
 def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
-    monkeypatch.setattr(renderer, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3)
     began = time.monotonic()
     with pytest.raises(UserError, match="ran longer than 0.3 s or needed more than 1024 MiB .*: give another with"):
         render(source)
@@ -136,8 +136,8 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     ],
 )
 def test_all_conversations_together_are_limited(monkeypatch, source, seconds, why):
-    monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 700_000)
-    monkeypatch.setattr(renderer, "TOTAL_SECONDS", seconds)
+    monkeypatch.setattr(chat_renderer, "TOTAL_CHARACTERS", 700_000)
+    monkeypatch.setattr(chat_renderer, "TOTAL_SECONDS", seconds)
     chats = [Chat([{"role": "user", "content": "hi"}], None)] * 300
     with Renderer(Template(source, "test", {})) as process, pytest.raises(UserError, match=why) as error:
         process.render(chats, before=False, up_to=False)
@@ -145,7 +145,7 @@ def test_all_conversations_together_are_limited(monkeypatch, source, seconds, wh
 
 
 def test_long_data_may_take_longer(monkeypatch):
-    monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 20_000)
+    monkeypatch.setattr(chat_renderer, "TOTAL_CHARACTERS", 20_000)
     with Renderer(Template(CHATML, "test", {})) as process:
         results = process.render(
             [Chat([{"role": "user", "content": "hi" * 10_000}] * 9, None)] * 3, before=False, up_to=False

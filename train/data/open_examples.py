@@ -6,10 +6,10 @@ from hashlib import blake2b
 
 import numpy as np
 
+from bytescope.train.data.chat_template import find_template
 from bytescope.train.data.corpus import find
-from bytescope.train.data.examples.packing import ExampleSource
-from bytescope.train.data.examples.reader import ExampleSet, end_of_text, read_examples
-from bytescope.train.data.examples.template import find_template
+from bytescope.train.data.example_reader import ExampleSet, end_of_text, read_examples
+from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.records import RecordFiles, choose_held_out, left_out
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import Tokenizer
@@ -27,14 +27,14 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
         held_out = np.flatnonzero(sets[1].named if sets[1].named.any() else ~sets[1].named)
         trained = ~sets[0].named if not sets[0].named.all() else np.ones_like(sets[0].named)
     else:
-        held_out = choose_held_out(sets[0].marks, sets[0].named)
-        trained, held_out = ~held_out, np.flatnonzero(held_out)
+        chosen = choose_held_out(sets[0].marks, sets[0].named)
+        trained, held_out = ~chosen, np.flatnonzero(chosen)
     kept = trained & ~np.isin(sets[0].marks, sets[-1].marks[held_out])
     copies = int(trained.sum() - kept.sum())
-    parts = [
-        _source(found, chosen, config, tokenizer)
-        for found, chosen in ((sets[0], np.flatnonzero(kept)), (sets[-1], held_out))
-    ]
+    parts = (
+        _source(sets[0], np.flatnonzero(kept), config, tokenizer),
+        _source(sets[-1], held_out, config, tokenizer),
+    )
     notes = "; ".join(left_out(sum(found.malformed for found in sets), copies))
     for part, what in zip(parts, ("train on", "hold out"), strict=True):
         if not len(part):
@@ -76,9 +76,9 @@ def _fingerprint(
     digest = blake2b(repr((tokenizer.identity, how)).encode(), digest_size=8)
     for found in sets:
         for array in (found.tokens, found.learned, found.starts, found.marks):
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
     for part in parts:
-        digest.update(np.ascontiguousarray(part.order))
+        digest.update(np.ascontiguousarray(part.order).data)
     return digest.hexdigest()
 
 

@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.data.examples.content import CONTENTS, Chat, Pair
-from bytescope.train.data.examples.special_tokens import Guard
-from bytescope.train.data.examples.template import (
-    CHATML,
-    Rendered,
-    Renderer,
-    find_template,
-    named_tokens,
-    tokenizer_config,
-)
+from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
+from bytescope.train.data.example_content import CONTENTS, Chat, Pair
 from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
 from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.special_tokens import Guard
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
@@ -165,7 +158,7 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
                 ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
             return ids, inside | everything
 
-        def guarded(text: Rendered) -> Tokens:
+        def guarded(guard: Guard, text: Rendered) -> Tokens:
             try:
                 (ids, spans), *before = guard.encode_spans([text.text, *text.before])
             except UserError as error:  # this tokenizer cannot tell them apart
@@ -186,10 +179,11 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             for chat, same, text in zip(chats, safe, texts, strict=True):
                 if isinstance(text, Malformed):
                     found.append(text)
-                elif chat is same:
-                    found.append(of(text, *next(encoded), [next(prefixes) for _ in text.before]))
+                elif guard is None or chat is same:
+                    ids, spans = next(encoded)
+                    found.append(of(text, ids, spans, [next(prefixes) for _ in text.before]))
                 else:
-                    found.append(guarded(text))
+                    found.append(guarded(guard, text))
             return found
 
         yield tokens_of

@@ -1,5 +1,6 @@
 """From checked choices to the functions of a pipelined step."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,20 +24,31 @@ def make_pipeline(
     choices: Choices, graph: nnx.GraphDef, weights: Weights
 ) -> tuple[PipelineGradients, Callable[..., Any]]:
     """(gradients of an update's micro-batches, loss of a held-out one)."""
-    config, precision = choices.config, choices.precision
-    units = tuple(
-        stack_units(choices.abstract(place=choices.layout.staged), choices.stages.stacks, weights, choices.schedule)
+    config, precision, schedule, stages = choices.config, choices.precision, choices.schedule, choices.stages
+    assert schedule is not None and stages is not None
+    staged = choices.layout.staged
+    inside = dataclasses.replace(weights, layout=staged)
+    units = tuple(stack_units(choices.abstract(place=staged), stages.stacks, inside, schedule))
+    cross_entropy = make_cross_entropy(
+        choices.loss,
+        choices.model,
+        config.data.seq_len,
+        choices.layout,
+        precision,
+        choices.batch.micro,
+        choices.frozen,
     )
-    cross_entropy = make_cross_entropy(config, choices.layout, precision, choices.batch.micro, choices.frozen)
     routed = choices.model.routed
-    coefficients = tuple(value / routed[0] if routed else 0.0 for value in (config.loss.balance, config.loss.router_z))
+    coefficients = (0.0, 0.0)
+    if routed:
+        coefficients = config.loss.balance / routed[0], config.loss.router_z / routed[0]
     drops = choices.abstract().drops
-    mask = partial(token_mask, config=config, layout=choices.layout)
+    mask = partial(token_mask, experts=choices.model.experts > 0, layout=choices.layout)
     pooled = bool(routed) and config.loss.balance_layers == "pooled"
     gradients = PipelineGradients(
         graph,
         cross_entropy,
-        choices.schedule,
+        schedule,
         units,
         weights,
         precision.accumulator,
@@ -46,15 +58,15 @@ def make_pipeline(
         pooled,
         mask,
     )
-    return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy, mask)
+    return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
 
 
 def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:
     """What a report of a pipelined step has to say of its own figures; () without stages."""
-    schedule = choices.schedule
-    if schedule is None:
+    schedule, stages = choices.schedule, choices.stages
+    if schedule is None or stages is None:
         return ()
-    empty = _empty_rows(choices.stages, state)
+    empty = _empty_rows(stages, state)
     padding = (
         (
             f"{empty:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "

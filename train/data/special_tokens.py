@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.data.examples.content import Chat
+from bytescope.train.data.example_content import Chat
 from bytescope.train.data.tokenizer import JsonTokenizer
 
 # Around the number of a special token in a message, while the template is rendered: Unicode keeps these out of text.
@@ -56,9 +56,9 @@ class Guard:
             begins += range(at, len(text))
             ends += range(at + 1, len(text) + 1)
             ((ids, spans),) = tokenizer.encode_spans(["".join(written)])
-            spans = [
+            places = [
                 (begins[a], ends[b - 1]) if a < b else (begins[a] if a < len(begins) else len(text),) * 2
                 for a, b in spans.tolist()
             ]
-            found.append((ids, np.array(spans, np.int64).reshape(-1, 2)))
+            found.append((ids, np.array(places, np.int64).reshape(-1, 2)))
         return found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bytescope.train.data.batches import DataConfig, heldout_batches, open_data, train_batches
-from bytescope.train.data.feed import calls, put
+from bytescope.train.run.feed import calls, put
 from support.exhaustive import exhaustive
 from support.text_data import write
 from support.toy import first_state, small_program

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data, heldout_batches, train_batches
-from bytescope.train.data.examples.packing import ExampleSource, pack
+from bytescope.train.data.packing import ExampleSource, pack
 from bytescope.train.data.tokenizer import ByteTokenizer
 from support.text_data import config
 

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: found beside it, rendered by train/data/examples/renderer.py."""
+"""The chat template of a tokenizer: found beside it, rendered by train/data/chat_renderer.py."""
 
 import contextlib
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import check_readable, one_line
-from bytescope.train.data.examples import renderer
-from bytescope.train.data.examples.content import Chat
+from bytescope.train.data import chat_renderer
+from bytescope.train.data.example_content import Chat
 from bytescope.train.data.records import Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.user_errors import UserError
@@ -115,19 +115,21 @@ class Renderer:
         """Starts the process. Raises UserError if the template is not valid."""
         self.template = template
         self._process = subprocess.Popen(
-            [sys.executable, "-P", renderer.__file__],
+            [sys.executable, "-P", chat_renderer.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         try:
             self._ask(
                 {
                     "template": template.source,
                     "variables": template.variables,
-                    "seconds": renderer.SECONDS,
-                    "bytes": renderer.BYTES,
-                    "totals": [renderer.TOTAL_SECONDS, renderer.TOTAL_CHARACTERS],
+                    "seconds": chat_renderer.SECONDS,
+                    "bytes": chat_renderer.BYTES,
+                    "totals": [chat_renderer.TOTAL_SECONDS, chat_renderer.TOTAL_CHARACTERS],
                 }
             )
             self._answer()
@@ -149,7 +151,7 @@ class Renderer:
     def close(self) -> None:
         """Ends the process."""
         self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._replies):
             with contextlib.suppress(OSError):  # of what was left to write
                 stream.close()
         self._process.wait()
@@ -177,16 +179,16 @@ class Renderer:
 
     def _ask(self, request: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended: reading tells
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
 
     def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             code = self._process.wait()
             raise UserError(
-                f"the chat template of {self.template.title} ran longer than {renderer.SECONDS} s or "
-                f"needed more than {renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
+                f"the chat template of {self.template.title} ran longer than {chat_renderer.SECONDS} s or "
+                f"needed more than {chat_renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
                 "another with data.chat_template=FILE"
             )
         answer = json.loads(line)
@@ -204,16 +206,16 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Returns the text without the marks of `generation`, and the spans [from, to) that were between them. Raises
     Malformed for text that cannot be encoded, and for marks that do not match."""
     text_of(text, "the rendered text")
-    parts = re.split(f"([{renderer.BEGIN}{renderer.END}])", text)
+    parts = re.split(f"([{chat_renderer.BEGIN}{chat_renderer.END}])", text)
     found, plain, begun = [], [], None
     length = 0
     for part in parts:
-        if part == renderer.BEGIN and begun is None:
+        if part == chat_renderer.BEGIN and begun is None:
             begun = length
-        elif part == renderer.END and begun is not None:
+        elif part == chat_renderer.END and begun is not None:
             found.append((begun, length))
             begun = None
-        elif part in (renderer.BEGIN, renderer.END):
+        elif part in (chat_renderer.BEGIN, chat_renderer.END):
             raise Malformed("generation blocks inside of each other, or U+FDD0 in the text")
         else:
             plain.append(part)

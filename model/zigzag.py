@@ -1,0 +1,50 @@
+"""The zigzag order of a sequence that a ring of devices shares: each rank has an early and a late chunk.
+
+Under a causal mask every rank then has the same work.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
+    """Returns the positions of one of the 2 * `ranks` chunks of a sequence.
+
+    Raises:
+      ValueError: the sequence is not divisible by 2 * ranks; `axis` is named in the message.
+    """
+    if length % (2 * ranks):
+        raise ValueError(
+            f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
+            f"make it a multiple of {2 * ranks}, or change {axis}"
+        )
+    return length // (2 * ranks)
+
+
+def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
+    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks.
+
+    Raises:
+      ValueError: the sequence is not divisible by 2*ranks.
+    """
+    n = chunk_length(x.shape[axis], ranks)
+    early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1 :]), 2, axis)
+    return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
+
+
+def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
+    """The inverse of `zigzag`."""
+    n = chunk_length(x.shape[axis], ranks)
+    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
+    early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
+    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
+
+
+def zigzag_positions(length: int, ranks: int) -> jax.Array:
+    """int32 [L]: the position in the sequence of each element after `zigzag`, which says what is raised."""
+    # Arithmetic on an iota: no constant of L entries, and every device computes its own part.
+    n = chunk_length(length, ranks)
+    place = jax.lax.iota(jnp.int32, length)
+    rank = place // (2 * n)
+    chunk = jnp.where(place // n % 2 == 0, rank, 2 * ranks - 1 - rank)
+    return chunk * n + place % n
