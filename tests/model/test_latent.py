@@ -182,6 +182,7 @@ def test_shards_give_the_losses_of_one_device():
     np.testing.assert_allclose(run_losses(shared, 3), run_losses(one, 3), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
     """One dense layer, two of experts in groups with a shared one; none dropped."""
     keys = {
