@@ -99,7 +99,7 @@ def reference(rank: int, x_BLD: np.ndarray, weight_BLD: np.ndarray):
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("rank", [12, 0])
+@pytest.mark.parametrize("rank", [12, *exhaustive(0)])
 def test_output_and_gradients_are_those_of_transformers(rank):
     x_BLD, weight_BLD = np.random.default_rng(0).standard_normal((2, 2, L, D)).astype(np.float32)
     weights, output, gradients, d_x = reference(rank, x_BLD, weight_BLD)
