@@ -200,6 +200,7 @@ def alone():
     return losses(REMAT, steps=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "devices"),
     [

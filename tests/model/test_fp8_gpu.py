@@ -57,6 +57,7 @@ def test_native_products_on_a_described_h100():
     assert not [shape for shape in wide if "512,256]" in shape or "256,512]" in shape or "2048,256]" in shape]
 
 
+@pytest.mark.exhaustive
 def test_the_report_shows_what_is_saved():
     reports = {preset: report_of(compiled(preset)[1], names=NAMES) for preset in ("fp8", "bf16")}
     ours, wide = (reports[preset].residuals_by_name for preset in ("fp8", "bf16"))

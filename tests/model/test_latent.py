@@ -99,7 +99,7 @@ def reference(rank: int, x_BLD: np.ndarray, weight_BLD: np.ndarray):
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("rank", [12, 0])
+@pytest.mark.parametrize("rank", [12, *exhaustive(0)])
 def test_output_and_gradients_are_those_of_transformers(rank):
     x_BLD, weight_BLD = np.random.default_rng(0).standard_normal((2, 2, L, D)).astype(np.float32)
     weights, output, gradients, d_x = reference(rank, x_BLD, weight_BLD)
@@ -182,6 +182,7 @@ def test_shards_give_the_losses_of_one_device():
     np.testing.assert_allclose(run_losses(shared, 3), run_losses(one, 3), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
     """One dense layer, two of experts in groups with a shared one; none dropped."""
     keys = {

@@ -200,6 +200,7 @@ def test_no_name_of_the_model_is_too_wide(preset, scan):
     assert {"mid", "block_in"} <= kept if preset == "fp32" else kept.isdisjoint({"mid", "block_in"})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("policy", "widths"), [("offload", 512), *exhaustive(("offload_dots", 4 * 512 + 2 * 1536))])
 def test_unrolled_layers_offload_as_scanned_ones(policy, widths):
     """All that is offloaded is on the host at once, and the device holds no more than under the loop."""

@@ -253,6 +253,7 @@ def test_memory_of_a_device_falls_with_the_ranks(devices):
     assert temp(8) < scores
 
 
+@pytest.mark.exhaustive
 def test_hops_hide_behind_products_on_a_gpu():
     """Attention of an 8B model, 131072 positions over eight: what a device holds, what runs while a message flies."""
     ring = Ring(Mesh(np.array(described("h200:8")), ("context",)), "context", (), ())

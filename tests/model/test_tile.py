@@ -49,11 +49,13 @@ def test_losses_are_those_of_the_whole_mlp(whole, keys):
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(whole):
     keys = {**GPT2, "model.dropout": 0.1}
     np.testing.assert_allclose(run_losses(small_program({"model.mlp_chunk": 16, **keys}), 3), whole(**keys), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -113,6 +115,7 @@ def test_the_peak_falls_and_the_work_does_not_grow_under_full_remat():
     assert counts[0].model_flops == counts[1].model_flops and counts[0].recomputed == counts[1].recomputed
 
 
+@pytest.mark.exhaustive
 def test_more_tiles_send_no_more():
     """Parameters are gathered once for all tiles and their gradients reduced after the last."""
     sent = []

@@ -117,6 +117,7 @@ def _compiled(lowered):
     return compile_lowered(lowered)
 
 
+@pytest.mark.exhaustive
 def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_path):
     """Counted in a real run: when the next update's batches are put, those of the last are still held."""
     config = small_config(

@@ -79,7 +79,7 @@ def dense():
     return of
 
 
-@pytest.mark.parametrize("kernel", ["scan", "ragged", "grouped_interpreted", "capacity"])
+@pytest.mark.parametrize("kernel", ["scan", "capacity", *exhaustive("ragged", "grouped_interpreted")])
 def test_every_kernel_equals_the_reference(kernel, dense):
     model = AMPLE if kernel == "capacity" else {"moe_kernel": kernel}
     found = run(config_of(**model))
@@ -90,10 +90,12 @@ def test_every_kernel_equals_the_reference(kernel, dense):
 @pytest.mark.parametrize(
     "model",
     [
-        {"mlp": "gelu"},
-        {"experts_per_token": 1, "router_renormalize": False},
-        {"experts_per_token": 8},
         {"router": "sigmoid", "router_bias": True, "router_groups": 4, "router_top_groups": 2, "router_scale": 2.5},
+        *exhaustive(
+            {"mlp": "gelu"},
+            {"experts_per_token": 1, "router_renormalize": False},
+            {"experts_per_token": 8},
+        ),
     ],
     ids=str,
 )
@@ -211,7 +213,7 @@ def test_slots_drop_the_rows_that_a_reference_drops(ranks, devices):
     np.testing.assert_allclose(y_BLD, reference(config, state, kept_TK)[0], atol=2e-5 * np.abs(y_BLD).max())
 
 
-@pytest.mark.parametrize("dispatch", ["allgather", "ragged_all_to_all"])
+@pytest.mark.parametrize("dispatch", ["allgather", *exhaustive("ragged_all_to_all")])
 def test_a_buffer_that_is_full_drops_the_last_rows_of_its_device(dispatch, devices):
     """What fits is computed as ever; what is dropped is counted."""
     config = config_of(moe_kernel="scan", capacity_factor=0.25)

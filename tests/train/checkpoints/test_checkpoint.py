@@ -160,6 +160,7 @@ def test_another_model_is_refused_and_nothing_is_moved(tmp_path, program):
     checkpoints.close()
 
 
+@pytest.mark.exhaustive
 def test_unrolled_layers_come_back_too(tmp_path):
     program = small_program({"model.scan": False, "model.n_layers": 2})
     checkpoints = open_checkpoints(tmp_path)

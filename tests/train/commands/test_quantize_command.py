@@ -178,6 +178,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     assert again["layers"] == made["awq"]["layers"] and again["after"] == made["awq"]["after"]
 
 
+@pytest.mark.exhaustive
 def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys, monkeypatch):
     whole = quantize_work.Work._round
     calls = []

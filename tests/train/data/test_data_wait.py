@@ -61,6 +61,7 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *args: first)
 
 
+@pytest.mark.exhaustive
 def test_waiting_for_a_slow_source_is_told_and_readers_ahead_hide_it(tmp_path, monkeypatch, one_device):
     share, _, said = train(tmp_path / "quick")
     assert share < 0.3 and ("raise data.workers" in said) == (share >= TOLD_WAIT)

@@ -127,6 +127,7 @@ def test_many_answers_are_what_they_are_alone(count):
     assert [list(one.answer) for one in running] == alone(single, asked)
 
 
+@pytest.mark.exhaustive
 def test_pages_are_hardly_wasted():
     """What 200 requests hold beyond their tokens, of all that they hold. Of older systems' caches 20.4 to 38.2 % held
     tokens, of PagedAttention's 96.3 % (arXiv 2309.06180, figure 2)."""

@@ -207,6 +207,7 @@ def test_tensor_parallel_blocks_reduce_twice_in_each_direction():
         assert [kind for kind, _, _ in in_blocks(text, direction)] == ["all-reduce"] * 2
 
 
+@pytest.mark.exhaustive
 def test_sequence_parallel_blocks_gather_in_and_scatter_out():
     """Korthikanti et al. 2022, section 4.2.2; in the backward pass the inputs are gathered once more for the
     gradients of the parameters."""

@@ -216,6 +216,7 @@ def test_evaluation_and_samples_pass_through_the_stages():
     assert texts[0] == texts[1] and len(texts[0]) == 5
 
 
+@pytest.mark.exhaustive
 def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
     overrides = {**MIXTURE, "model.n_layers": 5, "batch.accumulation": 2}
     found = []

@@ -43,6 +43,7 @@ def one():
     return report("1f1b", 8)
 
 
+@pytest.mark.exhaustive
 def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
     more, v, gpipe = report("1f1b", 16), report("v", 8), report("gpipe", 8)
     tokens = 2 * 8 * 32 * 64 * 4  # bytes of eight micro-batches more, which are arguments

@@ -10,6 +10,7 @@ from bytescope.memory.devices import compiler, targets
 from bytescope.train.parallel.xla_options import TABLE, compiler_options
 from bytescope.train.program.program import build
 from support.described import SMALL_GPU
+from support.exhaustive import exhaustive
 from support.toy import made_state, run_losses, small_config, small_program
 
 LAYERS = {"model.n_layers": 4}
@@ -34,7 +35,7 @@ def plain():
     return {clip: losses(**{"optimizer.clip": clip}) for clip in ("global", "layer")}
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("walk", ["remat", "fused", *exhaustive("no loop", "ranges", "sqrt")])
 def test_turns_of_several_layers_train_alike(walk, plain):
     keys, unroll = WALKS[walk]
     found = losses(**keys, **{"model.unroll": unroll})
@@ -118,6 +119,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.exhaustive
 @described
 def test_the_compiler_takes_every_option(tmp_path):
     """XLA's own settings, written by the compiler, hold what each row says; command buffers hold nothing else."""

@@ -169,6 +169,7 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
     assert {**again, **taken} == {**breakdown, **taken} and len(taken) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_traces_its_own_updates(runs, tmp_path):
     source, _, traced, _ = runs
     with pytest.raises(UserError, match="--profile=4-7 begins at update 4, but this run resumes after 6"):

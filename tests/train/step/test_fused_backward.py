@@ -63,6 +63,7 @@ def test_parameters_in_bf16_are_rounded_by_the_same_random_bits():
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["zero3", *exhaustive("zero2")])
 def test_losses_are_the_same_on_every_mesh(strategy):
     mesh = {"mesh.strategy": strategy, "mesh.fsdp": 4, "batch.micro": 1}
@@ -76,6 +77,7 @@ def test_a_layer_knows_its_number():
     np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
 def test_rows_of_the_optimizer_table(name):
     assert name in OPTIMIZERS

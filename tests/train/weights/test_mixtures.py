@@ -23,6 +23,7 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
 from bytescope.train.weights.leaves import checkpoint_leaves
 from bytescope.train.weights.load import load_params
+from support.exhaustive import exhaustive
 from support.models import checkpoints, weights
 
 # config.json as published, without what says nothing of the model.
@@ -513,7 +514,7 @@ def test_a_config_of_ones_own_with_their_weights(tmp_path):
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", *exhaustive("qwen3_moe")])
 def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
     """Over three layers of experts and rows of unequal lengths, whose padding neither counts."""
     import torch

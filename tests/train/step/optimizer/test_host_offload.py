@@ -45,6 +45,7 @@ def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
     np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
 def test_rules_over_whole_matrices_take_layers_in_turn(name):
     overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
@@ -158,6 +159,7 @@ def test_host_bytes_are_the_moments(name, target):
         assert sum(row.seconds for row in rows) == moved / targets.parse(target).host_link_bytes_per_s
 
 
+@pytest.mark.exhaustive
 @described
 def test_nothing_of_the_state_is_left_on_the_device():
     program, report = report_on(BOTH)

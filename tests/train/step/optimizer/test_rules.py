@@ -160,9 +160,7 @@ OWN = ("adamw_8bit", "adafactor", "muon")
 CASES = [(name, layout) for name in OPTIMIZERS for layout in LAYOUTS if name in OWN or layout != list(LAYOUTS)[-1]]
 # Each row on one device, and those whose state lies otherwise than the parameters on one mesh.
 FIRST = [
-    case
-    for case in CASES
-    if case[1] == "one device" or (case[0] in ("adamw_8bit", "adafactor") and case[1] == "multisteps, fsdp")
+    case for case in CASES if case[1] == "one device" or (case[0] == "adamw_8bit" and case[1] == "multisteps, fsdp")
 ]
 
 
