@@ -337,6 +337,7 @@ MEASURED_TEXT = [
     (ON_CPU, rf"of {_ROOM} \([\d.]+ ?%\), {_ROOM} free", "of <free>"),
     (ON_CPU, rf"\bof {_ROOM} \([\d.]+ ?%\)", "of <limit>"),
     (ON_CPU, r"\b\d[\d.]+ GiB", "<limit>"),
+    (ON_CPU, r"[\d.]+ ?% of the limit", "<share> of the limit"),
     (ON_CPU, r"\b\d{1,3}(,\d{3}){3,} bytes", "<limit> bytes"),
     ("training/*", r"\d+:\d\d:\d\d left", "<left>"),
     ("training/*", r"in \d+:\d\d:\d\d, [\d,.]+ tokens/s", "in <time>"),
@@ -551,10 +552,26 @@ def parsed(file: str, text: str) -> Any:
         if file.endswith(".jsonl"):
             return [json.loads(line) for line in text.splitlines()]
         if file.endswith(".json"):
-            return json.loads(text)
+            return with_strings(json.loads(text))
     except ValueError:
         pass
     return None
+
+
+def with_strings(value: Any) -> Any:
+    """Returns a report page's data with the strings that its columns of buffers index.
+
+    Two lines of a source file that become one would move all later indices.
+    """
+    data = value.get("data") if isinstance(value, dict) else None
+    if not isinstance(data, dict) or not {"strings", "buffers"} <= data.keys():
+        return value
+    strings, columns = data["strings"], dict(data["buffers"])
+    for name in ("what", "name", "type", "category", "phase", "op", "source", "checkpoint"):
+        if name in columns:
+            columns[name] = [strings[i] for i in columns[name]]
+    others = {key: each for key, each in data.items() if key != "strings"}
+    return value | {"data": others | {"buffers": columns}}
 
 
 def line_differences(before: list[str], after: list[str]) -> Iterator[tuple[str, str]]:
