@@ -346,6 +346,7 @@ MEASURED_TEXT = [
     ("training/*", r"^update \d+ took .*", ""),
     ("training/*", r"compiled +in [\d.]+ s", "compiled <seconds>"),
     ("training/*", r"^tokens/s [\d,]+ [\d.]+ m?s per update, medians", "<speed>"),
+    ("training/page_two", r"^((run|fsdp) \d \S+ \S+ )[\d,]+ [\d.]+ MiB", r"\1<speed> <process>"),
     ("training/*", r"^measured memory .* of the process; predicted .*", "<process>"),
     ("plans/compare*", r"(\s\d\.\d{3}\s+)\d+\.\d(?=\s|$)", r"\1<seconds>"),
     ("plans/compare*", r"comp s", "comp s"),  # the heading of that column
@@ -359,10 +360,10 @@ MEASURED_JSON = [
     ("*", "*", r".*\.compile_seconds"),
     ("plans/fit*", "*fit*.json", r"\$\.seconds"),
     ("plans/fit*", "*nothing.json", r"\$\.seconds"),
-    (ON_CPU, "*", r".*\.(limit|limit_bytes|device_memory_bytes|host_memory_bytes)"),
+    (ON_CPU, "*", r".*\.(limit|limits\[\d+\]|limit_bytes|device_memory_bytes|host_memory_bytes)"),
     ("training/*", "*metrics.jsonl", r".*\.(tokens_per_s|step_time_s|data_wait_s|mfu|hfu)"),
     ("training/*", "*metrics.jsonl", r".*\.memory\.\w+"),
-    ("training/*", "*index.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
+    ("training/*", "*.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
 ]
 
 
