@@ -337,6 +337,7 @@ MEASURED_TEXT = [
     (ON_CPU, rf"of {_ROOM} \([\d.]+ ?%\), {_ROOM} free", "of <free>"),
     (ON_CPU, rf"\bof {_ROOM} \([\d.]+ ?%\)", "of <limit>"),
     (ON_CPU, r"\b\d[\d.]+ GiB", "<limit>"),
+    (ON_CPU, r"[\d.]+ ?% of the limit", "<share> of the limit"),
     (ON_CPU, r"\b\d{1,3}(,\d{3}){3,} bytes", "<limit> bytes"),
     ("training/*", r"\d+:\d\d:\d\d left", "<left>"),
     ("training/*", r"in \d+:\d\d:\d\d, [\d,.]+ tokens/s", "in <time>"),
@@ -345,6 +346,7 @@ MEASURED_TEXT = [
     ("training/*", r"^update \d+ took .*", ""),
     ("training/*", r"compiled +in [\d.]+ s", "compiled <seconds>"),
     ("training/*", r"^tokens/s [\d,]+ [\d.]+ m?s per update, medians", "<speed>"),
+    ("training/page_two", r"^((run|fsdp) \d \S+ \S+ )[\d,]+ [\d.]+ MiB", r"\1<speed> <process>"),
     ("training/*", r"^measured memory .* of the process; predicted .*", "<process>"),
     ("plans/compare*", r"(\s\d\.\d{3}\s+)\d+\.\d(?=\s|$)", r"\1<seconds>"),
     ("plans/compare*", r"comp s", "comp s"),  # the heading of that column
@@ -358,10 +360,10 @@ MEASURED_JSON = [
     ("*", "*", r".*\.compile_seconds"),
     ("plans/fit*", "*fit*.json", r"\$\.seconds"),
     ("plans/fit*", "*nothing.json", r"\$\.seconds"),
-    (ON_CPU, "*", r".*\.(limit|limit_bytes|device_memory_bytes|host_memory_bytes)"),
+    (ON_CPU, "*", r".*\.(limit|limits\[\d+\]|limit_bytes|device_memory_bytes|host_memory_bytes)"),
     ("training/*", "*metrics.jsonl", r".*\.(tokens_per_s|step_time_s|data_wait_s|mfu|hfu)"),
     ("training/*", "*metrics.jsonl", r".*\.memory\.\w+"),
-    ("training/*", "*index.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
+    ("training/*", "*.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
 ]
 
 
@@ -551,10 +553,26 @@ def parsed(file: str, text: str) -> Any:
         if file.endswith(".jsonl"):
             return [json.loads(line) for line in text.splitlines()]
         if file.endswith(".json"):
-            return json.loads(text)
+            return with_strings(json.loads(text))
     except ValueError:
         pass
     return None
+
+
+def with_strings(value: Any) -> Any:
+    """Returns a report page's data with the strings that its columns of buffers index.
+
+    Two lines of a source file that become one would move all later indices.
+    """
+    data = value.get("data") if isinstance(value, dict) else None
+    if not isinstance(data, dict) or not {"strings", "buffers"} <= data.keys():
+        return value
+    strings, columns = data["strings"], dict(data["buffers"])
+    for name in ("what", "name", "type", "category", "phase", "op", "source", "checkpoint"):
+        if name in columns:
+            columns[name] = [strings[i] for i in columns[name]]
+    others = {key: each for key, each in data.items() if key != "strings"}
+    return value | {"data": others | {"buffers": columns}}
 
 
 def line_differences(before: list[str], after: list[str]) -> Iterator[tuple[str, str]]:
