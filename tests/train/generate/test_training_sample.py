@@ -12,6 +12,7 @@ from bytescope.train.data.batches import open_data
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.generate.training_sample import (
+from bytescope.train.generate.steps import own_bytes
     Sampler,
     by_whole_passes,
     generate,
@@ -142,3 +143,12 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
     out = capsys.readouterr().out
     assert "SIGINT before the first update: nothing is saved" in out and "no update of" in out
     assert re.search("checkpoint +none", out) and "saved step" not in out and "to start again" in out
+
+
+@pytest.mark.quick
+def test_a_runtime_without_statistics_counts_no_bytes():
+    class Compiled:
+        def memory_analysis(self):
+            raise NotImplementedError
+
+    assert own_bytes(Compiled()) == 0
