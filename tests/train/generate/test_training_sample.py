@@ -11,8 +11,8 @@ from bytescope.train import cli
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ByteTokenizer
-from bytescope.train.generate.training_sample import (
 from bytescope.train.generate.steps import own_bytes
+from bytescope.train.generate.training_sample import (
     Sampler,
     by_whole_passes,
     generate,
