@@ -355,7 +355,7 @@ PLANS = [
 ]  # fmt: skip
 
 VALIDATION = [
-    case("playbook", "validate --set=playbook --gpus=8 --only=llama-1.34B --folder=rows --jobs=1 --json=validate.json "
+    case("tutorial", "validate --set=jax --only=transformer-1024 --folder=rows --jobs=1 --json=validate.json "
          "--html=validate.html", widths=(80, 120)),
 ]  # fmt: skip
 
