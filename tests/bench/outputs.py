@@ -346,6 +346,9 @@ MEASURED_TEXT = [
     ("training/*", r"^update \d+ took .*", ""),
     ("training/*", r"compiled +in [\d.]+ s", "compiled <seconds>"),
     ("training/*", r"^tokens/s [\d,]+ [\d.]+ m?s per update, medians", "<speed>"),
+    ("library/*", r"\w+/outputs_library\.py", "outputs_library.py"),
+    ("library/pytest_fixtures", r"(passed|failed) in [\d.]+s( \([\d:]+\))?", r"\1 in <seconds>"),
+    ("library/watch", r"\bin use [\d.]+ MiB(.* peak.*?) [\d.]+ MiB", r"in use <process>\1 <process>"),
     ("training/page_two", r"^((run|fsdp) \d \S+ \S+ )[\d,]+ [\d.]+ MiB", r"\1<speed> <process>"),
     ("training/*", r"^measured memory .* of the process; predicted .*", "<process>"),
     ("plans/compare*", r"(\s\d\.\d{3}\s+)\d+\.\d(?=\s|$)", r"\1<seconds>"),
@@ -362,6 +365,7 @@ MEASURED_JSON = [
     ("plans/fit*", "*nothing.json", r"\$\.seconds"),
     (ON_CPU, "*", r".*\.(limit|limits\[\d+\]|limit_bytes|device_memory_bytes|host_memory_bytes)"),
     ("training/*", "*metrics.jsonl", r".*\.(tokens_per_s|step_time_s|data_wait_s|mfu|hfu)"),
+    ("library/watch", "*", r".*\.(peak_)?bytes_in_use"),
     ("training/*", "*metrics.jsonl", r".*\.memory\.\w+"),
     ("training/*", "*.html.data.json", r"\$\.data\.curves\.(in_use|peak|predicted|tokens)\[.*"),
 ]
