@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bytescope.memory.records.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records.report_record import Finding, XlaStats
-    from bytescope.memory.remat.remat_policy import RematPolicy
+    from bytescope.memory.remat.recognition import RematPolicy
     from bytescope.memory.report.difference import Difference, diff
     from bytescope.memory.report.remat_plan import RematPlan, plan_remat
     from bytescope.memory.report.report_object import Report, analyze, assert_fits, load
@@ -57,7 +57,7 @@ _HOMES = {
     **dict.fromkeys(("Executable", "compile"), "watching.executable"),
     **dict.fromkeys(("Watched", "watch"), "watching.watched"),
     **dict.fromkeys(("RematPlan", "plan_remat"), "report.remat_plan"),
-    "RematPolicy": "remat.remat_policy",
+    "RematPolicy": "remat.recognition",
     "Table": "view.object_table",
     "Target": "devices.targets",
     "LiveMemory": "devices.live",

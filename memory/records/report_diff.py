@@ -97,9 +97,11 @@ def _is_figure(value: object) -> bool:
 
 
 def _flops(report: ReportRecord, phase: str = "") -> float:
-    """FLOPs of one phase, or of all phases."""
+    """FLOPs of one phase, or of all phases; 0 for what a damaged report has in their place."""
     phases = [report.work.get(phase, {})] if phase else report.work.values()
-    return sum(sum(work.get("flops", {}).values()) for work in phases)
+    counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
+    numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]
+    return sum(number for number in numbers if _is_figure(number))
 
 
 def _sent(report: ReportRecord) -> dict[str, int]:

@@ -7,7 +7,7 @@ There is one problem (`remat_problem`: a `layer_graph`, rates and budgets), one 
 `remat_search.RematSearch.run` compiles what the solver proposes and corrects `allocation_model` by the result. Start
 there. Two modules build the graph of a problem, both from jax's own derivative of a layer: `named_block` for the blocks
 of a model that names its values, `layer_values` for the layers of any loss. Third-party losses need more:
-`layer_discovery` finds their layers, `jaxpr_sharding` says over how many devices a value is sharded, `remat_policy`
+`layer_discovery` finds their layers, `jaxpr_sharding` says over how many devices a value is sharded, `recognition`
 recognizes values without names, and `loss_gradient` is the training step whose policies can be exchanged;
 `memory/report/remat_plan.py` uses them.
 

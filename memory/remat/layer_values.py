@@ -16,7 +16,7 @@ from bytescope.memory.jaxprs import bodies
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import INLINED, Layer, is_checkpoint, specs_of, where_of
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, size_of, step_of
-from bytescope.memory.remat.remat_policy import Value, Wanted, key_of, type_of
+from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
 # Functions with a derivative of their own. Those that are left in a derivative, called by the rule of another, jax asks

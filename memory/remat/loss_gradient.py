@@ -8,7 +8,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import Layer, with_policy
-from bytescope.memory.remat.remat_policy import type_of
+from bytescope.memory.remat.recognition import type_of
 
 _CALLED = "plan_remat(loss, (params, batch), ...)"
 

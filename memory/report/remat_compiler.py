@@ -16,7 +16,7 @@ from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import LayerValues, values_of
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import LayerPlan, PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.report.report_object import Report

@@ -21,7 +21,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.layer_discovery import Layer
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.remat_policy import RematPolicy, Value
+from bytescope.memory.remat.recognition import RematPolicy, Value
 from bytescope.memory.remat.remat_problem import CompiledPlan, SearchOutcome
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.report import remat_account

@@ -355,7 +355,7 @@ def test_the_terminal_has_both_tables(talk):
 
 def test_the_page_has_both_tables(talk):
     page = report_page.render(talk)
-    part = page[page.index('id="communication"') : page.index("Findings</h2>")]
+    part = page[page.index('id="communication"') : page.index("State ledger</h2>")]
     assert part.count("<tr") == 2 + 5 + 1 + 5  # heads, kinds, their total, operations
     assert "data x model 8" in part and part.count("synchronous") == 5
     assert "No communication between devices" in report_page.render(ReportRecord(1, 1, {}))

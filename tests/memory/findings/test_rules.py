@@ -43,8 +43,9 @@ def report(rows=(), buffers=(), peak=1000, **fields):
     return ReportRecord(peak, fields.pop("allocated", peak), breakdown, buffers=tuple(buffers), **fields)
 
 
-def kinds(found, program=NOTHING.program):
-    return {finding.kind for finding in findings.find(found, PlacedProgram(program))}
+def kinds(found, program=NOTHING):
+    placed = program if isinstance(program, PlacedProgram) else PlacedProgram(program)
+    return {finding.kind for finding in findings.find(found, placed)}
 
 
 def test_a_sound_program_has_none():

@@ -11,7 +11,7 @@ from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy
 from support.models import plain as foreign
 
 HEADS, HIDDEN = P(None, None, "model"), P(None, None, "model")

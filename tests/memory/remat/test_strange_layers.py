@@ -10,7 +10,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
 from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pattern_keeping
 

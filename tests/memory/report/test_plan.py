@@ -10,7 +10,7 @@ from bytescope import memory
 from bytescope.memory import ReportError
 from bytescope.memory.analysis import analyze
 from bytescope.memory.cost import flops
-from bytescope.memory.remat.remat_policy import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
 from bytescope.memory.report import remat_account
 from bytescope.memory.report.remat_compiler import Built, PolicyCompiler

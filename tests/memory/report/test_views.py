@@ -246,6 +246,10 @@ def show_fit(console, name):
         "batch_tokens": 4096,
         "target": {"n_devices": 8},
         "ties": [name, "one more", "and another", "and the last"],
+        "walk": [
+            {"what": what, "fits": True, "predicted_seconds": taken, "allocated_bytes": 44 * GIB}
+            for what, taken in ((name, 0.6983), (f"zero2 {name}", 0.7), ("tensor 2", 1.5))
+        ],
         "best": {
             "what": name,
             "recompute_flops_fraction": 0.25,
