@@ -319,7 +319,8 @@ def to_json(
 
 
 def workload(row: Row) -> str:
-    """What a row computes, and where: the overrides that change its task, in one string."""
+    """Returns the overrides that change what a row computes (model, batch, target), in one string; rows with equal
+    strings can be compared."""
     return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not row.is_how(key)))
 
 

@@ -38,12 +38,12 @@ class Jobs:
         method: str = "",
         measure: bool = False,
     ) -> Job:
-        """The job that compiles the program of these overrides for a target.
+        """Returns the job for a worker process: compile the program of these overrides for a target.
 
         Args:
-            label: what people see while it compiles.
-            method: compile nothing; this method of the factory answers.
-            measure: run the step too, so that the row belongs to this machine.
+            label: the text shown while the worker compiles.
+            method: a method of the factory that the worker calls instead of compiling; its result is the answer.
+            measure: whether the worker also runs the step; the answer is then kept for this machine only.
 
         Raises the factory's errors for an unknown key or a wrong value.
         """
@@ -80,8 +80,8 @@ class Jobs:
 
 
 def with_cpu_devices(job: Job) -> Job:
-    """The job for a user's function, which makes its mesh of this process's devices: as many CPU devices are simulated
-    as a described target has. Raises ReportError for a target that does not exist."""
+    """Returns the job with as many simulated CPU devices as its described target has: a user's function makes its mesh
+    of the devices of the worker's process. Raises ReportError for a target that does not exist."""
     from bytescope.memory.devices import targets
 
     if job.target.partition(":")[0] in ("local", "cpu"):

@@ -15,10 +15,11 @@ _WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
 
 
 def time_updates(update: Callable[[], float], devices: Iterable[Any], tokens: int | None) -> dict[str, float | None]:
-    """Runs updates and returns the median of their seconds, tokens/s over all devices, and the highest peak of a device
-    in bytes, None where the backend does not say or `tokens` is None.
+    """Runs updates; returns (median seconds of one, tokens/s over all devices, highest peak of a device in bytes).
 
-    update: runs one update to its end and returns its seconds.
+    tokens/s is None if `tokens` is None; the peak is None if the backend does not report it.
+
+    update: runs one update to its end and returns its seconds. tokens: per update, over all devices.
     """
     times: list[float] = []
     for number in range(_WARM_UP + _MOST):

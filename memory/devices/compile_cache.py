@@ -140,7 +140,8 @@ class Entry:
         return None
 
     def keep(self, program: str, proto: bytes, more: Mapping[str, Any]) -> None:
-        """Saves a proto beside the entry, if the entry exists; removes the protos of entries that no longer do."""
+        """Saves a serialized HloProto beside the program's entry in the compilation cache, if there is one; removes
+        the protos whose entry is gone. `more`: what is saved with it."""
         path = self.path()
         if path is None or not path.exists():
             return

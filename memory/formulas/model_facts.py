@@ -28,12 +28,13 @@ class RematSegment:
     """Consecutive layers under one remat policy.
 
     Fields:
-        layers: their number. policy: what the trainer calls the policy, for messages.
-        everything: nothing is recomputed.
-        save, offload: names of `rematerialized.NAMED` that are kept on the device and in host memory; the input of a
-            block is always kept.
-        known: whether these names are all that is kept. If not, only the compiler knows.
-        groups: of a nested checkpoint (Chen et al. 2016, arXiv 1604.06174), around whole layers; 0 for none.
+        layers: number of layers. policy: the trainer's name for the policy, for messages.
+        everything: whether all activations are kept, so that nothing is recomputed.
+        save: names of `rematerialized.NAMED` that are kept on the device. offload: those kept in host memory. The
+            input of a block is always kept.
+        known: whether `save` and `offload` name all that is kept. If not, only the compiler knows.
+        groups: number of groups of layers with a checkpoint around each group (Chen et al. 2016, arXiv 1604.06174);
+            0 without nested checkpoints.
     """
 
     layers: int

@@ -109,8 +109,10 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
 
 
 def model_flops(facts: ModelFacts | None, counted: float) -> float:
-    """Model FLOPs of one call of a step over all devices: as `counted` in the program, but of a mixture of experts by
-    formula, since rows that fill up tiles or capacity are none of the model's."""
+    """Returns the model FLOPs of one call of the step over all devices.
+
+    For a dense model these are `counted`, the FLOPs of the traced program. For a mixture of experts they follow from a
+    formula, since the program also multiplies padding rows, which are no model FLOPs."""
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
         return counted

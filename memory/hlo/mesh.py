@@ -119,10 +119,11 @@ def hosts_of(groups: Groups, per_host: int) -> int:
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
-    """Returns the groups of devices of a collective; one group of all devices if the collective names none.
+    """Returns the device groups of a collective as lists of device numbers; one group of all devices if it names none.
 
-    HloInstructionProto: replica_groups 49 and collective_device_list 87 list them, iota_collective_device_list 92
-    and mesh_axes_replica_group_list 93 describe them; source_target_pairs 52 of a permutation are its groups.
+    data[span] is a serialized HloInstructionProto. Its fields replica_groups (number 49) and collective_device_list
+    (87) list the groups, iota_collective_device_list (92) and mesh_axes_replica_group_list (93) encode them; the
+    source_target_pairs (52) of a collective-permute are returned as groups.
 
     Raises WireError for groups that do not fit the mesh or the devices.
     """

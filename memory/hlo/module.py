@@ -62,7 +62,7 @@ class Module:
         instructions, computations: by id. by_name: (computation, instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every donated argument.
         devices: how many it runs on. frames: the table of source places, None where there is none.
-        kernels: what `costs.kernels` found of instructions, by id: several walks over one schedule ask for it.
+        kernels: what `cost.kernel_costs` found of instructions, by id: several walks over one schedule ask for it.
     """
 
     data: bytes = b""

@@ -1,9 +1,9 @@
 """Writes JAX's scope names into the files of a profiler's trace.
 
-On CPUs and GPUs an event has the name of XLA's instruction, not JAX's op_name. This module adds the op_name to every
-such event as the stat `tf_op`, which TPUs write themselves. In the *.xplane.pb only events of CPUs get it, on the kind
-of event: for accelerators, XProf and TensorBoard read it from the HloProto. In Perfetto's JSON the event gets it, with
-phase and component. Times and everything else stay the same.
+On CPUs and GPUs an event has the name of XLA's instruction, not JAX's op_name. This module adds the op_name as the stat
+`tf_op`, which traces of TPUs already have. In the *.xplane.pb it adds the stat to the metadata of CPU events only: for
+accelerators, XProf and TensorBoard read the op_name from the HloProto. In Perfetto's JSON it adds op_name, phase and
+component to each event. Times and all other fields stay the same.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
 
 
 def _is_figure(value: object) -> bool:
-    """Whether a value of a report, which may be damaged, is a figure that can be written."""
+    """Whether a value of a report file, which may be damaged, is a finite number of 0 or more."""
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 

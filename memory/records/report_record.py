@@ -7,39 +7,41 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
 - `config`: the configuration the caller passed; {} when there is none.
 - `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
-- `parameters`: over all devices: `total`, frozen ones too, and `active`, which a token meets; {} where there are none.
-- `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
+- `parameters`: parameter counts over all devices: `total`, frozen ones included, and `active`, those that one token
+  uses; {} if they are not known.
+- `program`: the name of the compiled module; `method`: how lifetimes were computed (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
-- `peak_bytes`: the most that is live at once in main memory (XProf's), at the point `peak_index` of `timeline`.
-- `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, packed temporaries.
-- `unseen`: what the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
-  attribution/runtime_overheads.py), part of no figure above; `predicted_bytes`: allocated plus those of them that lie
-  in the allocator's pool.
-- `limit_bytes`, `fits`, `verdict`: what is available on the device and the judgement of `predicted_bytes`; null, null
-  and "unknown" when no target was given.
-- `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
-- `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
-  to `allocated_bytes`. Of the arguments: params; frozen, parameters that a training step reads and never updates
-  (weights under LoRA adapters, which then are the params); optimizer, what an update keeps for them; accumulator, sums
-  of gradients; cache, what a step carries on that has no gradient (KV caches, recurrent state, batch statistics); rng,
-  random keys; batch, all else.
+- `peak_bytes`: the maximum of bytes live at one time in device memory, as XProf counts it; `peak_index`: the index of
+  that point in `timeline`.
+- `allocated_bytes`: bytes that the runtime allocates: arguments, outputs without an alias, constants, packed
+  temporaries.
+- `unseen`: bytes that the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
+  peak/runtime_overheads.py). `peak_bytes` and `allocated_bytes` do not include them. `predicted_bytes`: allocated bytes
+  plus the `unseen` ones inside the allocator's pool.
+- `limit_bytes`: bytes available on the device; `fits`: whether `predicted_bytes` are within it; `verdict`: the same as
+  a word. Without a target they are null, null and "unknown".
+- `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
+- `breakdown`: row of `ROWS` -> bytes at the peak. All rows without fragmentation sum to `peak_bytes`, with it to
+  `allocated_bytes`. Rows of arguments: params, trained parameters; frozen, parameters that a step reads and never
+  updates, such as weights under LoRA adapters; optimizer, the optimizer's state; accumulator, sums of gradients; cache,
+  state without a gradient that a step passes on (KV caches, recurrent state, batch statistics); rng, random keys;
+  batch, all other arguments.
 - `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
   next as "(blocks input)"; sums to the residuals row.
 - `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
-- `unplaced_bytes`: of the bytes at the peak, arguments aside, those without a place that a person can open: neither a
-  line of source nor a path of modules.
-- `communication`: bytes per step by kind of collective and mesh axes, compared with the formula (`Communication`);
-  `collectives`: every collective of the program, with what overlaps it (`Collective`).
+- `unplaced_bytes`: bytes at the peak, arguments excluded, with neither a source line nor a module path.
+- `communication`: bytes per step by kind of collective and mesh axes, with the bytes that a formula expects
+  (`Communication`); `collectives`: every collective of the program, with the compute that overlaps it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
-- `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
-  not traced. `roofline`: the seconds of that at the data sheet's rates, a bound (`costs.roofline.Prediction`);
-  {} where unknown.
-- `prediction`: the seconds of an update, with their spread (`seconds.prediction.Prediction.to_json`); {} where unknown.
+- `work`: phase -> FLOPs, bytes and messages of one call (`cost.roofline` lists the keys); {} for a program that was
+  not traced. `roofline`: the least seconds of this work at the data sheet's rates (`cost.roofline`); {} if unknown.
+- `prediction`: predicted seconds of an update with their spread (`seconds.step_prediction`); {} if unknown.
 - `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
-  link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
+  link from start to wait, loops (records/schedule_records.py; lists, `to_json` there); [] if no schedule is known.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a trainer's facts.
-- `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: records; `notes`: what is not exact.
+- `ledger`, `timeline`, `buffers` (records/buffer_records.py), `findings`: records; `notes`: sentences on what is not
+  exact.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
 
-# The report's records with those of report_records, which come from here.
+# The report's records with those of the other modules of records, which come from here.
 __all__ = [
     "CARD",
     "CATEGORIES",
@@ -372,7 +374,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _is_prediction(value: Mapping[str, Any]) -> bool:
-    """Whether an object is what `seconds.prediction.Prediction.to_json` writes."""
+    """Whether an object is what `seconds.step_prediction.StepPrediction.to_json` writes."""
     amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
     amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
     parts = [value.get(key) for key in ("by_phase", "by_term")]

@@ -26,7 +26,7 @@ PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MO
     "grouped_product",
     "memory",
 )
-# Kinds of transfers over the host link, beside the kinds of collectives (costs.collectives.WIRE).
+# Kinds of transfers over the host link, beside the kinds of collectives (cost.collectives.WIRE).
 TO_HOST, TO_DEVICE = "to-host", "to-device"
 
 
@@ -60,7 +60,7 @@ class Start:
 
     Fields:
         name: of the instruction; a `Wait` for it ends it. "" for one that compute waits for at once.
-        kind: of `costs.collectives.WIRE`, TO_HOST or TO_DEVICE. phase: of `records.STEP_PHASES`.
+        kind: of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE. phase: of `records.STEP_PHASES`.
         bytes: the payload, the unsharded array (`parallel.Collective.bytes`); of a copy what is copied.
         group: devices that exchange data; hosts: over how many hosts these are spread. arrays: combined into one.
     """

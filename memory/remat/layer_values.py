@@ -265,7 +265,8 @@ class LayerForward:
 
 
 class _Operand(NamedTuple):
-    """The number of a value, None for an input of the layer and a literal; whether it differs between layers."""
+    """An operand of an equation: the index of the value that it reads, None for an input of the layer or a literal, and
+    whether the value differs between layers."""
 
     number: int | None
     varies: bool

@@ -178,7 +178,8 @@ def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRat
 
 
 def _pareto(fronts: Sequence[_Front], cost: str) -> _Front:
-    """Merges fronts and drops each choice that another one beats or equals in bytes, cost and host bytes."""
+    """Merges Pareto fronts: drops each choice for which another one has no more bytes, no more cost and no more host
+    bytes. `cost`: a choice -> what its recomputation costs, in seconds or FLOPs."""
     merged = _Front(*(np.concatenate(column) for column in zip(*fronts)))
     first, second = (merged.seconds, merged.flops) if cost == "seconds" else (merged.flops, merged.seconds)
     order = np.lexsort((second, merged.host, first, merged.bytes))

@@ -35,7 +35,7 @@ _SMALL = 2**17
 
 def seconds(start: Start, rates: DeviceRates) -> float:
     """Seconds from its begin to its end with its stream to itself. Raises KeyError for a kind that neither
-    `costs.collectives.WIRE` nor the host link has."""
+    `cost.collectives.WIRE` nor the host link has."""
     if start.kind in (TO_HOST, TO_DEVICE):
         return rates.host_link_seconds + start.bytes / rates.host_link_bytes_per_s
     if start.group < 2:

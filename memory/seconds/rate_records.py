@@ -28,7 +28,7 @@ _MOST = 4096
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRate:
-    """A collective measured: its kind (of `costs.collectives.WIRE`), devices in its group, hosts over which they are
+    """A collective measured: its kind (of `cost.collectives.WIRE`), devices in its group, hosts over which they are
     spread, and its bus bandwidth: payload bytes (of the unsharded array) -> bytes per second on one device's wire."""
 
     kind: str
@@ -43,7 +43,7 @@ class DeviceRates:
 
     Fields:
         source: where the rates are from, one line.
-        peak_flops: unit (of `costs.roofline.UNITS`) -> FLOP/s that no product exceeds.
+        peak_flops: unit (of `cost.roofline.UNITS`) -> FLOP/s that no product exceeds.
         products: unit -> curve of FLOP/s over the side of a cube.
         attention: of `WAYS` -> head width -> curve of FLOP/s over keys; causal ones count the FLOPs below the diagonal.
         memory: bytes per second over the bytes that a kernel reads and writes, its floor aside.
@@ -115,7 +115,7 @@ class DeviceRates:
         ]
 
     def unit(self, wanted: str) -> str:
-        """The unit that multiplies what `wanted` (of `costs.roofline.UNITS`) would: itself, else the next wider one,
+        """The unit that multiplies what `wanted` (of `cost.roofline.UNITS`) would: itself, else the next wider one,
         else the nearest narrower one."""
         order = roofline.UNITS
         wider = order[order.index(wanted) :]

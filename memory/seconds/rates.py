@@ -1,6 +1,6 @@
 """The rates that a prediction takes: those of a target's chip, of this machine, or of a file.
 
-Peaks of data sheets bound a step (costs.roofline); these predict it. They come from the table of `achieved` for the
+Peaks of data sheets bound a step (cost.roofline); these predict it. They come from the table of `achieved` for the
 chip of a target, from this machine for a CPU, or from a file that `bytescope calibrate` wrote.
 """
 

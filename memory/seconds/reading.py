@@ -50,7 +50,7 @@ def read(
 ) -> Steps:
     """The compiled schedule of a program, of one device and one call; () for one that nothing is known of.
 
-    Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
+    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, a conditional is its
     dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
     module's other kernels: where the products that their arrays look like add up to that, they are such products,
     TILED ones where their operands have 8 bits; else they share it in proportion to their bytes. Products of experts

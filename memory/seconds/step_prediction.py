@@ -1,7 +1,7 @@
 """What a step takes on a target, with the spread that such predictions showed on measured runs.
 
 The walk over the compiled schedule (`walk`) at the rates that the target's devices reach (`rates`). The bound of the
-data sheet, which no program reaches, is `costs.roofline`'s and stays beside it.
+data sheet, which no program reaches, is `cost.roofline`'s and stays beside it.
 """
 
 from __future__ import annotations

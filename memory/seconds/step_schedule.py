@@ -1,4 +1,4 @@
-"""What is asked of the records of a schedule (report_records/schedule.py), which come from here too."""
+"""What is asked of the records of a schedule (records/schedule_records.py), which come from here too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = [
     "unit_of",
 ]
 
-# HLO's dtype of operands -> unit that multiplies them, of `costs.roofline.UNITS`.
+# HLO's dtype of operands -> unit that multiplies them, of `cost.roofline.UNITS`.
 _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}
 
 
@@ -89,7 +89,7 @@ def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int
 
 
 def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
-    """(phase, unit of `costs.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
+    """(phase, unit of `cost.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
     out: Counter[tuple[str, str]] = Counter()
     for kernel, times in kernels(steps):
         if kernel.flops:
@@ -98,5 +98,5 @@ def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
 
 
 def unit_of(dtype: str) -> str:
-    """The unit (of `costs.roofline.UNITS`) that multiplies an HLO dtype."""
+    """The unit (of `cost.roofline.UNITS`) that multiplies an HLO dtype."""
     return "fp8" if dtype.startswith("float8") else _UNIT.get(dtype, "fp32")

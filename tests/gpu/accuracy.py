@@ -101,7 +101,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-# What a row says of an item, in bytes, where it can: item of attribution/runtime_overheads.py -> answer -> measured.
+# What a row says of an item, in bytes, where it can: item of peak/runtime_overheads.py -> answer -> measured.
 ITEMS: Mapping[str, Callable[[Mapping[str, Any]], int | None]] = {
     "context": outside,
     "pool, beside the compiler's": lambda answer: _residual(answer, "allocated"),

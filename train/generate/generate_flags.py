@@ -117,7 +117,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def start_devices(args: argparse.Namespace) -> None:
-    """Starts jax on the devices that a command asks for, which takes weights."""
+    """Starts jax on the devices that the arguments of a command name; for commands that load weights."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     if choose_platform() == "cpu":  # before jax is imported

@@ -55,12 +55,13 @@ def pipelined(version: str = jaxlib.__version__) -> Options:
 
 
 def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
-    """Returns the options for the compiler of `platform`, by name.
+    """Returns the XLA compiler options of `platform`, option name -> value.
 
-    xla: the group of this name, key -> row of TABLE or "". prefetch: `mesh.prefetch`.
+    xla: the config group `xla`; each key has the name of a row of TABLE, or "" for the compiler's own default.
+    prefetch: the config key `mesh.prefetch`.
 
     Raises:
-      ValueError: a value that is not in the table, or any value where `platform` is not a GPU, with the remedy.
+      ValueError: a value that is not in TABLE, or any value if `platform` is not a GPU; the message has the remedy.
     """
     options: Options = pipelined() if platform in GPUS and prefetch else {}
     for key, rows in TABLE.items():

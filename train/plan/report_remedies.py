@@ -186,8 +186,9 @@ def _fits_host(report: ReportRecord, lever: Lever) -> bool:
 
 
 class _Keeping(NamedTuple):
-    """A change that keeps more: what it is called, its policy and keys, the bytes that it adds on a device, and the
-    share of the model's FLOPs that it spares; by the formulas."""
+    """A change of the remat policy that keeps more activations: its name, the policy, the config keys to set, the bytes
+    that it adds on each device, and the share (0 to 1) of the model's FLOPs that is no longer recomputed. Bytes and
+    FLOPs are by formula."""
 
     name: str
     policy: str

@@ -68,13 +68,15 @@ def make_loss(
     micro: int,
     frozen: Collection[str] = (),
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]:
-    """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
+    """Returns the function loss(params, batch, dropout_key_B, frozen=None) -> (total, (cross_entropy, load)).
 
-    What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
-    auxiliary losses. load: what their routers did (model/experts/expert_layer.py), None without experts.
+    `total` is differentiated: the cross-entropy, a float32 sum over unmasked tokens in nats, plus the auxiliary losses
+    of the experts, if there are any. load: the loads of the routers (model/experts/expert_layer.py), None without
+    experts.
 
-    `batch`: the arrays that `batch_names` names, int32 [B, L]; `dropout_key_B`: None for no dropout;
-    `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
+    Arguments of the function: `batch`: the arrays of `batch_names`, int32 [B, L]; `dropout_key_B`: None for no dropout;
+    `frozen`: the values of parameters that are not in `params`. `micro` and `frozen` of this function are those of
+    `make_cross_entropy`.
     """
     cross_entropy = make_cross_entropy(config, model, seq_len, layout, precision, micro, frozen)
 

@@ -70,7 +70,7 @@ class CalibrationSizes:
     """Which sizes are measured, most wanted first.
 
     Fields:
-        units: of `costs.roofline.UNITS`. sides: of cubes. thin: (m, k, n). lengths: of attention. widths: of heads.
+        units: of `cost.roofline.UNITS`. sides: of cubes. thin: (m, k, n). lengths: of attention. widths: of heads.
         tokens: of attention over all sequences. heads: elements of all heads together.
         arrays: bytes of an array that is copied. payloads: of a collective. copied: bytes over the host link.
     """

@@ -24,14 +24,14 @@ _DIGITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What became of rows, by `Row.id`.
+    """The results of measured rows, by `Row.id`.
 
     Fields:
-        answers: those of workers (`memory.compare.worker.answer_to`), with the schedule and the bytes of each program.
-        failed: why a row has none. left: rows that were not compiled when Ctrl-C came, or for which nothing was asked.
-        compiled: how many programs were compiled now; the others were found in the folder.
-        programs: the name of each answer's file; rows of one name are one program.
-        elsewhere: rows whose answer another environment compiled, of a chip that this one has no compiler for.
+        answers: row -> the worker's answer (`memory.compare.worker.answer_to`), with schedule and bytes of its program.
+        failed: row -> why it has no answer. left: rows that were not compiled before Ctrl-C, or were not asked for.
+        compiled: number of programs compiled in this run; the other answers come from the cache folder.
+        programs: row -> name of the answer's file; rows with the same file are the same program.
+        elsewhere: rows compiled in another environment, because this one has no compiler for their chip.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
