@@ -15,6 +15,7 @@ from bytescope.memory.compare import worker_pool
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import RematSearch, spread
+from bytescope.memory.view.console import plain_text
 from bytescope.train.plan import frontier, frontier_page, frontier_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
@@ -367,9 +368,16 @@ def test_points_that_are_settled_outlive_a_stop():
         flat=lambda keys: {"remat.policy": "none", **keys},
         compile=lambda variants: [{"status": "ok", "allocated_bytes": 1, "target": {}} for _ in variants],
     )
-    found = Front(trials, 10, (None, None), "flops", False, 1)
+    shown = []
+    found = Front(trials, 10, (None, None), "flops", False, 1, lambda budget, plan: shown.append((budget, plan)))
     found.run()
     assert found.stopped and 0 < found.missing < 10 and len(found.points) == 10 - found.missing
+    # Each finished budget was shown once, as it was finished.
+    assert sorted(budget for budget, _ in shown) == [point.budget_bytes for point in found.points]
+    line = plain_text(frontier_text.line(*shown[0]), 100)
+    assert line.endswith(f"allocated 1 B: {shown[0][1].policy}") and "nothing fits" in plain_text(
+        frontier_text.line(GIB, None), 100
+    )
     plans = {str(tried.plan) for tried in whole[0]}
     assert all(point.plan in plans or f"12 x {point.plan}" in plans for point in found.points) and len(found.fixed) == 3
 
