@@ -14,7 +14,7 @@ a target), peak (what every buffer is and when it lives), cost (what a step comp
 long it takes), remat (the least recomputation under a budget), findings (what an expert would point at), view (tables,
 charts and pages), report (the object that users hold, its pages, differences and guards), watching (steps that run),
 profile (a profiler's trace), compare (many programs side by side), commands.
-Start at `analysis.py`: a program in, a `records.report_record.ReportRecord` out.
+Start at `analysis.py:report_of`: a compiled program in, a `records.report_record.ReportRecord` out.
 """
 
 import importlib

@@ -6,9 +6,8 @@ Here are a user's program and an HLO dump; `train.commands.report_config` adds t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands import github
@@ -83,15 +82,21 @@ def start_platform(args: argparse.Namespace) -> None:
         simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
 
 
-def make_report(program: PreparedProgram, subject: Subject | None = None) -> tuple[ReportRecord, Compilation]:
+def make_report(
+    program: PreparedProgram, subject_of: Callable[[int], Subject] | None = None
+) -> tuple[ReportRecord, Compilation]:
     """Compiles a program; returns its report and the compilation.
 
-    subject: what the report calls the program; its model FLOPs are filled in here.
+    subject_of: model FLOPs of one call -> what the report calls the program.
     """
-    from bytescope.memory.analysis import report_of, with_seconds
+    from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
 
     compilation, target = program.compile()
+    subject = None
+    if subject_of is not None:
+        counted = flops.count(compilation.jaxpr).model_flops if compilation.jaxpr is not None else None
+        subject = subject_of(0 if counted is None else round(program.model_flops(counted)))
     report = report_of(
         compilation,
         target=target,
@@ -100,12 +105,11 @@ def make_report(program: PreparedProgram, subject: Subject | None = None) -> tup
         roles=program.roles,
         names=program.names,
         loop=program.loop,
+        subject=subject,
+        seconds=True,
+        measure=True,
     )
-    if subject is not None:
-        jaxpr = compilation.jaxpr
-        model_flops = 0 if jaxpr is None else round(program.model_flops(flops.count(jaxpr).model_flops))
-        report = dataclasses.replace(report, subject=dataclasses.replace(subject, model_flops=model_flops))
-    return with_seconds(report, measure=True), compilation
+    return report, compilation
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:

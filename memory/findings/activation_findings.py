@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, told
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
 
-def full_logits(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def full_logits(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Logits or their gradients alive at the peak."""
     size = report.breakdown["logits_loss"]
     if size <= NOTABLE * report.peak_bytes:
@@ -16,7 +16,7 @@ def full_logits(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(size, f"logits and loss hold {human(size)} at the peak, {largest(report, 'logits_loss')}")
 
 
-def wide_activations(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def wide_activations(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """float32 residuals in a program that computes in bfloat16."""
     wide = sum(b.bytes for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32")
     made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
@@ -34,7 +34,7 @@ def wide_activations(report: ReportRecord, program: PlacedProgram) -> Found | No
     return Found(wide, f"{message}, the largest {told(first)}")
 
 
-def fragmentation(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def fragmentation(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Holes in the packed memory."""
     size = report.breakdown["fragmentation"]
     if size <= max(LARGE * report.allocated_bytes, TOY):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB
 
 # Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.
@@ -31,7 +31,7 @@ class Found:
     remedy: str = ""
 
 
-def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
+def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
     """The entry parameters that are arrays, by number, each with its buffer."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
@@ -42,7 +42,7 @@ def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[I
     }
 
 
-def batch(report: ReportRecord, program: PlacedProgram) -> dict[int, Instruction]:
+def batch(report: JudgedProgram, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters that are the batch, by number."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
@@ -54,7 +54,7 @@ def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
     return f"P({', '.join(parts)})"
 
 
-def start_of_backward(report: ReportRecord) -> int:
+def start_of_backward(report: JudgedProgram) -> int:
     """The point at which the backward pass begins, past the end without one.
 
     The compiler moves single operations of one pass into the other; the point has most of each on its side.
@@ -67,12 +67,12 @@ def start_of_backward(report: ReportRecord) -> int:
     return start
 
 
-def at_peak(report: ReportRecord, category: str) -> list[Buffer]:
+def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
     """Buffers of one row of the breakdown, in device memory at the peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 
 
-def largest(report: ReportRecord, category: str) -> str:
+def largest(report: JudgedProgram, category: str) -> str:
     """The largest buffer of a category at the peak, as in "the largest bfloat16[8, 1024] at model.py:31"."""
     first = max(at_peak(report, category), key=lambda b: b.bytes, default=Buffer("", 0))
     return f"the largest {told(first)}"

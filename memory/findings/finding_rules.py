@@ -26,12 +26,12 @@ from bytescope.memory.findings.spare_memory import spare_memory
 from bytescope.memory.findings.stage_findings import uneven_stash
 from bytescope.memory.findings.state_findings import not_donated, state_too_large, whole_state
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.records.report_record import Finding, JudgedProgram
 
-Rule = Callable[[ReportRecord, PlacedProgram], Found | None]
+Rule = Callable[[JudgedProgram, PlacedProgram], Found | None]
 
 
-def find(report: ReportRecord, program: PlacedProgram) -> tuple[Finding, ...]:
+def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
     """Findings of a report, those of most bytes first. `program` is what the report was made from."""
     out = []
     for rule, remedy in RULES.items():

@@ -15,7 +15,7 @@ from bytescope.memory.cost.recomputed import RecomputedProduct, recomputed_produ
 from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import Found, batch
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
 # Shares from which it is worth a line: of the limit that is free, of the model's FLOPs that are recomputed, and of them
@@ -42,7 +42,7 @@ class Spare(NamedTuple):
         return f"{human(self.free)} free and {self.recomputed:.0%} of the model's FLOPs recomputed"
 
 
-def spare_of(report: ReportRecord) -> Spare | None:
+def spare_of(report: JudgedProgram) -> Spare | None:
     """What a program that fits leaves free while it recomputes; None if either is too little to act on."""
     # What is free of a host's memory changes, and a CPU widens what it keeps.
     if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
@@ -56,7 +56,7 @@ def spare_of(report: ReportRecord) -> Spare | None:
     return Spare(free, recomputed / model, model)
 
 
-def spare_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def spare_memory(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """A good part of the memory is free, and FLOPs are recomputed."""
     spare = spare_of(report)
     if spare is None:
@@ -68,7 +68,7 @@ def spare_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
 
 
 def _with_policy(
-    report: ReportRecord, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
+    report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
 ) -> Found:
     """The policy of jax.checkpoint that keeps products, or those of the costliest function, and should fit."""
     devices, shards = max(program.module.devices, 1), _shards(report, program)
@@ -122,7 +122,7 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
     return f"{title} ({next(iter(where[title]))})", by[title]
 
 
-def _shards(report: ReportRecord, program: PlacedProgram) -> int:
+def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
     """Over how many devices activations are sharded at least: as the batch is."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
 
-def uneven_stash(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Residuals that the stages of one program allocate and most of them do not need, where a V needs less on all."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:

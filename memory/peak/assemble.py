@@ -1,4 +1,4 @@
-"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device."""
+"""A parsed program -> the account of its peak: buffers, timeline and breakdown. Pure: no jax, no files, no device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytescope.memory.peak.ledger import rows as ledger_rows
 from bytescope.memory.peak.lifetimes import Curve, Life, LiveValue
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
-from bytescope.memory.records.report_record import CATEGORIES, Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, PeakAccount, TimelinePoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def attribution_of(
     return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
-def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
-    """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
+def account_of(look: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
+    """Returns the account of a program's peak by its buffers alone. Rows add up to the byte.
 
-    Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
+    `method`: how lifetimes were found, a key of `records.METHODS`; `notes`: sentences on what is not exact.
     """
     program = look.program
     curve = lifetimes.walk(program, look.order)
@@ -59,7 +59,7 @@ def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
     temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
     buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
     elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
-    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method, notes)
 
 
 def _assemble(
@@ -70,7 +70,8 @@ def _assemble(
     buffers: tuple[Buffer, ...],
     elements: dict[int, int],
     method: str,
-) -> ReportRecord:
+    notes: tuple[str, ...],
+) -> PeakAccount:
     peak = base + curve.peak_bytes
     allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
     live = [b for b in buffers if b.at_peak and b.memory == "device"]
@@ -80,7 +81,7 @@ def _assemble(
     for allocation in program.allocations:
         if not allocation.thread_local:
             elsewhere[_memory(allocation.color)] += allocation.size
-    return ReportRecord(
+    return PeakAccount(
         peak_bytes=peak,
         allocated_bytes=allocated,
         breakdown=breakdown,
@@ -94,6 +95,7 @@ def _assemble(
         on_chip_bytes=elsewhere["on_chip"],
         peak_index=curve.peak_index,
         program=program.module.name,
+        notes=notes,
     )
 
 

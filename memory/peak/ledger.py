@@ -20,7 +20,7 @@ from bytescope.memory.formulas.expert_formulas import idle_count
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.formulas.training_state import ZERO, state_bytes_per_parameter
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, LedgerRow, ReportRecord, ZeroRow
+from bytescope.memory.records.report_record import Buffer, LedgerRow, PeakAccount, ZeroRow
 from bytescope.memory.units import human
 
 # Arguments in these roles are state; data and outputs are not.
@@ -172,7 +172,7 @@ class State:
         return 1 / ((1 - self.routed) / degree + self.routed / self.expert)
 
 
-def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> State:
+def state_of(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str]) -> State:
     """The training state by the layouts of a program's arguments, else by its ledger and the trainer's facts.
 
     `roles`: entry parameter number -> role.
@@ -200,7 +200,7 @@ def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, s
 
 
 def parameter_counts(
-    report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State
+    report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
     """`total` parameters of a program, frozen ones among them, and those `active` that one token meets: all of them
     unless the model has experts. {} if the parameters are unknown."""
@@ -224,7 +224,7 @@ def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
+def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
     """ZeRO's accounting compared with what is held at the peak, bytes per parameter, a total last; () for a program
     without parameters, or whose stage of ZeRO nobody told.
 
@@ -251,7 +251,7 @@ def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
     return (*out, ZeroRow("total", sum(row.classic for row in out), sum(row.held for row in out)))
 
 
-def _reason(role: str, report: ReportRecord, state: State) -> str:
+def _reason(role: str, report: PeakAccount, state: State) -> str:
     """Why a role takes other bytes than the paper gives it."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     part = f", 1/{state.degree} on each device" if _params_are_sharded(report, state) else ""
@@ -272,13 +272,13 @@ def _reason(role: str, report: ReportRecord, state: State) -> str:
     return words[role]
 
 
-def _params_are_sharded(report: ReportRecord, state: State) -> bool:
+def _params_are_sharded(report: PeakAccount, state: State) -> bool:
     """Whether a device holds fewer parameters than it uses."""
     held = sum(row.elements for row in report.ledger if row.role == "params")
     return state.degree > 1 and held < state.parameters
 
 
-def _gradient_reason(report: ReportRecord, state: State) -> str:
+def _gradient_reason(report: PeakAccount, state: State) -> str:
     """Dtypes of the gradients that are alive at the peak, and whether they are fewer than the paper has."""
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
@@ -294,5 +294,5 @@ def _gradient_reason(report: ReportRecord, state: State) -> str:
     return f"{dtypes}, part of them at the peak" if fewer else dtypes
 
 
-def _role_of(path: str, report: ReportRecord) -> str:
+def _role_of(path: str, report: PeakAccount) -> str:
     return next((b.category for b in report.buffers if b.name == path and b.phase == "argument"), "")

@@ -1,11 +1,12 @@
-"""Records of a report about the memory of one device: its buffers, its timeline, its state, and the words for them.
+"""Records about the memory of one device: its buffers, its timeline, its state, and the words for them.
 
-Read them as `memory.records.Buffer` and so on; all sizes are bytes.
+All sizes are bytes. `report_record` re-exports these names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
 # What a byte at the peak can be, in the order in which reports show it.
 ROWS = (
@@ -104,3 +105,42 @@ class RuntimeOverhead:
     bytes: int
     where: str
     source: str
+
+
+def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
+    """Bytes of these overheads in the `POOL` or on the `CARD`."""
+    return sum(row.bytes for row in rows if row.where == where)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakAccount:
+    """What the buffers of a program alone say: the peak, what it is made of, and how it came about.
+
+    Fields are keys of a report's JSON, which `report_record` explains.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    ledger: tuple[LedgerRow, ...] = ()
+    residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0
+    on_chip_bytes: int = 0
+    peak_index: int = 0
+    program: str = ""
+    method: str = "heap_trace"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def unplaced_bytes(self) -> int:
+        """Bytes at the peak, arguments excluded, with neither a source line nor a module path."""
+        live = self.alive_at(self.peak_index)
+        return sum(b.bytes for b in live if b.phase != "argument" and not (b.source or b.module))
+
+    def alive_at(self, index: int) -> tuple[Buffer, ...]:
+        """Buffers in main memory that are alive at a point of the timeline, largest first."""
+        live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
+        return tuple(sorted(live, key=lambda b: -b.bytes))

@@ -64,8 +64,10 @@ from bytescope.memory.records.buffer_records import (
     STEP_PHASES,
     Buffer,
     LedgerRow,
+    PeakAccount,
     RuntimeOverhead,
     TimelinePoint,
+    overhead_bytes,
 )
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
@@ -89,7 +91,9 @@ __all__ = [
     "VERDICTS",
     "Buffer",
     "Finding",
+    "JudgedProgram",
     "LedgerRow",
+    "PeakAccount",
     "ReportRecord",
     "RuntimeOverhead",
     "Subject",
@@ -178,48 +182,19 @@ class XlaStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportRecord:
-    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+class JudgedProgram(PeakAccount):
+    """A program's account, its traffic and work, and the verdict on its bytes: what the rules of findings read.
 
-    peak_bytes: int
-    allocated_bytes: int
-    breakdown: Mapping[str, int]
-    timeline: tuple[TimelinePoint, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    ledger: tuple[LedgerRow, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    communication: tuple[Communication, ...] = ()
+    Fields are JSON keys explained above.
+    """
+
     collectives: tuple[Collective, ...] = ()
-    zero: tuple[ZeroRow, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    unseen: tuple[RuntimeOverhead, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    schedule: Steps = ()
-    residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    xla: XlaStats = XlaStats()
-    subject: Subject = Subject()
-    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unseen: tuple[RuntimeOverhead, ...] = ()
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
-    host_bytes: int = 0
-    on_chip_bytes: int = 0
-    peak_index: int = 0
-    program: str = ""
-    method: str = "heap_trace"
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    schema: int = SCHEMA
-
-    @property
-    def title(self) -> str:
-        """What the program is called: by its config, else by the compiler."""
-        return self.subject.name or self.program or "program"
 
     @property
     def predicted_bytes(self) -> int:
@@ -228,23 +203,35 @@ class ReportRecord:
 
     def overhead(self, where: str) -> int:
         """Bytes that the runtime takes and the compiler does not count, in the `POOL` or on the `CARD`."""
-        return sum(row.bytes for row in self.unseen if row.where == where)
+        return overhead_bytes(self.unseen, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportRecord(JudgedProgram):
+    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+
+    findings: tuple[Finding, ...] = ()
+    communication: tuple[Communication, ...] = ()
+    zero: tuple[ZeroRow, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    schedule: Steps = ()
+    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    xla: XlaStats = XlaStats()
+    subject: Subject = Subject()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schema: int = SCHEMA
 
     @property
-    def unplaced_bytes(self) -> int:
-        """Bytes at the peak, arguments aside, of which neither a line of source nor a path of modules is known."""
-        return sum(
-            b.bytes for b in self.alive_at(self.peak_index) if b.phase != "argument" and not (b.source or b.module)
-        )
+    def title(self) -> str:
+        """What the program is called: by its config, else by the compiler."""
+        return self.subject.name or self.program or "program"
 
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
         return sum(row.bytes for row in self.transfers if row.direction == direction)
-
-    def alive_at(self, index: int) -> tuple[Buffer, ...]:
-        """Buffers of main memory alive at a point of the timeline, largest first."""
-        live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
-        return tuple(sorted(live, key=lambda b: -b.bytes))
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""

@@ -8,6 +8,12 @@ that return one.
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
 
+`assert_fits` guards a program's memory in anyone's tests; memory/pytest_guard.py has it as a fixture of pytest.
+
+    def test_step_fits():
+        memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # what the target has
+        memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")                  # or any size
+
 Commands and the trainer use the plain `ReportRecord`. Modules that draw are imported when something is drawn.
 """
 
@@ -18,11 +24,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.analysis import analyze as analyzed
-from bytescope.memory.analysis import with_seconds
+from bytescope.memory.analysis import judge, report_of
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError
+from bytescope.memory.program.compilation import compiled_for, takes_arguments
+from bytescope.memory.program.roles import checked_roles
+from bytescope.memory.program.tracing import check_options
 from bytescope.memory.records import report_record
-from bytescope.memory.report import guard
+from bytescope.memory.units import human, parse_bytes, reads_as_size
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -120,34 +129,107 @@ def analyze(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
-    return Report.of(
-        with_seconds(
-            analyzed(
-                program,
-                *args,
-                target=target,
-                kwargs=kwargs,
-                config=config,
-                facts=facts,
-                roles=roles,
-                names=names,
-                **options,
-            )
-        )
+    """What every byte of a program's peak is, on one device.
+
+    Args:
+        program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
+            pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
+            `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
+            or the path of one.
+        target: what it is compiled for, a `memory.devices.targets.Target` or its name ("h200:8"); None: the devices
+            of the arguments' shardings, else those at hand. A proto without one is not judged.
+        config: goes into the report as it is.
+        facts: what the trainer knows of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
+            remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
+            findings on experts and stages.
+        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
+            roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
+        names: the program's checkpoint names, for programs that put them into named scopes too.
+        options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
+            static_argnums, static_argnames.
+
+    Raises:
+      ReportError: what is not a program, or one for other devices than the target's; a damaged proto; a target that
+          does not exist.
+      TypeError: an option that `jax.jit` does not know.
+    """
+    return _compile_and_report(
+        program,
+        args,
+        predict=True,
+        target=target,
+        kwargs=kwargs,
+        config=config,
+        facts=facts,
+        roles=roles,
+        names=names,
+        **options,
     )
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    __tracebackhide__ = True
-    try:
-        return Report.of(guard.assert_fits(program, *args, size=size, **options))
-    except GuardError as error:
-        error.report = Report.of(error.report)
-        raise
+    """Asserts that a program's predicted bytes, those of the report's verdict, are at most `size`; returns its report.
+
+    Args:
+        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or what is lowered
+            already; a report too.
+        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: what
+            is available on one device of the target. A number below 1 MiB needs a unit: "512B".
+
+    Raises:
+      GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
+      ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
+    """
+    __tracebackhide__ = True  # pytest's: the test is where a reader has to look
+    if len(args) == 1 and size is None and not takes_arguments(program):
+        (size,), args = args, ()
+    if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
+        raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
+    limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
+    if isinstance(program, report_record.ReportRecord):
+        report = Report.of(program)
+    else:
+        report = _compile_and_report(program, args, predict=False, **options)
+    limit = report.limit_bytes if limit is None else limit
+    if limit is None:
+        raise ReportError('no size to compare with: give one as in assert_fits(program, "72GiB"), or a target')
+    if report.predicted_bytes <= limit:
+        return report
+    share = limit_share(report.target, limit)
+    error = GuardError(
+        f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
+        f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
+        f"{f' ({share})' if share else ''}: {_largest_parts(report)}"
+    )
+    error.report = Report.of(judge(report, limit))
+    raise error
 
 
-# The documentation of the arguments stands with the functions that these call.
-analyze.__doc__, assert_fits.__doc__ = analyzed.__doc__, guard.assert_fits.__doc__
+def _compile_and_report(
+    program: Any,
+    args: tuple[Any, ...],
+    *,
+    predict: bool,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Report:
+    check_options(options, "analyze")
+    roles = checked_roles(roles)
+    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
+    record = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=predict)
+    return Report.of(record)
+
+
+def _largest_parts(report: Report) -> str:
+    """The largest rows of the peak, and what the compiler does not count of the allocator's pool."""
+    rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
+    unseen = [(row.name, row.bytes) for row in report.unseen if row.where == report_record.POOL]
+    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)
 
 
 def load(path: str | Path) -> Report:

@@ -8,7 +8,6 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory import ReportError
-from bytescope.memory.analysis import analyze
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
@@ -58,7 +57,7 @@ def test_the_certificate_is_that_of_the_users_own_program(plans):
     plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
     traced = jax.jit(jax.value_and_grad(foreign.loss_of("scan", plan.policy))).trace(*foreign.arguments(8))
     assert flops.count(traced.jaxpr).recomputed == plan.recomputed_flops
-    assert analyze(traced, target="cpu").allocated_bytes == plan.allocated_bytes == plan.report.allocated_bytes
+    assert memory.analyze(traced, target="cpu").allocated_bytes == plan.allocated_bytes == plan.report.allocated_bytes
     applied = jax.jit(jax.value_and_grad(plan.apply(foreign.loss_of("scan")))).trace(*foreign.arguments(8))
     assert flops.count(applied.jaxpr).recomputed == plan.recomputed_flops
     plan.check()
