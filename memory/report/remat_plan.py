@@ -25,7 +25,7 @@ from bytescope.memory.remat.recognition import RematPolicy, Value
 from bytescope.memory.remat.remat_problem import CompiledPlan, SearchOutcome
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of, written
+from bytescope.memory.report.remat_planning import BUILT_IN, PolicyCompiler, name_of, written
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MOST, human
 

@@ -74,7 +74,7 @@ class Report(report_record.ReportRecord):
 
     def _repr_html_(self) -> str:
         """The output of a notebook: figures, bar, timeline, the largest buffers; under 300 KB for any program."""
-        from bytescope.memory.report.notebook import notebook_summary as summary
+        from bytescope.memory.report import notebook_summary as summary
 
         return summary.render(self)
 

@@ -79,7 +79,7 @@ CLOSING = {
     ("memory.report.remat_account", "memory.report.remat_plan"),
 }
 # Folders that import their parent folder and are imported by it; each is to be separated.
-WITHIN = {"memory.report.notebook": "memory.report"}
+WITHIN: dict[str, str] = {}
 
 
 def declared() -> set[str]:

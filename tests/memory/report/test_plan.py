@@ -12,7 +12,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
 from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_compiler import Built, PolicyCompiler
+from bytescope.memory.report.remat_planning import Built, PolicyCompiler
 from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
 from support.models import plain as foreign

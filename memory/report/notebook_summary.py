@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bytescope.memory.records.report_record import METHODS, Finding, ReportRecord
 from bytescope.memory.report.buffer_tables import array_type, largest, line, of_all
-from bytescope.memory.report.notebook.notebook_timeline import BAND, HIGH, WIDE, timeline
+from bytescope.memory.report.notebook_timeline import BAND, HIGH, WIDE, timeline
 from bytescope.memory.report.report_page import figures, verdict
 from bytescope.memory.report.report_text import versions_text
 from bytescope.memory.units import human
