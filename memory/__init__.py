@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from bytescope.memory.records.report_record import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
     from bytescope.memory.report.difference import Difference, diff
-    from bytescope.memory.report.remat_plan import RematPlan, plan_remat
+    from bytescope.memory.report.remat_plan import RematPlan
+    from bytescope.memory.report.remat_planning import plan_remat
     from bytescope.memory.report.report_object import Report, analyze, assert_fits, load
     from bytescope.memory.view.object_table import Table
     from bytescope.memory.watching.device_tables import live, target, targets
@@ -56,7 +57,8 @@ _HOMES = {
     **dict.fromkeys(("Difference", "diff"), "report.difference"),
     **dict.fromkeys(("Executable", "compile"), "watching.executable"),
     **dict.fromkeys(("Watched", "watch"), "watching.watched"),
-    **dict.fromkeys(("RematPlan", "plan_remat"), "report.remat_plan"),
+    "RematPlan": "report.remat_plan",
+    "plan_remat": "report.remat_planning",
     "RematPolicy": "remat.recognition",
     "Table": "view.object_table",
     "Target": "devices.targets",

@@ -59,7 +59,7 @@ def folder_of(name: str) -> str:
     parent = name.rpartition(".")[0]
     if TREE.modules[name].is_package or parent in TREE.packages:
         return name
-    return layers.WITHIN.get(parent, parent)
+    return parent
 
 
 def test_every_room_says_what_it_is_for():

@@ -62,28 +62,28 @@ class Report(report_record.ReportRecord):
 
     def __repr__(self) -> str:
         """The summary in under 2,000 characters, of at most 80 columns."""
-        from bytescope.memory.report import summary_text as summary
+        from bytescope.memory.report.report_text import summary
 
-        return summary.plain(self)
+        return summary(self)
 
     def __str__(self) -> str:
         """Returns the summary with uncut findings and their remedies, in at most 80 columns."""
-        from bytescope.memory.report import summary_text as summary
+        from bytescope.memory.report.report_text import summary
 
-        return summary.plain(self, remedies=True)
+        return summary(self, remedies=True)
 
     def _repr_html_(self) -> str:
         """The output of a notebook: figures, bar, timeline, the largest buffers; under 300 KB for any program."""
-        from bytescope.memory.report import notebook_summary as summary
+        from bytescope.memory.report import notebook_summary
 
-        return summary.render(self)
+        return notebook_summary.render(self)
 
     def show(self) -> None:
         """Prints what `bytescope report` prints, as wide as the terminal; in a notebook, displays it."""
-        from bytescope.memory.report import report_text as report
+        from bytescope.memory.report import report_text
         from bytescope.memory.view.output_file import put_or_display
 
-        put_or_display(self, report.render(self))
+        put_or_display(self, report_text.render(self))
 
     def table(self, n: int = 10) -> Table:
         """Returns the `n` largest buffers at the peak: bytes, dtype, shape, description and source line of each."""
@@ -96,10 +96,10 @@ class Report(report_record.ReportRecord):
 
         Raises ReportError if it cannot be written.
         """
-        from bytescope.memory.report import report_page as report
+        from bytescope.memory.report import report_page
         from bytescope.memory.view.output_file import write
 
-        write(path, report.render(self))
+        write(path, report_page.render(self))
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON that `memory.load` and `bytescope diff` read.

@@ -13,15 +13,15 @@ from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.peak import naming
-from bytescope.memory.records.report_record import METHODS, ReportRecord
-from bytescope.memory.report import communication_page
+from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
 from bytescope.memory.report.post_mortem_text import sum_of
 from bytescope.memory.report.report_data import page_data
-from bytescope.memory.report.report_text import overheads
+from bytescope.memory.report.report_text import over, overheads, overlapped_by
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.elements import (
+    Cell,
     HeaderFigure,
     PageTable,
     Section,
@@ -45,6 +45,10 @@ VERDICTS = {
 
 # How many names a bar list shows before it folds the rest into one line.
 MAX_BARS = 30
+# Collectives that the page lists; the JSON has all.
+MAX_COLLECTIVES = 60
+# Kind, and class, of the rows that sum up those above them.
+TOTAL = "total"
 
 
 class RankedBar(NamedTuple):
@@ -78,10 +82,10 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
-        communication=communication_page.kinds(report),
-        collectives=communication_page.each(report.collectives),
-        collectives_left=max(len(report.collectives) - communication_page.MAX_COLLECTIVES, 0),
-        transfers=communication_page.transfers(report),
+        communication=_communication(report),
+        collectives=_collectives(report.collectives),
+        collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
+        transfers=_transfers(report),
         findings=sorted(report.findings, key=lambda found: -found.bytes),
         ledger=_ledger(report),
         zero=_zero(report),
@@ -190,6 +194,76 @@ def _extra_lines(report: ReportRecord) -> list[str]:
     return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
 
 
+def _communication(report: ReportRecord) -> PageTable | None:
+    """Returns a row for each kind of collective and mesh axes, and their total; None for a program of one device."""
+    rows = report.communication
+    if not rows:
+        return None
+    times, payload, sent, exposed = (
+        sum(getattr(row, key) for row in rows) for key in ("times", "bytes", "wire_bytes", "exposed_bytes")
+    )
+    total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
+    columns = (
+        ("collective", "name", lambda row: row.kind),
+        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group, row.hosts)),
+        ("times", "num", lambda row: f"{row.times:,}"),
+        ("payload", "num", lambda row: size(row.bytes)),
+        ("on the wire", "num", lambda row: size(row.wire_bytes)),
+        ("exposed", "num", lambda row: _exposed(row, row is total)),
+        ("by formula", "num", lambda row: size(row.formula_bytes)),
+        ("formula", "text why", lambda row: row.formula),
+    )
+    return table(columns, [*rows, total], lambda row: TOTAL if row is total else "")
+
+
+def _exposed(row: Communication, is_total: bool) -> str:
+    if not row.wire_bytes and not is_total:
+        return ""
+    return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
+
+
+def _collectives(found: Sequence[Collective]) -> PageTable:
+    """Returns a row for each collective, sorted by the bytes that it sends."""
+    columns = (
+        ("operation", "name", lambda item: Cell(item.name, item.op_name)),
+        ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
+        ("dtype", "text", lambda item: item.dtype),
+        ("times", "num", lambda item: f"{item.times:,}"),
+        ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),
+        ("in flight", "num", lambda item: size(item.in_flight_bytes)),
+        ("overlapped by", "num", overlapped_by),
+        ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
+    )
+    return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
+
+
+def _transfers(report: ReportRecord) -> PageTable | None:
+    """Returns bytes and seconds per step over the host link by direction and phase, with sums; None without any."""
+    rows = report.transfers
+    if not rows:
+        return None
+    sums = [
+        Transfer(
+            "",
+            f"all {direction}",
+            report.moved(direction),
+            sum(row.seconds for row in rows if row.direction == direction),
+        )
+        for direction in dict.fromkeys(row.direction for row in rows)
+    ]
+
+    def is_sum(row: Any) -> bool:
+        return any(row is one for one in sums)
+
+    columns = (
+        ("direction", "name", lambda row: row.direction),
+        ("phase", "text", lambda row: "" if is_sum(row) else row.phase or "model"),
+        ("bytes", "num", lambda row: size(row.bytes)),
+        ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),
+    )
+    return table(columns, [*rows, *sums], lambda row: TOTAL if is_sum(row) else "")
+
+
 def _ledger(report: ReportRecord) -> PageTable | None:
     columns = (
         ("state", "name", lambda row: row.role),
@@ -213,7 +287,7 @@ def _zero(report: ReportRecord) -> PageTable | None:
 
 
 def _total(row: Any) -> str:
-    return "total" if row.role == "total" else ""
+    return TOTAL if row.role == TOTAL else ""
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:

@@ -1,4 +1,8 @@
-"""The report on a terminal: verdict, findings and what is at the peak on one screen; with `verbose`, all of it."""
+"""The report on a terminal, and its summary at a prompt.
+
+`render` has verdict, findings and what is at the peak on one screen; with `verbose`, all of the report. `summary` is
+what the object shows at a prompt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
-from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, put, safe, shorten
+from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, ignoring, mixture
 from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
@@ -47,6 +51,9 @@ MORE = "the timeline, the largest buffers, the state and the traffic: --verbose,
 _SMALL = 0.001
 # The timeline is no wider than this: more columns would show the same curve.
 _CURVE = 120
+# Limits of the summary, which keep it under 2,000 characters for any program: columns, findings, and characters of a
+# name and of a finding.
+_SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 150
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
@@ -374,3 +381,46 @@ def _remarks(report: ReportRecord) -> RenderableType | None:
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
     return Group(*(Prose(line, "yellow") for line in lines)) if lines else None
+
+
+# ---- the summary --------------------------------------------------------------------------------------------
+
+
+def summary(report: ReportRecord, remedies: bool = False) -> str:
+    """Returns the summary as plain text in at most 80 columns: the title, the figures, the rows at the peak, the first
+    findings. Without `remedies`, it has at most 2,000 characters.
+
+    remedies: whether findings are uncut and have their remedies.
+    """
+    found = findings(report) if remedies else _cut_findings(report)
+    notes = [found] if found is not None else []
+    if report.method != "heap_trace":
+        notes.append(Prose("  lifetimes are derived from the schedule, see notes"))
+    ways = Prose(".show()  .table()  .to_html(path)  .save(path)  .diff(other)", "dim")
+    text = blocks(_summary_head(report), breakdown(report), Group(*notes) if notes else None, ways)
+    return plain_text(text, min(prompt_width(), _SUMMARY_WIDTH))
+
+
+def _summary_head(report: ReportRecord) -> RenderableType:
+    target = report.target
+    kind = f" ({_cut_name(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
+    where = _cut_name(str(target.get("name", "an unnamed target")))
+    title = f"Report of {_cut_name(report.title)} on {where}{kind}"
+    jax = f"jax {_cut_name(report.versions['jax'])}" if "jax" in report.versions else ""
+    taken = _cut_message(times.predicted(report) or times.unpredicted(report))
+    return Group(Items(filter(None, (title, jax))), verdict_line(report), *([Prose(taken)] if taken else []))
+
+
+def _cut_findings(report: ReportRecord) -> RenderableType | None:
+    found = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
+    if len(report.findings) > _SUMMARY_FINDINGS:
+        found.append(f"  and {len(report.findings) - _SUMMARY_FINDINGS} more findings")
+    return Prose(Text("\n").join(map(Text, found))) if found else None
+
+
+def _cut_name(name: str) -> str:
+    return shorten(one_line(name)[-4 * _SUMMARY_NAME :], _SUMMARY_NAME)
+
+
+def _cut_message(message: str) -> str:
+    return message if len(message) <= _SUMMARY_MESSAGE else f"{message[: _SUMMARY_MESSAGE - 1].rpartition(' ')[0]}…"

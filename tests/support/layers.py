@@ -76,10 +76,7 @@ CLOSING = {
     ("memory.formulas.expert_formulas", "memory.formulas.transformer_formulas"),
     ("memory.formulas.latent_formulas", "memory.formulas.transformer_formulas"),
     ("memory.peak.logits", "memory.peak.buffer_rules"),
-    ("memory.report.remat_account", "memory.report.remat_plan"),
 }
-# Folders that import their parent folder and are imported by it; each is to be separated.
-WITHIN: dict[str, str] = {}
 
 
 def declared() -> set[str]:

@@ -11,9 +11,7 @@ from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
-from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_planning import Built, PolicyCompiler
-from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
+from bytescope.memory.report.remat_planning import Built, PolicyCompiler, _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
 from support.models import plain as foreign
 from support.pages.sweep import check_page
@@ -78,7 +76,7 @@ def test_the_account(plans):
         "dots_saveable",
     ]
     assert repr(plan) == str(plan)
-    builtin = remat_account.account(dataclasses.replace(plan, name="dots_saveable", kept=()))
+    builtin = repr(dataclasses.replace(plan, name="dots_saveable", kept=()))
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
     assert len(plans[1]) == plan.compiled
 
