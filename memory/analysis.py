@@ -36,7 +36,8 @@ from bytescope.memory.records.buffer_records import POOL, Buffer, PeakAccount, o
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
-from bytescope.memory.seconds import rates, reading, step_prediction, step_schedule
+from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction, step_schedule
+from bytescope.memory.seconds.reading import CompiledSchedule
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
@@ -102,16 +103,19 @@ def report_of(
         unseen=unseen,
     )
     subject = subject or Subject()
-    predicted_seconds = StepSeconds()
+    step_seconds, point_seconds = StepSeconds(), ()
     if seconds:
-        predicted_seconds = _seconds(judged.work, judged.target, read.schedule, subject, measure)
+        step_seconds = _seconds(judged.work, judged.target, read.schedule.steps, subject, measure)
+    if step_seconds.prediction:
+        point_seconds = _point_seconds(account, read.schedule, judged.target)
     return ReportRecord(
         **vars(judged),
         **vars(_formula_rows(account, read)),
-        **vars(predicted_seconds),
+        **vars(step_seconds),
+        point_seconds=point_seconds,
         findings=finding_rules.find(judged, read.placed),
         transfers=transfers,
-        schedule=read.schedule,
+        schedule=read.schedule.steps,
         xla=stats,
         subject=subject,
         versions=compilation.versions,
@@ -138,7 +142,7 @@ class ReadProgram:
     collectives: tuple[Collective, ...]
     kernel_bytes: Mapping[str, Mapping[str, int]]
     counted: flops.FlopCount | None
-    schedule: Steps
+    schedule: CompiledSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +197,7 @@ def _read_program(
             collectives=collectives.find(attribution, placed.mesh, per_host),
             kernel_bytes=kernel_costs.find(attribution),
             counted=counted,
-            schedule=reading.read(attribution, placed.mesh, per_host, counted, source.module.devices),
+            schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
         )
     except RecursionError as error:
         raise ReportError("a program nested too deeply to read: dump it again") from error
@@ -219,8 +223,8 @@ def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Ma
     """
     if read.counted is None:
         return {}
-    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(read.schedule)
-    if not read.schedule:
+    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(read.schedule.steps)
+    if not read.schedule.steps:
         devices = read.placed.module.devices
         on_device = {key: count / devices for key, count in read.counted.by.items()}
     return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, on_device, read.placed.mesh, per_host)
@@ -325,6 +329,20 @@ def _seconds(
         tokens, model_flops = subject.tokens or None, subject.model_flops or None
         found = step_prediction.of(schedule, target, subject.calls, tokens, model_flops)
     return StepSeconds(bound.to_json() if bound else {}, found.to_json() if found else {})
+
+
+def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
+    """Returns `ReportRecord.point_seconds`. A point whose instruction takes no time, or is not in the schedule, begins
+    with the point before it."""
+    found = rates.of(target)
+    if found is None:
+        return ()
+    starts, whole = schedule_walk.start_seconds(schedule.order, schedule.settle, found)
+    out, now = [], 0.0
+    for point in account.timeline:
+        now = max(now, starts.get(point.instruction, now))
+        out.append(now)
+    return (*out, max(whole, now))
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:

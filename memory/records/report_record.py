@@ -223,6 +223,9 @@ class ReportRecord(JudgedProgram):
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
+    # Predicted seconds from the start of the step to each point of `timeline`, then to its end; () if unknown. They are
+    # not in the JSON, so a report that was loaded has none, and two reports are compared without them.
+    point_seconds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def title(self) -> str:

@@ -93,6 +93,20 @@ Step = ScheduledKernel | Start | Wait | Loop
 Steps = tuple[Step, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class InstructionSteps:
+    """The steps of one instruction of a compiled schedule. They are not part of a report's JSON.
+
+    Fields:
+        name: of the instruction. steps: what it runs, a loop as one step.
+        inside: the instructions of the computation that it calls, such as the body of a loop, for one run.
+    """
+
+    name: str
+    steps: Steps
+    inside: tuple[InstructionSteps, ...] = ()
+
+
 # Letter of a record in JSON -> its class; fields follow in their order, those of default values at the end left out.
 _LETTERS: Mapping[str, type] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
 _LETTER = {kind: letter for letter, kind in _LETTERS.items()}

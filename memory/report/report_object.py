@@ -56,7 +56,8 @@ class Report(report_record.ReportRecord):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, report_record.ReportRecord):
             return NotImplemented
-        return all(getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self))
+        fields = [field.name for field in dataclasses.fields(self) if field.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
 
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 

@@ -68,10 +68,11 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.folded(report.buffers)
+    data = page_data(report)
     return page(
         "report",
         " · ".join((f"{name} on {target}" if target else name, "memory")),
-        page_data(report),
+        data,
         heading=name,
         failure=_failure(post_mortem) if post_mortem else None,
         where=where(report.target),
@@ -80,6 +81,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         figures=figures(report),
         facts=program_facts(report),
         extra_lines=_extra_lines(report),
+        timed=data["time"] is not None,
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
         communication=_communication(report),

@@ -33,6 +33,7 @@
 //   lines of a tip = ["the first stands out", "more", { name, value, color, strong }, ...]; "" and null are left out
 //
 //   charts.legend(listElement, [{ name, key, color, symbol, line: "solid" | "dashed", open }])  -> for `legend`
+//   charts.unzoom("id")                     the next drawing shows the whole range of x
 //   charts.treemap("id", {...})             see treemap.js
 //   charts.of("id")                         what is drawn there: {spec, hidden, zoom, targets, views, svg}, for tests
 //
@@ -277,6 +278,9 @@ const charts = window.charts = (() => {
   window.addEventListener("afterprint", () => print(false));
 
   // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
-  return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
+  // The next drawing of a chart shows the whole range of its axis.
+  const unzoom = (id) => { const state = held.get($(id)); if (state) state.zoom = state.whole = null; };
+
+  return { xy, unzoom, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
     width: widthOf };
 })();
