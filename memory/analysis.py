@@ -103,16 +103,14 @@ def report_of(
         unseen=unseen,
     )
     subject = subject or Subject()
-    step_seconds, point_seconds = StepSeconds(), ()
+    step_seconds = StepSeconds()
     if seconds:
         step_seconds = _seconds(judged.work, judged.target, read.schedule.steps, subject, measure)
-    if step_seconds.prediction:
-        point_seconds = _point_seconds(account, read.schedule, judged.target)
     return ReportRecord(
         **vars(judged),
         **vars(_formula_rows(account, read)),
         **vars(step_seconds),
-        point_seconds=point_seconds,
+        point_seconds=_point_seconds(account, read.schedule, judged.target) if step_seconds.prediction else (),
         findings=finding_rules.find(judged, read.placed),
         transfers=transfers,
         schedule=read.schedule.steps,
