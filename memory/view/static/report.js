@@ -126,15 +126,19 @@
     });
   };
 
-  const axes = () => document.querySelectorAll("[data-axis]").forEach((button) => {
-    button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
-    button.onclick = () => {
-      if (button.dataset.axis === state.axis) return;
-      state.axis = button.dataset.axis;
-      charts.unzoom("timeline");  // a range of points is no range of seconds
-      axes(); timeline(); remember();
-    };
-  });
+  // The buttons that choose the axis; a report without seconds has none.
+  const axes = () => {
+    for (const button of document.querySelectorAll("[data-axis]")) {
+      button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
+      button.onclick = () => {
+        if (button.dataset.axis === state.axis) return;
+        state.axis = button.dataset.axis;
+        charts.unzoom("timeline");  // a range of points is no range of seconds
+        axes(); timeline(); remember();
+      };
+    }
+    if (data.time) $("stretched").hidden = state.axis !== "time";
+  };
 
   const lifetime = (i) => `alive from point ${count(B.start[i])} to ${count(B.end[i])} of ${count(data.n_points)}`;
   const treemap = () => {
