@@ -126,7 +126,7 @@ def report_of(
 
 @dataclasses.dataclass(frozen=True)
 class ReadProgram:
-    """What was read from the compiled module alone, before XLA's totals, the target and the formulas.
+    """What the compiled module alone says, before XLA's totals, the target and the formulas.
 
     Fields:
         placed: the module with its mesh. roles: number of an entry parameter -> its role.
@@ -259,7 +259,7 @@ def _runtime_facts(
 
 
 def _untuned_product(module: Module) -> int:
-    """Operand bytes of the largest matrix product of a program without any call of cuBLAS, else 0."""
+    """Returns the operand bytes of the largest matrix product; 0 if the program calls cuBLAS."""
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
@@ -344,14 +344,14 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Whether allocations alone tell every lifetime: there are some, and none of them is temporary memory in parts."""
+    """Whether allocations alone give every lifetime: no temporary allocation is shared by several values."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
 def _stats_of(program: hlo_buffers.HloProgram) -> XlaStats:
-    """The statistics that follow from allocations alone, for a proto without a Compiled."""
+    """Returns the statistics that follow from the allocations of a proto without a Compiled."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(

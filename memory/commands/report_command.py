@@ -1,6 +1,6 @@
 """bytescope report: the memory report of one program, on the terminal, as JSON, as a page or for other viewers.
 
-Here are a user's program and an HLO dump; `train.commands.report_config` adds the config.
+This module reports on a user's program and on an HLO dump; `train.commands.report_config` adds configs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how much of the report is printed, and where it goes."""
+    """Adds the flags that choose how much of the report is printed, and which files are written."""
     parser.add_argument(
         "--verbose",
         action="store_true",
@@ -120,7 +120,7 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
-    """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
+    """Writes the files that the flags name; `more`: keys of the JSON beside those of a report."""
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
     if args.html:
@@ -143,7 +143,7 @@ def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
 
 
 def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
-    """Prints by how much a program exceeds the target, and below it the advice, which rich can draw."""
+    """Prints by how many bytes a program exceeds the target, then the advice, which are renderables of rich."""
     from rich.console import Group
     from rich.text import Text
 
@@ -156,7 +156,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _advise(report: ReportRecord) -> None:
-    """Prints what a user's program may change to fit."""
+    """Prints the changes by which a user's program may fit."""
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose

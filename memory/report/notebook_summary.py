@@ -33,7 +33,7 @@ _NEAR = 1.5
 
 
 def render(report: ReportRecord) -> str:
-    """The piece of a report; under 300 KB whatever the program."""
+    """Returns the HTML of a report, under 300 KB for any program."""
     found = largest(report, BUFFERS)
     cells = [
         [
@@ -90,8 +90,11 @@ class Area:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What the template draws: `peak` as (x, y) in the box; `limit` the height of the line, None for none; `bands`
-    as (x, width, phase); `phases` those that occur, in the order of a step."""
+    """The drawing for the template, in units of the box.
+
+    `bands`: (x, width, phase); `phases`: phases of the bands, in the order of a step; `peak`: (x, y); `limit`: y of the
+    line, None if no limit is drawn.
+    """
 
     areas: tuple[Area, ...]
     bands: tuple[tuple[float, float, str], ...]
@@ -101,7 +104,7 @@ class Timeline:
 
 
 def timeline(report: ReportRecord) -> Timeline | None:
-    """The drawing of a report, None for one with fewer than two points."""
+    """Returns the drawing of a report; None for fewer than two points."""
     points = report.timeline
     if len(points) < 2:
         return None
@@ -135,7 +138,7 @@ def timeline(report: ReportRecord) -> Timeline | None:
 
 
 def _stacked(series: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sums of the first 0, 1, 2 ... series at each point."""
+    """Returns cumulative sums of the series at each point, zeros first."""
     stacks = [[0] * len(series[0])]
     for sizes in series:
         stacks.append([below + size for below, size in zip(stacks[-1], sizes)])
@@ -151,7 +154,7 @@ def _y(size: int, top: int) -> float:
 
 
 def _path(xs: Sequence[float], high: Sequence[float], low: Sequence[float]) -> str:
-    """A closed area between two lines, the upper one from the left, the lower one back."""
+    """Returns the closed SVG path between two lines: along `high`, and back along `low`."""
     there = [f"{x:g},{y:g}" for x, y in zip(xs, high)]
     back = [f"{x:g},{y:g}" for x, y in zip(reversed(xs), reversed(low))]
     return f"M{'L'.join((*there, *back))}Z"

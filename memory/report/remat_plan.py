@@ -198,7 +198,7 @@ def _policies(plan: RematPlan) -> list[list[str]]:
 
 
 def _share(flops: int, plan: RematPlan) -> str:
-    """FLOPs, and their share of the model's own."""
+    """Returns FLOPs with their share of the model's FLOPs, as text."""
     if not flops:
         return "0 FLOP"
     scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
@@ -206,7 +206,7 @@ def _share(flops: int, plan: RematPlan) -> str:
 
 
 def _short(where: str) -> str:
-    """A place relative to the current directory, if it is below it; in an installed package, from the package on."""
+    """Shortens a place to its path from the current directory, or from the installed package on."""
     if "/site-packages/" in where:
         return where.rsplit("/site-packages/", 1)[1]
     short = os.path.relpath(where) if where else ""

@@ -165,7 +165,7 @@ class PolicyCompiler:
             self.values = values_of(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """A policy of jax's own for a plan that is one, else one that keeps the plan's values."""
+        """Returns jax's own policy if the plan is one, else a policy that keeps the plan's values."""
         import jax
 
         name = name_of(plan)
@@ -179,7 +179,7 @@ class PolicyCompiler:
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """The compiler's figures of each plan."""
+        """Returns the compiler's figures of each plan."""
         return [self._one(plan) for plan in plans]
 
     def _one(self, plan: LayerPlan) -> PlanFigures:
@@ -197,7 +197,7 @@ class PolicyCompiler:
         return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
 
     def budget(self, budget: str | float | None) -> int:
-        """Bytes that the program may allocate: the budget, at most what the target leaves to it."""
+        """Returns the bytes that the program may allocate: the budget, at most the target's limit without overheads."""
         report = self.full.report
         if report.limit_bytes is None:
             raise ReportError('the memory of the device is not known: name a target, such as target="h100"')
@@ -205,7 +205,7 @@ class PolicyCompiler:
         return limits.budget_of(written(budget), limit, "budget")
 
     def problem(self) -> RematProblem:
-        """The problem that the search solves: the fewest FLOPs recomputed."""
+        """Returns the problem for the search: to recompute the fewest FLOPs."""
         rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
         policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
         return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
@@ -221,12 +221,12 @@ class Built:
 
 
 def written(budget: str | float | None) -> str:
-    """A budget as `limits.budget_of` reads it."""
+    """Returns a budget as the text that `limits.budget_of` reads."""
     if budget is None:
         return ""
     return budget if isinstance(budget, str) else f"{budget:.0f}"
 
 
 def name_of(plan: LayerPlan) -> str:
-    """The name under which the search knows a policy of jax's own; "" for a choice of values."""
+    """Returns the search's name of a plan that is a policy of jax's own; "" for a choice of values."""
     return plan.ranges[0][0].policy

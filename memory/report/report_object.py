@@ -1,10 +1,9 @@
-"""`Report`: the record of a report as an object that prints, shows, saves and compares itself, and the public functions
-that return one.
+"""`Report`: a report that prints, shows, saves and compares itself, and the public functions that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
-    report                        # at a prompt one screen; in a notebook its bar and its timeline
-    print(report)                 # the same screen with the remedies of its findings
-    report.show()                 # all that `bytescope report` prints
+    report                        # at a prompt one screen; in a notebook the bar and the timeline
+    print(report)                 # the same screen with the remedies of findings
+    report.show()                 # everything that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Report(report_record.ReportRecord):
-    """What every byte of a program's peak is, on one device: the fields of `ReportRecord`, and methods that draw them.
+    """What every byte of a program's peak is, on one device: a `ReportRecord` with methods that draw it.
 
     Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a `Report`.
     """
@@ -62,7 +61,7 @@ class Report(report_record.ReportRecord):
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 
     def __repr__(self) -> str:
-        """The summary in under 2,000 characters, of at most 80 columns."""
+        """Returns the summary in under 2,000 characters and at most 80 columns."""
         from bytescope.memory.report.report_text import summary
 
         return summary(self)
@@ -74,7 +73,7 @@ class Report(report_record.ReportRecord):
         return summary(self, remedies=True)
 
     def _repr_html_(self) -> str:
-        """The output of a notebook: figures, bar, timeline, the largest buffers; under 300 KB for any program."""
+        """Returns the output for a notebook: figures, bar, timeline, largest buffers; under 300 KB for any program."""
         from bytescope.memory.report import notebook_summary
 
         return notebook_summary.render(self)
@@ -113,7 +112,7 @@ class Report(report_record.ReportRecord):
             raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
-        """Returns what grew and shrank from this report to `other`, a report or the path of a saved one."""
+        """Returns the difference from this report to `other`, a report or the path of a saved one."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
@@ -130,28 +129,28 @@ def analyze(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
-    """What every byte of a program's peak is, on one device.
+    """Returns the report of a program: what every byte of its peak is, on one device.
 
     Args:
         program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
             pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
             `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
             or the path of one.
-        target: what it is compiled for, a `memory.devices.targets.Target` or its name ("h200:8"); None: the devices
-            of the arguments' shardings, else those at hand. A proto without one is not judged.
-        config: goes into the report as it is.
-        facts: what the trainer knows of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
+        target: a `memory.devices.targets.Target` or its name ("h200:8"). None: the devices of the arguments' shardings,
+            else the available devices. A proto without a target has no verdict.
+        config: stored in the report unchanged.
+        facts: the trainer's facts of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
             remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
             findings on experts and stages.
-        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
+        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all other rules;
             roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
-        names: the program's checkpoint names, for programs that put them into named scopes too.
+        names: the program's checkpoint names, for programs that use them as named scopes too.
         options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
             static_argnums, static_argnames.
 
     Raises:
-      ReportError: what is not a program, or one for other devices than the target's; a damaged proto; a target that
-          does not exist.
+      ReportError: `program` is not a program, or was lowered for other devices than the target's; a damaged proto; an
+          unknown target.
       TypeError: an option that `jax.jit` does not know.
     """
     return _compile_and_report(
@@ -169,16 +168,16 @@ def analyze(
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    """Asserts that a program's predicted bytes, those of the report's verdict, are at most `size`; returns its report.
+    """Asserts that a program's predicted bytes are at most `size`; returns its report.
 
     Args:
-        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or what is lowered
-            already; a report too.
-        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: what
-            is available on one device of the target. A number below 1 MiB needs a unit: "512B".
+        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or a lowered
+            program; or a report.
+        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: the bytes
+            that are available on one device of the target. A number below 1 MiB needs a unit: "512B".
 
     Raises:
-      GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
+      GuardError (an AssertionError): the program does not fit; the message names the largest parts of the peak.
       ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
     """
     __tracebackhide__ = True  # pytest's: the test is where a reader has to look
@@ -227,14 +226,14 @@ def _compile_and_report(
 
 
 def _largest_parts(report: Report) -> str:
-    """The largest rows of the peak, and what the compiler does not count of the allocator's pool."""
+    """Returns the largest rows of the peak, and the runtime overheads in the allocator's pool."""
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
     unseen = [(row.name, row.bytes) for row in report.unseen if row.where == report_record.POOL]
     return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)
 
 
 def load(path: str | Path) -> Report:
-    """Reads a report that `Report.save` or `bytescope report --json` wrote; a run directory's own too.
+    """Reads a report that `Report.save` or `bytescope report --json` wrote, or the report in a run directory.
 
     Raises ReportError for a missing, damaged or foreign file.
     """

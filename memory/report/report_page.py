@@ -1,7 +1,7 @@
 """A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
 
-What does not move is prepared here for `templates/report.html`; what reacts is drawn by `static/report.js` from the
-columns of `report_data.py`.
+This module prepares the static parts for `templates/report.html`. `static/report.js` draws the interactive parts from
+the columns of `report_data.py`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class RankedBar(NamedTuple):
 
 
 def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
-    """The page of a report, as text: one file that asks the network for nothing.
+    """Returns the page of a report as one HTML file that loads nothing from the network.
 
-    A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
-    a section at the top.
+    `post_mortem`: shown in a section at the top if the step ran out of memory.
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.folded(report.buffers)
@@ -99,7 +98,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
 
 
 def _failure(found: PostMortem) -> dict[str, Any]:
-    """What a page says of a step that ran out of memory."""
+    """Returns the content of the section on a step that ran out of memory."""
     columns = (
         ("live arrays", "name", lambda group: group.name),
         ("arrays", "num", lambda group: f"{group.arrays:,}"),
@@ -130,7 +129,7 @@ def verdict(report: ReportRecord) -> dict[str, str]:
 
 
 def figures(report: ReportRecord) -> list[HeaderFigure]:
-    """Predicted bytes, limit, allocated bytes and peak, and what an update takes."""
+    """Returns the header figures: predicted bytes, limit, allocated bytes, peak, and the seconds of an update."""
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.predicted_bytes
@@ -146,8 +145,8 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Seconds with their spread, tokens/s and MFU as predicted, and the bound of the data sheet; where nothing is
-    predicted what the bound allows, and nothing where the target's rates are not known."""
+    """Returns predicted seconds, tokens/s and MFU, then the bound by data-sheet rates. Without a prediction, returns
+    the bounds of the three; without rates of the target, returns []."""
     best, found = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if found:
@@ -186,7 +185,7 @@ def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
 
 
 def _extra_lines(report: ReportRecord) -> list[str]:
-    """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
+    """Returns the lines below the figures: bytes in other memories, runtime overheads, parts of the seconds."""
     elsewhere = [
         f"{human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
@@ -278,7 +277,7 @@ def _ledger(report: ReportRecord) -> PageTable | None:
 
 
 def _zero(report: ReportRecord) -> PageTable | None:
-    """ZeRO's bytes per parameter beside what is held, with the reasons."""
+    """Returns bytes per parameter by ZeRO's accounting and as compiled, with the reasons of differences."""
     columns = (
         ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
@@ -293,8 +292,10 @@ def _total(row: Any) -> str:
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
-    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one. `folded`: names that stand
-    for several modules, with their number."""
+    """Returns the bars of the entries, largest first; entries beyond `MAX_BARS` are summed in one bar.
+
+    `folded`: name -> its short form for several modules, with their number.
+    """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]
     if rest:
@@ -324,7 +325,7 @@ def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
 
 
 def _figure(name: str, value: Any) -> Any:
-    """A target's figure with its unit, which its name tells."""
+    """Returns a target's figure with the unit that its name implies."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     if "_bytes_per_s" in name:
@@ -335,7 +336,7 @@ def _figure(name: str, value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists as one line of text."""
+    """Flattens nested mappings to dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists become one line of text."""
     if isinstance(value, Mapping):
         return [
             entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))
