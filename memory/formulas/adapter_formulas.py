@@ -7,16 +7,10 @@ and the weights as they are computed with, which are decoded one layer at a time
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from bytescope.memory.formulas import expert_formulas, latent_formulas
-
-if TYPE_CHECKING:
-    from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
-
-# Matrices of a layer that may have an adapter.
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+from bytescope.memory.formulas import expert_formulas
+from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matrices
 
 
 class FrozenBase(NamedTuple):
@@ -40,38 +34,6 @@ BASES = {
     "nf4": FrozenBase("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
     "int8": FrozenBase("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapters:
-    """Low-rank adapters over frozen weights: all that is trained.
-
-    rank: r of the paper. targets: of TARGETS; one that the model does not have counts for nothing. base: of BASES.
-    """
-
-    rank: int
-    targets: tuple[str, ...] = TARGETS
-    base: str = "bf16"
-
-
-def matrices(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the matrices of a layer that every token meets, by the names of TARGETS; latent attention
-    has those of `latent.matrices`."""
-    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
-    found = {
-        "q": (model.width, queries),
-        "k": (model.width, keys),
-        "v": (model.width, keys),
-        "o": (queries, model.width),
-    }
-    mlp = expert_formulas.mlp_width(model)
-    found = {
-        **(latent_formulas.matrices(model) if model.latent else found),
-        "gate": (model.width, mlp),
-        "up": (model.width, mlp),
-        "down": (mlp, model.width),
-    }
-    return {name: shape for name, shape in found.items() if (model.gated or name != "gate") and 0 not in shape}
 
 
 def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:

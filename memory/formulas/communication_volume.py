@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas
-from bytescope.memory.formulas.expert_formulas import ExpertShape, slots
+from bytescope.memory.formulas.expert_formulas import slots
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import STATE_ROLES, ModelFacts
+from bytescope.memory.formulas.model_shape import ExpertShape
 
 # Bytes of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
 ACCUMULATOR_BYTES = 4

@@ -15,8 +15,8 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
+from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt, matrices
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
 
@@ -289,16 +289,16 @@ def _check_experts(question: Question) -> None:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
-def _check_adapters(model: ModelShape, asked: adapter_formulas.Adapters) -> None:
+def _check_adapters(model: ModelShape, asked: Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
         raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
     for name in asked.targets:
-        if name not in adapter_formulas.TARGETS:
-            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapter_formulas.TARGETS)}")
+        if name not in TARGETS:
+            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
             f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
-            f"some of {','.join(adapter_formulas.matrices(model))}"
+            f"some of {','.join(matrices(model))}"
         )
 
 
@@ -316,4 +316,4 @@ def shape_for(
     if width is None:
         width = rounded((parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5)
     layers = layers or max(1, math.floor(parameters / 12 / width**2 + 0.5))
-    return transformer_formulas.gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)
+    return gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)

@@ -16,6 +16,7 @@ from bytescope.memory.formulas import memory_estimate, rematerialized, training_
 from bytescope.memory.formulas.expert_formulas import by_kind
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, RematSegment
+from bytescope.memory.formulas.model_shape import ModelShape
 from bytescope.memory.formulas.training_state import state_bytes
 
 
@@ -162,7 +163,7 @@ def _state(asked: Question, facts: ModelFacts) -> tuple[dict[str, float], float]
     }, copy
 
 
-def _kernel_flops(model: transformer_formulas.ModelShape, sequence: int, sequences: float) -> float:
+def _kernel_flops(model: ModelShape, sequence: int, sequences: float) -> float:
     """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 

@@ -14,8 +14,9 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas, transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import TARGETS, adapted, matrices
-from bytescope.memory.formulas.transformer_formulas import LayerTensor, ModelShape
+from bytescope.memory.formulas.adapter_formulas import adapted
+from bytescope.memory.formulas.model_shape import TARGETS, ModelShape, StepLayout, matrices
+from bytescope.memory.formulas.transformer_formulas import LayerTensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {
@@ -214,7 +215,7 @@ def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
 def bytes_of(
     names: Collection[str],
     model: ModelShape,
-    layout: transformer_formulas.StepLayout,
+    layout: StepLayout,
     sequence: int,
     tokens: float,
     itemsize: int,

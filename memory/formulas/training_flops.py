@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bytescope.memory.formulas import expert_formulas
 from bytescope.memory.formulas.adapter_formulas import adapter_count
-from bytescope.memory.formulas.transformer_formulas import ModelShape, layer_count
+from bytescope.memory.formulas.model_shape import ModelShape
+from bytescope.memory.formulas.transformer_formulas import layer_count
 
 
 def model_flops(model: ModelShape, sequence: int, sequences: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bytescope.memory.formulas.transformer_formulas import StepLayout
+from bytescope.memory.formulas.model_shape import StepLayout
 
 ALONE = StepLayout()
 
