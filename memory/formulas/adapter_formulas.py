@@ -1,8 +1,8 @@
 """LoRA by formula: the adapters of a model, and the bytes of the weights that they leave frozen. Plain arithmetic.
 
 Low-rank adapters after Hu et al. 2021 (arXiv 2106.09685), frozen weights in 4 bits after Dettmers et al. 2023 (QLoRA,
-arXiv 2305.14314). What a layer keeps for adapters is in `transformer.LAYER`. Left out: adapters of embedding tables,
-and the weights as they are computed with, which are decoded one layer at a time.
+arXiv 2305.14314). The activations that a layer keeps for adapters are in `transformer_formulas.LAYER`. Left out:
+adapters of embedding tables, and the decoded weights, which exist for one layer at a time.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matric
 
 
 class FrozenBase(NamedTuple):
-    """How frozen matrices are stored. element: bytes of one, scales of blocks included, 0: those of the compute dtype;
-    column: bytes of an output."""
+    """How frozen matrices are stored.
+
+    element: bytes of an element, including the scales of blocks; 0 for the compute dtype. column: bytes per output.
+    """
 
     summary: str
     element: float
     column: float = 0.0
 
-    def size(self, wide: float = 2) -> float:
-        """Bytes of an element; `wide`: of one in the compute dtype."""
-        return self.element or wide
+    def size(self, itemsize: float = 2) -> float:
+        """Bytes of an element; `itemsize`: bytes of an element in the compute dtype."""
+        return self.element or itemsize
 
 
-# Section 3 of QLoRA: codes of 4 bits in blocks of 64, whose scales are quantized to 8 bits in blocks of 256, each with
-# a float32: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is left
-# out. Tables stay in the compute dtype; so do norms, which are counted as matrices.
+# Section 3 of QLoRA: codes of 4 bits in blocks of 64; scales of blocks in 8 bits, themselves in blocks of 256 with one
+# float32 each: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is
+# left out. Tables stay in the compute dtype; so do norms, which are counted as matrices.
 BASES = {
     "bf16": FrozenBase("as they are computed with, 16 bits as a rule", 0.0),
     "nf4": FrozenBase("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
@@ -48,28 +50,30 @@ def adapted_anywhere(model: ModelShape) -> list[str]:
 
 
 def adapter_count(model: ModelShape) -> int:
-    """Parameters of all adapters, r (inputs + outputs) of each matrix that has one; 0 without (section 4.1)."""
-    rank = model.adapters.rank if model.adapters else 0
-    return rank * sum(
-        kind.layers * sum(inputs + outputs for inputs, outputs in adapted(kind).values())
-        for kind in expert_formulas.by_kind(model)
-    )
+    """Parameters of all adapters, r (inputs + outputs) for each matrix that has one (Hu et al. 2021, section 4.1)."""
+    if model.adapters is None:
+        return 0
+    count = 0
+    for kind in expert_formulas.by_kind(model):
+        count += kind.layers * sum(inputs + outputs for inputs, outputs in adapted(kind).values())
+    return model.adapters.rank * count
 
 
 def frozen_bytes(
-    model: ModelShape, parameters: float, tables: float, layout: StepLayout, sharded: bool, wide: int = 2
+    model: ModelShape, parameters: float, tables: float, layout: StepLayout, sharded: bool, itemsize: int = 2
 ) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters.
 
-    parameters: of the model, `tables` of them in embedding tables; sharded: whether the ranks of `layout.data` share
-    parameters. wide: bytes of an element in the compute dtype.
+    parameters: number of the model's parameters, of which `tables` are in embedding tables. sharded: whether the ranks
+    of `layout.data` shard parameters. itemsize: bytes of an element in the compute dtype.
     """
     if model.adapters is None:
         return 0.0
     base = BASES[model.adapters.base]
-    columns = sum(
-        kind.layers * (sum(outputs for _, outputs in matrices(kind).values()) + expert_formulas.columns(kind))
-        for kind in expert_formulas.by_kind(model)
-    )
-    size = base.size(wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
+    columns = 0
+    for kind in expert_formulas.by_kind(model):
+        outputs = sum(outputs for _, outputs in matrices(kind).values())
+        columns += kind.layers * (outputs + expert_formulas.columns(kind))
+    size = base.size(itemsize) * max(parameters - tables, 0) + base.column * columns
+    size += itemsize * min(tables, parameters)
     return size * layout.held(sharded, expert_formulas.routed_count(model) / parameters)

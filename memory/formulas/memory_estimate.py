@@ -173,7 +173,7 @@ def estimate(question: Question) -> Estimate:
         hardware_flops[policy] = training_flops.hardware_flops(
             q.model, q.sequence, sequences, recomputing, q.mlp_tokens > 0
         )
-    notes = NOTES
+    notes: tuple[str, ...] = NOTES
     if q.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
     if q.model.experts:
