@@ -11,8 +11,7 @@ from bytescope.memory.hlo.dataflow import COLLECTIVES, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.hlo.sources import source_line
-from bytescope.memory.peak.batch_axes import Activation, Labels
-from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
 
 _FORWARD = ("forward", "")
 # Operations that make an array, or bring one together; views and loops carry the names of other operations.

@@ -22,8 +22,7 @@ from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
-from bytescope.memory.peak.batch_axes import Activation
-from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint
