@@ -15,7 +15,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.findings import finding_rules as findings
-from bytescope.memory.findings.replicated_arrays import are_partial_sums, missing
+from bytescope.memory.findings.sharding_findings import are_partial_sums, missing
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
