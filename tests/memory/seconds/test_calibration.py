@@ -33,7 +33,7 @@ from bytescope.memory.seconds.calibration.cases import (
     links_of,
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
-from bytescope.memory.seconds.kernel_seconds import seconds
+from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
@@ -108,10 +108,10 @@ def test_samples_say_the_rates_that_made_them(h200):
     assert found.source == "measured on 8 x NVIDIA H200 on 2026-11-22, jax 0.10.2"
     # What was measured is predicted again.
     cube = ScheduledKernel(PRODUCT, "forward", 1, 2 * 8192**3, "bfloat16", (1, 8192, 8192, 8192))
-    assert seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
+    assert kernel_seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
         2 * US + 160 * MIB / (2 * T), rel=0.2
     )
-    assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
+    assert kernel_seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
 
 
 @pytest.mark.quick
