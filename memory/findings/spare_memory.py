@@ -6,14 +6,17 @@ is said to fit without such a figure. A trainer with remat policies of its own n
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.cost.recomputed import RecomputedProduct, recomputed_products
+from bytescope.memory.cost import flops
 from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import Found, batch
+from bytescope.memory.hlo.module import Frame
+from bytescope.memory.jaxprs import bodies
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
@@ -127,3 +130,74 @@ def _shards(report: ReportRecord, program: PlacedProgram) -> int:
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]
     return max((math.prod(sizes.get(axis, 1) for axis in layout.axes) for layout in layouts), default=1)
+
+
+# ---- recomputed products -------------------------------------------------------------------------------------
+
+# Primitives whose results `jax.checkpoint_policies.dots_saveable` keeps.
+_SAVEABLE = frozenset(("dot_general", "conv_general_dilated"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputedProduct:
+    """A matrix product that `jax.checkpoint` recomputes, over all devices and all trips of the loops around it.
+
+    Fields:
+        frames: the user's stack frames, innermost first.
+        flops: FLOPs of the recomputation; bytes: of the results.
+        saveable: whether jax's policies for products keep it.
+        batched: whether it has batch dimensions, as the products of attention have.
+    """
+
+    frames: tuple[Frame, ...]
+    flops: int
+    bytes: int
+    saveable: bool = True
+    batched: bool = False
+
+
+def recomputed_products(jaxpr: Any) -> tuple[RecomputedProduct, ...]:
+    """The products that a ClosedJaxpr computes under `jax.checkpoint`'s mark, in the order of its equations."""
+    from jax.interpreters import partial_eval
+
+    inner = jaxpr.jaxpr
+    live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
+    return tuple(_walk(live, "", 1))
+
+
+def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
+    for equation in jaxpr.eqns:
+        here, name, params = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name, equation.params
+        if name in flops.KERNELS:
+            if flops.RECOMPUTED.search(here):
+                yield _product(equation, times)
+            continue
+        if name == "linear_call":  # its transpose does not run, and it has no products of its own
+            continue
+        trips = 1
+        if name == "scan":
+            trips = int(params["length"])
+        elif name == "shard_map":
+            trips = math.prod(
+                size for axis, size in params["mesh"].shape.items() if axis in params["newly_manual_axes"]
+            )
+        for body in bodies(equation):
+            yield from _walk(body, here, times * trips)
+
+
+def _product(equation: Any, times: int) -> RecomputedProduct:
+    from jax._src import source_info_util
+
+    frames = tuple(
+        Frame(frame.file_name, frame.start_line, function=frame.function_name)
+        for frame in source_info_util.user_frames(equation.source_info.traceback)
+    )
+    results = [variable.aval for variable in equation.outvars if hasattr(variable.aval, "dtype")]
+    name = equation.primitive.name
+    return RecomputedProduct(
+        frames=frames,
+        flops=times * flops.of_equation(equation).total,
+        bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
+        saveable=name in _SAVEABLE,
+        batched=name == "dot_general" and any(equation.params["dimension_numbers"][1]),
+    )
