@@ -72,7 +72,6 @@ EXCEPTIONS = {
 }
 # Imports for type checkers that close a circle inside one room; each is to be removed.
 CLOSING = {
-    ("memory.peak.logits", "memory.peak.buffer_rules"),
     ("memory.report.remat_account", "memory.report.remat_plan"),
 }
 # Folders that import their parent folder and are imported by it; each is to be separated.
