@@ -21,11 +21,11 @@ from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
-from bytescope.model.remat.policies import RematPlan, Segment
+from bytescope.model.remat.policies import LayerPolicies, Segment
 from bytescope.model.runs import BLOCKS, DENSE, Run, layers_of, of_stack, runs_of, split_layers, stacked
 from bytescope.model.segments import Packed, token_positions
 
-KEEP_ALL = RematPlan()
+KEEP_ALL = LayerPolicies()
 
 
 class Transformer(nnx.Module):
@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         config: ModelConfig,
         precision: Precision,
         *,
-        remat: RematPlan = KEEP_ALL,
+        remat: LayerPolicies = KEEP_ALL,
         place: Placement = HERE,
         ahead: int = 1,
         base: str = "bf16",
