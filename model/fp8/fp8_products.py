@@ -33,7 +33,7 @@ SMALL = MAX * float(jnp.finfo(jnp.float32).tiny)
 FIRST_WITH_UNITS = (8, 9)
 
 
-class Quantized(NamedTuple):
+class BlockScaled(NamedTuple):
     """A quantized array: value times scale is the number that each element stands for.
 
     values: float8_e4m3fn of any shape. scale: float32, the same shape with one element per tile.
@@ -48,7 +48,7 @@ def tiles(size: int) -> int:
     return -(-size // TILE)
 
 
-def quantize(x: jax.Array, tile: Sequence[int]) -> Quantized:
+def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
     """`x` (floats, any shape) with one scale per tile, which has `tile` elements along each dimension.
 
     The scale is the largest magnitude in the tile over 448, or 1 where that is zero. The error of an element is at most
@@ -62,10 +62,10 @@ def quantize(x: jax.Array, tile: Sequence[int]) -> Quantized:
     # Primitives of lax, not functions of jnp that are calls: a report finds a name by the operation that makes it.
     scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
     values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
-    return Quantized(values[tuple(map(slice, x.shape))], scale.reshape(counts))
+    return BlockScaled(values[tuple(map(slice, x.shape))], scale.reshape(counts))
 
 
-def dequantize(q: Quantized, tile: Sequence[int]) -> jax.Array:
+def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
     """The float32 numbers that `q`, quantized in tiles of this size, stands for."""
     scale = q.scale
     for axis, width in enumerate(tile):
@@ -73,28 +73,28 @@ def dequantize(q: Quantized, tile: Sequence[int]) -> jax.Array:
     return q.values.astype(jnp.float32) * scale[tuple(map(slice, q.values.shape))]
 
 
-def rows(x_RC: jax.Array) -> Quantized:
+def rows(x_RC: jax.Array) -> BlockScaled:
     """`x` quantized in tiles of 1x128: values [R, C], scales [R, C / 128]."""
     return quantize(x_RC, (1, TILE))
 
 
-def blocks(w_RC: jax.Array) -> Quantized:
+def blocks(w_RC: jax.Array) -> BlockScaled:
     """`w` quantized in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
     q = quantize(w_RC, (TILE, TILE))
-    return Quantized(q.values, _each_row(q.scale, w_RC.shape[0]))
+    return BlockScaled(q.values, _each_row(q.scale, w_RC.shape[0]))
 
 
 def _each_row(scale: jax.Array, size: int) -> jax.Array:
     return jnp.repeat(scale, TILE, 0)[:size]
 
 
-def emulated(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
+def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
     """The product over C of rows with rows, [M, N] in `dtype`: dequantized, multiplied and summed in float32."""
     a, b = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
     return jnp.einsum("mc,nc->mn", a, b, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def native(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
+def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
     """The same product in the GPU's fp8 units."""
     from bytescope.model.fp8.fp8_kernel import scaled_product  # imports Pallas' Triton backend, which few need
 
@@ -102,7 +102,7 @@ def native(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
 
 
 # What `choose_matmul` makes of Precision.matmul -> how a product of quantized rows is computed.
-PRODUCTS: Mapping[str, Callable[[Quantized, Quantized, jnp.dtype], jax.Array]] = {
+PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array]] = {
     "fp8_native": native,
     "fp8_emulated": emulated,
 }
@@ -185,14 +185,14 @@ def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[j
     return tuple(map(place, kept, _axes(how, kept)))
 
 
-def _features(kept: tuple[jax.Array, ...]) -> Quantized:
+def _features(kept: tuple[jax.Array, ...]) -> BlockScaled:
     """The kept activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
     values, *scale = kept
     flat = values.reshape(math.prod(values.shape[:2]), -1)
-    return Quantized(flat, scale[0].reshape(flat.shape[0], -1)) if scale else rows(flat)
+    return BlockScaled(flat, scale[0].reshape(flat.shape[0], -1)) if scale else rows(flat)
 
 
-def _tokens(kept: tuple[jax.Array, ...]) -> Quantized:
+def _tokens(kept: tuple[jax.Array, ...]) -> BlockScaled:
     """The kept activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
     if len(kept) == 1:
         return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from bytescope.model.attention.scoring import Scoring
-from bytescope.model.paged.page_pool import NOBODY, PAGE, Pool, View
+from bytescope.model.paged.page_pool import NOBODY, PAGE, PagePool, View
 from bytescope.model.paged.triton import attend, takes
 
 # Pages that `blocks` reads at once.
 BLOCK = 8
 
 
-def gather(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, value_width: int) -> jax.Array:
+def gather(
+    q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
+) -> jax.Array:
     """All pages of all sequences at once: they are read into one array, as long as the longest."""
     k_BSGK, v_BSGV = pool.read(view.table_BP, value_width)
     scores_BGRTS = _scores(q_BTHK, k_BSGK, scoring, width)
@@ -30,7 +32,9 @@ def gather(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width
     return _joined(jnp.einsum("bgrts,bsgv->btgrv", probs_BGRTS, v_BSGV), q_BTHK)
 
 
-def blocks(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, value_width: int) -> jax.Array:
+def blocks(
+    q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, value_width: int
+) -> jax.Array:
     """BLOCK pages at a time with a running softmax (Dao et al. 2022, arXiv 2205.14135), in as many turns as the longest
     sequence of the step needs."""
     B, T, H, _ = q_BTHK.shape
@@ -88,7 +92,7 @@ def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
 
 def triton(
     q_BTHK: jax.Array,
-    pool: Pool,
+    pool: PagePool,
     view: View,
     *,
     scoring: Scoring,

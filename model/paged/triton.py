@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 
 from bytescope.model.attention.scoring import Scoring
-from bytescope.model.paged.page_pool import NOBODY, PAGE, Pool, View
+from bytescope.model.paged.page_pool import NOBODY, PAGE, PagePool, View
 
 # Pages that a program reads in one turn, and the least rows of a product in Triton.
 PAGES, ROWS = 4, 16
 
 
-def takes(q_BTHK: jax.Array, pool: Pool) -> bool:
+def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
     """Whether the kernel takes these arrays: one token of each sequence, keys and values apart and as they are
     computed, heads of a power of two."""
     width = pool.keys.shape[-1]
@@ -31,7 +31,7 @@ def takes(q_BTHK: jax.Array, pool: Pool) -> bool:
 
 
 def attend(
-    q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, interpret: bool = False
+    q_BTHK: jax.Array, pool: PagePool, view: View, *, scoring: Scoring, width: int, interpret: bool = False
 ) -> jax.Array:
     """The context [B, 1, H, K] of one token of each sequence; rows of padding are 0.
 

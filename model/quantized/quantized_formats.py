@@ -41,7 +41,7 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ArraySpec:
     """An array that is stored: contracted dimensions are one, and have the logical axis of the first of them."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Format:
 
     summary: str
     block: int
-    parts: Callable[[Matrix], dict[str, Part]]
+    parts: Callable[[Matrix], dict[str, ArraySpec]]
     on_device: Callable[[jax.Array], dict[str, jax.Array]]
     decode: Callable[[Mapping[str, jax.Array]], jax.Array]
 
@@ -77,14 +77,14 @@ class Base(Format):
     finish: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
 
-def _nf4_parts(matrix: Matrix) -> dict[str, Part]:
+def _nf4_parts(matrix: Matrix) -> dict[str, ArraySpec]:
     (inputs, outputs), axes = matrix.sizes, (matrix.axes[0], *matrix.axes[matrix.inputs :])
     scales = inputs // nf4.BLOCK
     return {
-        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
-        "scales": Part((scales, *matrix.outputs), jnp.uint8, axes),
-        "scale_blocks": Part((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
-        "scale_mean": Part((), jnp.float32, ()),
+        "codes": ArraySpec((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "scales": ArraySpec((scales, *matrix.outputs), jnp.uint8, axes),
+        "scale_blocks": ArraySpec((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
+        "scale_mean": ArraySpec((), jnp.float32, ()),
     }
 
 
@@ -104,21 +104,21 @@ def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
     return nf4.decode(parts["codes"], jax.lax.optimization_barrier(scale))
 
 
-def _int8_parts(matrix: Matrix) -> dict[str, Part]:
+def _int8_parts(matrix: Matrix) -> dict[str, ArraySpec]:
     axes = (matrix.axes[0], *matrix.axes[matrix.inputs :])
     return {
-        "codes": Part((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
-        "scales": Part(matrix.outputs, jnp.float32, axes[1:]),
+        "codes": ArraySpec((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
+        "scales": ArraySpec(matrix.outputs, jnp.float32, axes[1:]),
     }
 
 
-def _groups_parts(size: int, matrix: Matrix) -> dict[str, Part]:
+def _groups_parts(size: int, matrix: Matrix) -> dict[str, ArraySpec]:
     inputs, axes = matrix.sizes[0], (matrix.axes[0], *matrix.axes[matrix.inputs :])
     of_group = (inputs // size, *matrix.outputs)
     return {
-        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
-        "zeros": Part(of_group, jnp.uint8, axes),
-        "scales": Part(of_group, jnp.float16, axes),
+        "codes": ArraySpec((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "zeros": ArraySpec(of_group, jnp.uint8, axes),
+        "scales": ArraySpec(of_group, jnp.float16, axes),
     }
 
 
@@ -184,7 +184,7 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
         )
 
 
-def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
+def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
     """The arrays that a weight is stored as."""
     return format_of(base).parts(matrix)
 
