@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.model.attention.chunked import chunked_attention
-from bytescope.model.attention.scoring import Scoring
+from bytescope.model.attention.chunked import Scoring, chunked_attention
 from bytescope.model.layers import dropout
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag

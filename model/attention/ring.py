@@ -31,6 +31,7 @@ from bytescope.model.attention.chunked import (
     PLAIN,
     Ids,
     Mask,
+    Scoring,
     add_gradients,
     add_pairs,
     blocks,
@@ -41,7 +42,6 @@ from bytescope.model.attention.chunked import (
     start,
     triangle,
 )
-from bytescope.model.attention.scoring import Scoring
 from bytescope.model.names import tag
 from bytescope.model.placement import Ring, row_major
 from bytescope.model.zigzag import chunk_length

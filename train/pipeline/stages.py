@@ -7,8 +7,7 @@ import numpy as np
 
 from bytescope.model import ModelConfig
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.stage_layers import divide_layers
+from bytescope.train.pipeline.schedule import Schedule, divide_layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from bytescope.model import LayerPolicies, ModelConfig, Precision
 from bytescope.model.adapters import TARGETS, Lora, is_adapter
 from bytescope.model.attention.attention_kernels import choose_kernel, platform_of
 from bytescope.model.experts.expert_kernels import choose_moe_kernel
-from bytescope.model.fp8.fp8_products import choose_matmul
+from bytescope.model.fp8 import choose_matmul
 from bytescope.model.frozen import ROUTER_BIAS, names_of
 from bytescope.model.layers import MLPS
 from bytescope.model.names import TILED

@@ -11,7 +11,7 @@ from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.model.attention.attention_kernels import KERNELS
-from bytescope.model.attention.kinds import KINDS
+from bytescope.model.block import KINDS
 from bytescope.model.experts.exchange import DISPATCHES
 from bytescope.model.experts.expert_kernels import MOE_KERNELS
 from bytescope.model.experts.routers import ROUTERS

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bytescope.model.attention.scoring import Scoring
+from bytescope.model.attention.chunked import Scoring
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import PAGE, PagePool, View
-from bytescope.model.paged.paged_kernels import gather, triton
-from bytescope.model.paged.triton import takes
+from bytescope.model.paged.paged_kernels import gather, takes, triton
 from bytescope.train.generate.engine import PATIENCE
 from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.request import Asked
