@@ -84,10 +84,9 @@ ROLES: Mapping[str, Mapping[str, Any]] = {
     "accumulator": WIDE,
     "norm": WIDE,
     "logits": NARROW,
-    **{
-        role: {name: name for name in names}
-        for role, names in (("rounding", ROUNDINGS), ("cast", CASTS), ("loss_scale", LOSS_SCALES))
-    },
+    "rounding": {name: name for name in ROUNDINGS},
+    "cast": {name: name for name in CASTS},
+    "loss_scale": {name: name for name in LOSS_SCALES},
 }
 
 PRECISIONS = {

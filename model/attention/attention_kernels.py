@@ -135,7 +135,8 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
             f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
             "or use chunked"
         )
-    if (width := config.score_width) % 8 or width > 128:
+    width = config.score_width
+    if width % 8 or width > 128:
         shown = f"model.d_head={config.d_head}"
         if width > config.d_head:
             shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"

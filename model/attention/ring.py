@@ -249,7 +249,8 @@ def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
     """Raises ValueError for a dimension that is not divisible by the sizes of its mesh axes."""
     chunk_length(length, ring.size, f"mesh.{ring.axis}")
     for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
-        if size % (parts := math.prod(ring.mesh.shape[axis] for axis in axes)):
+        parts = math.prod(ring.mesh.shape[axis] for axis in axes)
+        if size % parts:
             over = " x ".join(f"mesh.{axis}={ring.mesh.shape[axis]}" for axis in axes)
             raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
 

@@ -61,7 +61,8 @@ def _blocks(model: Transformer) -> Iterator[Block]:
         for layer, block in enumerate(model.blocks):
             yield block.set(layer, again=False)
         return
-    stacks = {name: nnx.split(getattr(model, name)) for name in {stack_of(config, n) for n in range(config.n_layers)}}
+    names = {stack_of(config, layer) for layer in range(config.n_layers)}
+    stacks = {name: nnx.split(getattr(model, name)) for name in names}
     for layer in range(config.n_layers):
         name = stack_of(config, layer)
         graph, state = stacks[name]

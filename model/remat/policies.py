@@ -124,8 +124,10 @@ POLICIES: Mapping[str, CheckpointPolicy | None] = {
         "outputs of matrix products with weights kept, the attention core recomputed",
         cp.dots_with_no_batch_dims_saveable,
     ),
-    "sqrt": dataclasses.replace(
-        keep("inputs of groups of about sqrt(N) blocks kept, each group and block recomputed"), nested=True
+    "sqrt": CheckpointPolicy(
+        "inputs of groups of about sqrt(N) blocks kept, each group and block recomputed",
+        cp.nothing_saveable,
+        nested=True,
     ),
     "offload": keep("inputs of blocks in pinned host memory, the block recomputed", offload=("block_in",)),
     "offload_dots": CheckpointPolicy(
@@ -233,7 +235,8 @@ class LayerPolicies:
             for name in names:
                 if name not in NAMES:
                     raise ValueError(f"remat.{key} names {name!r}: choose from {', '.join(NAMES)}")
-        if both := set(self.save) & set(self.offload):
+        both = set(self.save) & set(self.offload)
+        if both:
             raise ValueError(f"remat.save and remat.offload both name {min(both)!r}: choose one")
         used = [self.policy, *(self._range(text)[2] for text in self.layers)]
         if bool(self.save or self.offload) != ("custom" in used):
@@ -249,8 +252,12 @@ class LayerPolicies:
     @property
     def asked(self) -> set[str]:
         """Checkpoint names that the user gave; those of rows of POLICIES are left out."""
-        ranges = [name for name in (self._range(text)[2] for text in self.layers) if name not in POLICIES]
-        return {*self.save, *self.offload, *(kept for name in ranges for kept in self.row(name).names)}
+        asked = {*self.save, *self.offload}
+        for text in self.layers:
+            name = self._range(text)[2]
+            if name not in POLICIES:
+                asked.update(self.row(name).names)
+        return asked
 
     def _check(self, name: str) -> None:
         """Raises ValueError for what is neither a policy nor checkpoint names."""

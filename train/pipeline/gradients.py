@@ -155,10 +155,10 @@ class _Run:
         shape, dtype = self._stream
         between = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
-        stash = [
-            [self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
-            for unit, kept in zip(whole.units, self._residuals())
-        ]
+        stash = []  # for each stack its residuals [stages, slots, rows of a chunk, ...]
+        for unit, kept in zip(whole.units, self._residuals()):
+            rows = stages, slots, unit.rows.rows
+            stash.append([self._spread(jnp.zeros((*rows, *leaf.shape), leaf.dtype)) for leaf in kept])
         sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
         sums = whole.weights.totals(sums)
         loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
@@ -419,15 +419,21 @@ class _Run:
         return y, d
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
-        """(tally, gradients), the routers' sums in the order of the layers."""
-        routing: Load | None = None
-        for unit, load in zip(self.whole.units, carry["loads"]):
-            if load is not None:
-                places = jnp.asarray(unit.rows.places)
-                routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
-        if carry["pool"] is not None and routing is not None:
-            busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
-            balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
-            routing = dataclasses.replace(routing, balance=jnp.full_like(routing.balance, balance))
+        """Returns (tally, gradients) of all micro-batches from the carry after the last tick."""
+        routing = self._routing(carry)
         sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # a stack may be frozen
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)
+
+    def _routing(self, carry: dict[str, Any]) -> Load | None:
+        """Returns the sums of the routers in the order of the layers; None without experts."""
+        for unit, load in zip(self.whole.units, carry["loads"]):
+            if load is None:
+                continue
+            places = jnp.asarray(unit.rows.places)
+            by_layer: Load = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
+            if carry["pool"] is None:
+                return by_layer
+            busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
+            balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
+            return dataclasses.replace(by_layer, balance=jnp.full_like(by_layer.balance, balance))
+        return None

@@ -69,7 +69,8 @@ def matrix_of(path: tuple) -> MatrixAxes | None:
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a parameter as a batch of matrices [N, rows, columns], of experts [N, E, rows, columns], or of
     vectors [N, size]. Experts keep an axis of their own: in one with the layers a device's would not lie together."""
-    if (matrix := matrix_of(path)) is None:
+    matrix = matrix_of(path)
+    if matrix is None:
         first = len(shape) - VECTORS.get(_name(path), 1)
         return (math.prod(shape[:first]), math.prod(shape[first:]))
     outputs = len(shape) - matrix.outputs
