@@ -17,7 +17,6 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.checkpoint import Checkpoints
 from bytescope.train.launch.failures import explain, too_big
 from bytescope.train.user_errors import DoesNotFit, UserError
-from support.command_line import train
 from support.exhaustive import exhaustive
 from support.formats import shown
 
@@ -246,13 +245,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", exhaustive(*ERRORS))
-def test_an_error_is_one_line_and_an_exit_code(place, name, capsys):
+def test_an_error_is_one_line_and_an_exit_code(place, name):
     flags, code, message = ERRORS[name]
-    words = [f"--config={place / 'small.py'}", f"--workdir={place / name.replace(' ', '-')}", *flags]
-    assert train(words) == code
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: "), error
-    assert (error.count("\n") == 1) == (code != 3), error  # advice follows where memory does not suffice
+    done = run(place, f"--workdir={place / name.replace(' ', '-')}", *flags)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert (done.stderr.count("\n") == 1) == (code != 3), done.stderr  # advice follows where memory does not suffice
 
 
 def test_help_is_short_and_names_the_exit_codes(place):
