@@ -70,13 +70,6 @@ EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
     ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
 }
-# Imports for type checkers that close a circle inside one room; each is to be removed.
-CLOSING = {
-    ("memory.formulas.adapter_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.formulas.expert_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.formulas.latent_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.peak.logits", "memory.peak.buffer_rules"),
-}
 
 
 def declared() -> set[str]:
