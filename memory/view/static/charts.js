@@ -5,6 +5,7 @@
 //   charts.xy("id", {                       draws into the element of that id; again: draws anew, keeps what is hidden
 //     legend: true,                         false: none; or what charts.legend gave, for several charts with one legend
 //     columns: 3, height: 300,              of several panels: at most so many beside each other, each so high (px)
+//     unzoomed: true,                       ends the zoom of an earlier drawing
 //     panels: [panel, ...]                  or the keys of a single panel right here
 //   })
 //   panel = {
@@ -33,7 +34,6 @@
 //   lines of a tip = ["the first stands out", "more", { name, value, color, strong }, ...]; "" and null are left out
 //
 //   charts.legend(listElement, [{ name, key, color, symbol, line: "solid" | "dashed", open }])  -> for `legend`
-//   charts.unzoom("id")                     the next drawing shows the whole range of x
 //   charts.treemap("id", {...})             see treemap.js
 //   charts.of("id")                         what is drawn there: {spec, hidden, zoom, targets, views, svg}, for tests
 //
@@ -263,6 +263,7 @@ const charts = window.charts = (() => {
   const xy = (id, spec) => {
     const box = $(id), state = held.get(box) || begin(box);
     state.spec = spec;
+    if (spec.unzoomed) state.zoom = state.whole = null;
     legendOf(state);
     redraw(state);
   };
@@ -278,9 +279,6 @@ const charts = window.charts = (() => {
   window.addEventListener("afterprint", () => print(false));
 
   // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
-  // The next drawing of a chart shows the whole range of its axis.
-  const unzoom = (id) => { const state = held.get($(id)); if (state) state.zoom = state.whole = null; };
-
-  return { xy, unzoom, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
+  return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
     width: widthOf };
 })();

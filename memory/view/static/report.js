@@ -91,7 +91,7 @@
       band: (i) => bands[i] };
   };
 
-  const timeline = () => {
+  const timeline = (unzoomed = false) => {
     if (!P.index.length) return;
     const stack = drawn.filter((row) => data.by_category[row]);
     const { axis, xs, unit: timeUnit = "", steps, end, band } = state.axis === "time" ? timeAxis() : pointAxis();
@@ -112,7 +112,7 @@
     });
     const limited = data.limit_bytes && data.limit_bytes <= 2 * top;
     charts.xy("timeline", {
-      legend, bands, zoom: true, x: axis,
+      legend, bands, zoom: true, unzoomed, x: axis,
       y: { title: "live " + unit, range: [0, (1.17 * Math.max(top, limited ? data.limit_bytes : 0)) / size] },
       series: [...stack.map((row) => ({ kind: "area", name: rowName(row), key: row, x: along(steps), step: true,
         y: over(steps, data.by_category[row]), color: `var(--c-${row})` })),
@@ -133,8 +133,7 @@
       button.onclick = () => {
         if (button.dataset.axis === state.axis) return;
         state.axis = button.dataset.axis;
-        charts.unzoom("timeline");  // a range of points is no range of seconds
-        axes(); timeline(); remember();
+        axes(); timeline(true); remember();  // a range of points is no range of seconds
       };
     }
     if (data.time) $("stretched").hidden = state.axis !== "time";
