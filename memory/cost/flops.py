@@ -225,7 +225,7 @@ def _attention_backward(equation: Any) -> tuple[int, int]:
 
 KERNELS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "dot_general": _dot,
-    "fp8_tile_product": _dot,  # within the kernel of model/fp8/fp8_kernel.py
+    "fp8_tile_product": _dot,  # within the kernel of model/fp8.py
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
 } | {
