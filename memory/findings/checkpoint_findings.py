@@ -1,7 +1,7 @@
-"""Rules on recomputation: the function whose checkpointing frees most, and what XLA recomputes by itself.
+"""Rules on recomputation: the function whose checkpointing frees the most memory, and values that XLA recomputes.
 
-A function under `jax.checkpoint` keeps its inputs, and what it computes lives for one call of it at a time. So of the
-residuals of a function that is called `calls` times, those of all calls but one go, less an input for each call. A
+A function under `jax.checkpoint` keeps its inputs, and its residuals exist for one call at a time. For a function that
+is called `calls` times, checkpointing frees the residuals of all calls except one, minus an input for each call. A
 function that is called once frees nothing: a loss around the whole model is never the answer.
 """
 
@@ -24,11 +24,11 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
-# What is worth a line: a share of the peak, more of it in a program that fits, and so many bytes.
+# Minimum share of the peak that is freed, in a program that is short of memory and in one that fits; minimum bytes.
 SHORT, ROOMY, LEAST = 0.05, 0.25, 64 * MIB
-# Of the limit, below which a program has no need of memory.
+# Share of the limit below which a program needs no memory.
 IDLE = 0.05
-# Residuals of less than this share of a function's are neither its inputs nor a sign of how often it is called.
+# Residuals below this share of a function's residuals are ignored as inputs.
 _SUBSTANTIAL = 0.01
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
@@ -41,11 +41,11 @@ class Candidate:
     """A function to checkpoint.
 
     Fields:
-        call: the function and the place that calls it. calls: how often it runs in a step.
-        kept: bytes of its residuals at the peak. freed: of them, those that checkpointing it should free.
-        scanned: whether a compiled loop runs it. already: whether a part of it is recomputed, so that a policy decides
-        what it keeps.
-        wrapper: how the program's library wraps a module, "" for plain JAX.
+        call: the function and the place that calls it; calls: number of runs in a step.
+        kept: bytes of its residuals at the peak; freed: the part of them that checkpointing it should free.
+        scanned: whether a compiled loop runs it.
+        already: whether a part of it is recomputed, so that a policy decides what it keeps.
+        wrapper: the library's wrapper that checkpoints a module, "" for plain JAX.
     """
 
     call: Call
@@ -58,11 +58,11 @@ class Candidate:
 
 
 def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """A function that keeps much for the backward pass, in a program whose trainer has no remat policies."""
+    """A function with many bytes of residuals, in a program whose trainer has no remat policies."""
     if program.facts is not None and program.facts.segments:
         return None
     found = candidates(report, program)
-    if report.target.get("platform") == "cpu":  # it computes all of it again at once, unless a loop keeps it from that
+    if report.target.get("platform") == "cpu":  # without a loop the CPU recomputes everything at once
         found = [candidate for candidate in found if candidate.scanned]
     limit, predicted = report.limit_bytes, report.predicted_bytes
     tight = limit is not None and report.verdict in ("tight", "exceeds")
@@ -97,7 +97,7 @@ def _remedy(best: Candidate) -> str:
 
 
 def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]:
-    """The functions of the user's code that keep residuals at the peak, those whose checkpointing frees most first."""
+    """The user's functions that keep residuals at the peak, in order of decreasing freed bytes."""
     known = _Frames(program.module)
     kept: dict[Function, list[_Residual]] = defaultdict(list)
     first: dict[Function, tuple[int, Call]] = {}
@@ -120,7 +120,7 @@ def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]
 
 
 class _Residual(NamedTuple):
-    """A residual of a function: the buffer, the call that made it, and the trips of a compiled loop that it holds."""
+    """A residual of a function: the buffer, the call that made it, and the number of loop iterations that it holds."""
 
     buffer: Buffer
     call: Call
@@ -128,45 +128,39 @@ class _Residual(NamedTuple):
 
 
 def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: str) -> Candidate:
-    """What checkpointing a function would free, by its residuals."""
-    groups: dict[tuple, list[_Residual]] = defaultdict(list)
+    """The candidate of a function, by its residuals."""
+    groups: dict[tuple[str, str, int], list[_Residual]] = defaultdict(list)
     for item in items:
         groups[_NUMBERS.sub("#", item.buffer.op_name), item.buffer.source, item.buffer.bytes].append(item)
-    sizes = [sum(item.buffer.bytes for item in group) for group in groups.values()]
-    kept = sum(sizes)
-    calls = _most_common(zip(map(_runs, groups.values()), sizes))
-    each = [
-        item.buffer.bytes // item.trips
-        for group, size in zip(groups.values(), sizes)
-        for item in group
-        if size >= _SUBSTANTIAL * kept
-    ]
-    inputs = calls * min(each, default=0)
+    sizes = {key: sum(item.buffer.bytes for item in group) for key, group in groups.items()}
+    kept = sum(sizes.values())
+    # The number of calls with the most bytes: a line may make several values in one call, and the first or the last
+    # call may keep less than the others.
+    votes: dict[int, int] = defaultdict(int)
+    for key, group in groups.items():
+        votes[_runs(group)] += sizes[key]
+    calls = max(votes, key=lambda count: (votes[count], -count), default=1)
+    per_call = []
+    for key, group in groups.items():
+        if sizes[key] >= _SUBSTANTIAL * kept:
+            per_call += [item.buffer.bytes // item.trips for item in group]
+    inputs = calls * min(per_call, default=0)
     scanned = any(item.trips > 1 for group in groups.values() for item in group)
     return Candidate(call, calls, kept, max(kept - kept // calls - inputs, 0), scanned, already, library)
 
 
 def _runs(group: list[_Residual]) -> int:
-    """How often a function made one of its residuals: by the places that call it, by the number of residuals alike
-    where such a place is in a loop, and by the trips of a compiled loop."""
-    places: dict[tuple, int] = defaultdict(int)
+    """Number of calls that made equal residuals: one for each place that calls the function, or the number of residuals
+    if that place is in a loop, times the iterations of a compiled loop."""
+    places: dict[tuple[tuple[str, int], ...], int] = defaultdict(int)
     for item in group:
         place = item.call.around
         places[place] = places[place] + item.trips if item.call.repeated else max(places[place], item.trips)
     return sum(places.values())
 
 
-def _most_common(counts: Iterable[tuple[int, int]]) -> int:
-    """The number of calls that the most bytes speak for: a line may make several values in one call, and the first or
-    the last call may keep less than the others. `counts`: (calls, bytes)."""
-    votes: dict[int, int] = defaultdict(int)
-    for calls, size in counts:
-        votes[calls] += size
-    return max(votes, key=lambda calls: (votes[calls], -calls), default=1)
-
-
 class _Frames:
-    """Source frames of buffers, and of the loops around them, by what a compiled module says of its instructions."""
+    """The stack frames of buffers, and of the loops around them, in a compiled module."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -183,11 +177,11 @@ class _Frames:
                 self._loops[metadata.op_name] = metadata.frames, trip_count(module, instruction) or 1
 
     def of(self, buffer: Buffer) -> tuple[Frame, ...]:
-        """The frames of what computed a buffer, () where nothing tells."""
+        """The frames of the instruction that computed a buffer, () if unknown."""
         return self._places.get((buffer.op_name, buffer.source)) or self._lines.get(buffer.source, ())
 
     def loop(self, buffer: Buffer) -> tuple[tuple[Frame, ...], int] | None:
-        """(frames, trips) of the inmost loop that a buffer holds every trip of; None for none."""
+        """(frames, trips) of the innermost loop whose iterations a buffer stacks; None for none."""
         before, inside, _ = buffer.op_name.rpartition(_LOOP)
         known = self._loops.get(f"{before}/while") if inside else None
         return known if known and known[1] > 1 and buffer.shape[:1] == (known[1],) else None
@@ -198,7 +192,7 @@ class _Frames:
         return user_functions.calls(frames, found[1] if found else "")
 
     def recomputed(self) -> frozenset[Function]:
-        """The functions of which a part is recomputed."""
+        """The functions that are recomputed in part."""
         found: set[Function] = set()
         for (name, _), frames in self._places.items():
             if scopes.parse(name).phase == "recompute":

@@ -1,7 +1,7 @@
-"""A rule on mixtures of experts: what their rows hold, and how much of it stays empty.
+"""A rule on mixtures of experts: the bytes of their rows, and the empty part of them.
 
-A device has room for a number of rows that is known before they are: whole tiles, slots of one size, or the most that
-can come from all devices that share the experts. If experts have equal loads, most of that may stay empty.
+A device allocates a fixed number of rows: whole tiles, slots of one size, or the maximum that can come from all devices
+that share the experts. If experts have equal loads, most rows may be empty.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import human
 
-# Scopes of a block in which arrays have a row for each choice.
+# Scopes of a block in which arrays have a row for each choice of an expert.
 _SCOPES = ("dispatch", "experts", "combine")
 # Capacity factors to propose: those of GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961).
 FACTORS = (2.0, 1.25)
 
 
 class Room(NamedTuple):
-    """The rows of a device: those that there is room for, and those that hold tokens if all loads are equal."""
+    """The rows of a device: allocated ones, and those that hold tokens if all experts have equal loads."""
 
     rows: int
     filled: int
 
     @property
     def empty(self) -> float:
-        """The share of the room that stays empty then."""
+        """The share of the rows that is empty at equal loads."""
         return 1 - min(self.filled / self.rows, 1.0)
 
 
 def room_for(experts: ExpertShape, tokens: int, ranks: int) -> Room:
-    """The room of a device of `tokens`, where `ranks` devices share the experts."""
+    """The rows of a device with `tokens` tokens, if `ranks` devices share the experts."""
     return Room(rows(experts, tokens, ranks), tokens * experts.per_token)
 
 
 def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, Room] | None:
-    """The largest of `FACTORS` that makes the room smaller, and that room.
+    """The largest of `FACTORS` that gives a device fewer rows, and these rows.
 
-    None if none does, as on a device that has all experts: their rows fill whole tiles whatever the factor.
+    None if no factor does, as on a device that has all experts: their rows fill whole tiles at any factor.
     """
     if not experts.slots and ranks == 1:
         return None
@@ -56,7 +56,7 @@ def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, 
 
 
 def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Room at the peak for rows of experts that do not come where loads are equal."""
+    """Rows of experts at the peak that are empty if experts have equal loads."""
     facts = program.facts
     question = facts.question if facts else None
     if facts is None or question is None or question.model.experts is None or not facts.expert_rows:
@@ -90,14 +90,14 @@ def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> Found | 
 
 
 def _scope(buffer: Buffer) -> str:
-    """Which of the scopes made an array, "" for none."""
+    """The scope of an array, one of `_SCOPES`, "" for none."""
     path = buffer.module.split("/")
     return next((scope for scope in _SCOPES if scope in path), "")
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:
-    """Whether an array has `count` rows of experts, in one dimension or in two or three that follow each other: tiles
-    and their rows; peers, experts and slots."""
+    """Whether one dimension of an array, or two or three adjacent ones (tiles and rows; peers, experts and slots), have
+    `count` elements together."""
     dims = buffer.shape
     return any(
         math.prod(dims[start : start + length]) == count

@@ -1,8 +1,9 @@
-"""What is known where a step ran out of device memory, and the cheapest ways out. Pure: records in, records out.
+"""The post-mortem of a step that ran out of device memory, and its cheapest remedies. Pure: records in, records out.
 
-In: the report of the step, the arrays that a device held and what its allocator said (`watching.failure` asks them).
-The ways out are, from the cheapest on: a larger pool, arrays that the step does not need, what the findings of its
-report say, recomputing what the backward pass keeps most of, computing the largest array in parts, a smaller batch.
+In: the report of the step, the arrays that the device held and the statistics of its allocator, which
+`watching.reporting` collects. The remedies from the cheapest on: a larger pool, deleting arrays that the step does not
+need, the remedies of the report's findings, recomputing the module with most residuals, computing the largest array in
+parts, a smaller batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord
 
-# Ways out that are told; the share of the peak from which arrays, findings and residuals are worth one; that from which
-# a buffer is worth being computed in parts; and the share of a card below which a pool could be larger.
+# Maximum number of remedies; minimum share of the peak for arrays, findings and residuals; minimum share of the peak
+# for a buffer that is computed in parts; share of a card below which a pool could be larger.
 WAYS, WORTH, WORTH_PARTS, FRACTION_IS_LOW = 3, 0.01, 0.10, 0.85
 # Findings that say how to use more memory.
 _NO_WAY_OUT = ("spare_memory",)
@@ -26,8 +27,11 @@ _BATCH = "make the batch smaller, or accumulate gradients over parts of it"
 
 @dataclasses.dataclass(frozen=True)
 class HeldArrays:
-    """Live arrays of one shape and dtype: how many, and their bytes on one device; `others` of them, with their bytes,
-    are no arguments of the step."""
+    """Live arrays of one shape and dtype on one device.
+
+    Fields:
+        arrays, bytes: number of arrays and their bytes; others, other_bytes: those that are not arguments of the step.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,14 +42,14 @@ class HeldArrays:
 
     @property
     def name(self) -> str:
-        """As jax writes a type: "float32[1024,1024]"."""
+        """The type as jax writes it: "float32[1024,1024]"."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class WayOut:
-    """Something that makes the step smaller: the bytes of one device that it concerns, what to do, and that as flags of
-    a command line where the finding has some."""
+    """A remedy: the bytes of one device that it may free, the instruction in words, and as flags of a command line if
+    the finding has some."""
 
     bytes: int
     words: str
@@ -54,13 +58,13 @@ class WayOut:
 
 @dataclasses.dataclass(frozen=True)
 class PostMortem:
-    """What is known of a step that ran out of memory, all bytes of one device.
+    """The facts about a step that ran out of memory, all bytes of one device.
 
     Fields:
-        step: its name. call: which call of it failed, from 1. error: the first line of what was raised.
-        device: jax' device_kind. held: live arrays, the largest group first.
-        allocator: its figures by jax' names (`memory_stats`), and of a CPU, which has none, those of the process.
-        report: of the executable that failed; None where it was the compiler that had no memory.
+        step: its name; call: number of the call that failed, from 1; error: the line of the exception about memory.
+        device: jax' device_kind; held: live arrays, the largest group first.
+        allocator: its statistics by jax' names (`memory_stats`); for a CPU, which has no allocator, of the process.
+        report: of the executable that failed; None if the compiler ran out of memory.
     """
 
     step: str
@@ -73,38 +77,39 @@ class PostMortem:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of live arrays that are no arguments of the step."""
+        """Bytes of live arrays that are not arguments of the step."""
         return sum(group.other_bytes for group in self.held)
 
     @property
     def needed_bytes(self) -> int:
-        """What the step takes by its report, and what other arrays hold besides."""
+        """Predicted bytes of the step plus the bytes of other arrays."""
         return (self.report.predicted_bytes if self.report else 0) + self.other_bytes
 
     @property
     def limit_bytes(self) -> int | None:
-        """What is available: by the allocator's own word, else by the report."""
+        """Available bytes by the allocator's statistics, else by the report."""
         return self.allocator.get("bytes_limit") or (self.report.limit_bytes if self.report else None)
 
     @property
     def ways_out(self) -> tuple[WayOut, ...]:
-        """The cheapest ways out, at most `WAYS`."""
+        """The cheapest remedies, at most `WAYS`."""
         return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
 
     def to_json(self) -> dict[str, Any]:
-        """The report's JSON, which `memory.load` and `bytescope diff` read, with all else under `post_mortem`."""
+        """The report's JSON, which `memory.load` and `bytescope diff` read, with the other fields under
+        `post_mortem`."""
         own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "report"}
         own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": plain(self.ways_out)}
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
 
 
 def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
-    """The cheapest ways out of a step that does not fit, at most `WAYS`, the cheapest first.
+    """The cheapest remedies for a step that does not fit, at most `WAYS`, the cheapest first.
 
     Args:
         report: of the step; None if it could not be compiled.
-        held: what its device held, with what the step does not need of that.
-        pool: bytes that the device's allocator may take in all; 0 where nobody knows.
+        held: the live arrays of its device.
+        pool: maximum bytes of the device's allocator; 0 if unknown.
     """
     found = [*_pool(report, pool), *_unneeded(report, held)]
     if report is not None:
@@ -116,7 +121,7 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
 
 
 def _pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
-    """The part of the card that nobody may use: jax takes three quarters of a GPU where nobody says otherwise."""
+    """Proposes a larger pool, because jax takes three quarters of a GPU by default."""
     card = int(report.target.get("device_memory_bytes") or 0) if report else 0
     if 0 < pool < FRACTION_IS_LOW * card:
         yield WayOut(
@@ -127,7 +132,7 @@ def _pool(report: ReportRecord | None, pool: int) -> Iterator[WayOut]:
 
 
 def _unneeded(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
-    """Arrays on the device that no argument of the step is."""
+    """Proposes to delete arrays on the device that are not arguments of the step."""
     others = [group for group in held if group.others]
     size = sum(group.other_bytes for group in others)
     if not others or (report is not None and size < WORTH * report.peak_bytes):
@@ -141,14 +146,14 @@ def _unneeded(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterat
 
 
 def _of_findings(report: ReportRecord) -> Iterator[WayOut]:
-    """What the findings of a report say to do, those of most bytes first."""
+    """The remedies of a report's findings, in order of decreasing bytes."""
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
         if finding.bytes >= WORTH * report.peak_bytes and finding.kind not in _NO_WAY_OUT:
             yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 
 def _in_parts(report: ReportRecord) -> Iterator[WayOut]:
-    """The largest array of the workspace at the peak, with the line that makes it."""
+    """Proposes to compute the largest workspace array at the peak in parts."""
     found = [
         b
         for b in report.buffers
@@ -165,8 +170,7 @@ def _in_parts(report: ReportRecord) -> Iterator[WayOut]:
 
 
 def _recomputed(report: ReportRecord) -> Iterator[WayOut]:
-    """The module that the backward pass keeps most of, with the line that makes the largest part of it; a finding that
-    names a function to checkpoint says it better."""
+    """Proposes to checkpoint the module with most residuals, unless a finding names a function to checkpoint."""
     if any(finding.kind == "checkpoint_saves" for finding in report.findings):
         return
     sizes: Counter[str] = Counter()

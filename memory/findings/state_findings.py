@@ -1,4 +1,4 @@
-"""Rules on parameters, moments and the sums of gradients: what is held twice, whole, or is too large by itself."""
+"""Rules on parameters, moments and gradient sums: state that is held twice, replicated, or too large by itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
-# Bytes from which state that is whole is worth a line where all of it is; where other leaves are sharded, `MIN_ARRAY`.
-_WHOLE = 64 * MIB
-# So many leaves are named.
-_NAMED = 3
+# Minimum bytes of a finding on replicated state if no leaf is sharded; if other leaves are, it is `MIN_ARRAY`.
+_MIN_REPLICATED = 64 * MIB
+# Maximum number of leaves that a finding names.
+_MAX_NAMED = 3
 
 
 def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """State that comes back changed and whose old and new value each have memory of their own."""
+    """State that the step updates without donation, so that the old and the new value both have memory."""
     sizes: dict[str, int] = {}
     for allocation in program.allocations:
         argument = program.arguments.by_number.get(allocation.parameter) if allocation.entry_parameter else None
@@ -33,7 +33,9 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     if total <= SMALL * report.peak_bytes:
         return None
     names = sorted(sizes, key=lambda root: -sizes[root])
-    which = f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+    which = ", ".join(names[:_MAX_NAMED])
+    if len(names) > _MAX_NAMED:
+        which += f" and {len(names) - _MAX_NAMED} more"
     return Found(total, f"{human(total)} of state is not donated ({which}): the old and the new are held at once")
 
 
@@ -41,7 +43,7 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
 
 
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Parameters, moments and sums of gradients that alone exceed the limit: no batch and no remat policy helps."""
+    """Parameters, moments and gradient sums that exceed the limit by themselves, so that no batch or policy helps."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
@@ -58,13 +60,17 @@ def state_too_large(report: JudgedProgram, program: PlacedProgram) -> Found | No
     return Found(size - limit, message, remedy)
 
 
-# ---- state that every device holds whole ---------------------------------------------------------------------------
+# ---- replicated state ----------------------------------------------------------------------------------------------
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the state: its buffer, bytes of the whole array and on a device, and the mesh axes that replicate it
-    ("" for all of a program whose axes are unknown) with their number of devices; stacked: its first dimension is that
-    of the devices, as jax.pmap has it."""
+    """A leaf of the state.
+
+    Fields:
+        buffer: on one device; layout: on the mesh, None if unknown; whole: bytes of the global array.
+        axes: the mesh axes that replicate it, () if unknown; copies: number of devices along these axes.
+        stacked: its first dimension is the devices, as under jax.pmap.
+    """
 
     buffer: Buffer
     layout: ArgumentLayout | None
@@ -75,24 +81,28 @@ class _Leaf(NamedTuple):
 
     @property
     def wasted(self) -> int:
-        """Bytes of a device that sharding over those axes would free."""
+        """Bytes of a device that sharding over `axes` would free."""
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
 def whole_state(report: JudgedProgram, program: PlacedProgram) -> Found | None:
-    """Leaves of the state that devices of the mesh hold alike."""
+    """Leaves of the state that are replicated over devices of the mesh."""
     leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
     if not leaves:
         return None
-    by_axes = {leaf.axes: [each for each in leaves if each.axes == leaf.axes] for leaf in leaves}
+    by_axes: dict[tuple[str, ...], list[_Leaf]] = {}
+    for leaf in leaves:
+        by_axes.setdefault(leaf.axes, []).append(leaf)
     found = max(by_axes.values(), key=lambda group: sum(leaf.wasted for leaf in group))
     size, axes, copies = sum(leaf.wasted for leaf in found), found[0].axes, found[0].copies
     trains = any(report.breakdown.get(row) for row in ("optimizer", "gradients", "residuals"))
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
     others = len(found) < len(_leaves(report, program))
-    share, least = (SMALL, MIN_ARRAY) if others and trains else (NOTABLE if trains else LARGE, _WHOLE)
-    if size <= max(share * report.peak_bytes, least):
+    share, minimum = NOTABLE if trains else LARGE, _MIN_REPLICATED
+    if others and trains:
+        share, minimum = SMALL, MIN_ARRAY
+    if size <= max(share * report.peak_bytes, minimum):
         return None
     found.sort(key=lambda leaf: -leaf.buffer.bytes)
     held, over = sum(leaf.buffer.bytes for leaf in found), f" of {' and '.join(axes)}" if axes else ""
@@ -122,31 +132,29 @@ def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
 
 
 def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
-    """Arguments that are a stack of one replica for each device: every device has one entry of the first dimension,
-    and the gradient is summed over all of them. Without the sum each device has state of its own."""
-    module = program.module
+    """Arguments that are a stack of one replica per device: every device has one entry of the first dimension, and the
+    gradient is summed over all devices. Without the sum each device has state of its own."""
+    module, known = program.module, program.arguments.by_number
     summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
-    paths = {
-        path
-        for (id, _), path in program.arguments.owners.items()
-        if (one := module.instructions.get(id)) is not None and one.name in summed
-    }
-    entry = module.computations.get(module.entry)
-    stacks = {
-        number
-        for number, argument in program.arguments.by_number.items()
-        if entry
-        and argument.shape[:1] == (module.devices,)
-        and module.shape(module.instructions[entry.parameters[number]]).dims[:1] == (1,)
-    }
-    known = program.arguments.by_number
-    # XLA sums small gradients as one array, in which each is no longer seen.
+    paths = set()
+    for (id, _), path in program.arguments.owners.items():
+        instruction = module.instructions.get(id)
+        if instruction is not None and instruction.name in summed:
+            paths.add(path)
+    stacks, parameters = [], module.parameters
+    for number, argument in known.items():
+        if argument.shape[:1] != (module.devices,) or number not in parameters:
+            continue
+        if module.shape(parameters[number]).dims[:1] == (1,):
+            stacks.append(number)
+    # XLA sums small gradients as one array, in which a single gradient cannot be found.
     roots = {root_of(known[number].path) for number in stacks if {known[number].path, known[number].owner} & paths}
     return frozenset(number for number in stacks if root_of(known[number].path) in roots)
 
 
 def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]:
-    """(mesh axes, devices) that hold the state alike, of a program without layouts: by its facts, else as `known`."""
+    """(mesh axes, number of devices) that replicate the state of a program without layouts, by its facts; without
+    facts, `known` devices."""
     facts = program.facts
     if facts is None or facts.question is None:
         return (), known
@@ -155,17 +163,17 @@ def _replicas(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], int]
 
 
 def _named(leaves: Sequence[_Leaf]) -> str:
-    """The largest leaves, and how many more: "params['embed'] float32[50304, 768] 147.38 MiB and 3 more"."""
-    named = [
-        f"{leaf.buffer.name} {leaf.buffer.dtype}{list(leaf.buffer.shape)} {human(leaf.buffer.bytes)}"
-        for leaf in leaves[:_NAMED]
-    ]
-    more = [f"{len(leaves) - _NAMED} more"] if len(leaves) > _NAMED else []
-    return ", ".join(named) + (f" and {more[0]}" if more else "")
+    """The largest leaves and the number of others: "params['embed'] float32[50304, 768] 147.38 MiB and 3 more"."""
+    named = []
+    for leaf in leaves[:_MAX_NAMED]:
+        buffer = leaf.buffer
+        named.append(f"{buffer.name} {buffer.dtype}{list(buffer.shape)} {human(buffer.bytes)}")
+    others = len(leaves) - _MAX_NAMED
+    return ", ".join(named) + (f" and {others} more" if others > 0 else "")
 
 
 def _sharding(leaf: _Leaf) -> str:
-    """How the largest leaf would be sharded, in JAX's words."""
+    """The remedy in JAX's words: a sharding of the largest leaf."""
     if leaf.stacked:
         return (
             "jax.pmap keeps a copy on each device: use jax.jit over a mesh instead, without the leading dimension, "

@@ -231,28 +231,29 @@ def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _C
     module, number = look.module, allocation.parameter
     entry = module.computations.get(module.entry)
     parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
-    name, dims, dtype, role, path, owner, elements = f"argument {number}", (), "", "batch", "", "", 0
-    if parameter is not None:
-        argument = look.arguments.by_number[number]
-        shape = module.shape(parameter).leaf(allocation.parameter_index)
-        name = path = argument.path
-        dims, dtype, elements = shape.dims, shape.dtype, shape.elements
-        role, owner = argument.role, argument.owner
+    memory = _memory(allocation.color)
+    if parameter is None:
+        name = f"argument {number}"
+        buffer = Buffer(
+            name, allocation.size, category="batch", phase="argument", end=last, at_peak=True, memory=memory
+        )
+        return _CountedBuffer(buffer)
+    argument = look.arguments.by_number[number]
+    shape = module.shape(parameter).leaf(allocation.parameter_index)
     buffer = Buffer(
-        name,
+        argument.path,
         allocation.size,
-        shape=dims,
-        dtype=dtype,
-        category=role,
+        shape=shape.dims,
+        dtype=shape.dtype,
+        category=argument.role,
         phase="argument",
-        module=path,
-        parameter=owner,
-        start=0,
+        module=argument.path,
+        parameter=argument.owner,
         end=last,
         at_peak=True,
-        memory=_memory(allocation.color),
+        memory=memory,
     )
-    return _CountedBuffer(buffer, elements)
+    return _CountedBuffer(buffer, shape.elements)
 
 
 def _temporary_buffer(

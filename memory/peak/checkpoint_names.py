@@ -1,13 +1,12 @@
 """Checkpoint names of residuals.
 
-`jax.ad_checkpoint.checkpoint_name` leaves nothing in a compiled program but the place in the source where it
-was called. A name is found again by
+`jax.ad_checkpoint.checkpoint_name` leaves only the source position of its call in a compiled program. A name is found
+by
 
-1. a word of the op_name that is in the vocabulary a caller gives (a model that also opens a named scope);
-2. the place of the call in the jaxpr, when the program was given as a `jax.stages.Traced`; else the call in
-   the source file, when that is at hand: `checkpoint_name(x, "q")`, or a function of the user's own that
-   calls it and is given one string that looks like a name;
-3. the place of the operation whose result was named, likewise: XLA often drops the mark of the call itself.
+1. a word of the op_name that is in the caller's vocabulary (a model that also opens a named scope);
+2. the position of the call in the jaxpr, for a `jax.stages.Traced`; else the call in the source file, if it is
+   available: `checkpoint_name(x, "q")`, or a function of the user that calls it with one string that looks like a name;
+3. the position of the operation whose result was named, in the same way, because XLA often drops the mark of the call.
 """
 
 from __future__ import annotations
@@ -44,10 +43,11 @@ _MAX_SOURCE = 4_000_000
 
 
 class NamedPlace(NamedTuple):
-    """A place in a jaxpr that tells a checkpoint name.
+    """The source position of an equation with a checkpoint name.
 
-    chain: (file, line, column) of the equation, inmost frame first; end: (line, column) of the inmost frame;
-    suffix: how the op_name of what is compiled from it ends; name: the checkpoint name.
+    Fields:
+        chain: (file, line, column) of each stack frame, innermost first; end: (line, column) of the innermost frame.
+        suffix: the end of the op_name of what is compiled from the equation; name: the checkpoint name.
     """
 
     chain: Chain
@@ -57,25 +57,27 @@ class NamedPlace(NamedTuple):
 
 
 class Names:
-    """Looks up checkpoint names by vocabulary, by `named_places` a jaxpr, or without one in source files."""
+    """Looks up checkpoint names by vocabulary, and by the `named_places` of a jaxpr or, without a jaxpr, in source
+    files."""
 
     def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[NamedPlace] | None = None):
-        # A word that also names a part of the model ("embed") does not tell a tensor from that part.
+        # A word that also names a part of the model ("embed") does not identify a tensor.
         self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
         self._table: dict[Chain, list[NamedPlace]] = {}
         for place in places or ():
-            # A frame further out may not be in the compiled program's chain: every cut of it can match.
+            # The chain of the compiled program may lack outer frames: every prefix can match.
             for length in range(1, len(place.chain) + 1):
                 self._table.setdefault(place.chain[:length], []).append(place)
 
     def of(self, makers: Iterable[Metadata]) -> str:
-        """The checkpoint name of a value, from the metadata of what made it, nearest first; "" for none."""
+        """The checkpoint name of a value, from the metadata of its makers, nearest first; "" for none."""
         metadata = [item for item in makers if item.op_name]
         by_place = (_call, _around) if self._in_source else (self._by_place,)
         for lookup in (self._by_word, *by_place):
             for item in metadata:
-                if name := lookup(item):
+                name = lookup(item)
+                if name:
                     return name
         return ""
 
@@ -97,16 +99,19 @@ class Names:
 
 
 def _same_end(frame: Frame, end: tuple[int, int]) -> bool:
-    """Whether an expression ends there; partitioning a program loses the ends, and then any will do."""
+    """Whether an expression ends at `end`; partitioning a program loses the ends, and then every end matches."""
     known = (frame.end_line, frame.end_column)
     return known in (end, (0, 0), (frame.line, frame.column))
 
 
 def _call(metadata: Metadata) -> str:
-    # JAX marks a saved value with a reduce_precision at the place of the call that names it.
-    if not metadata.op_name.endswith(MARK):
-        return ""
-    return next((name for frame in metadata.frames if (name := _call_at(*frame[:3]))), "")
+    # JAX marks a saved value with a reduce_precision at the position of the call that names it.
+    if metadata.op_name.endswith(MARK):
+        for frame in metadata.frames:
+            name = _call_at(*frame[:3])
+            if name:
+                return name
+    return ""
 
 
 def _around(metadata: Metadata) -> str:
@@ -114,7 +119,8 @@ def _around(metadata: Metadata) -> str:
 
 
 def named_places(jaxpr: object) -> list[NamedPlace]:
-    """Where a (closed) jaxpr, or any jaxpr within it, names values, and where it makes what it names."""
+    """The positions of the equations that name values, and of their makers, in a (closed) jaxpr and its inner
+    jaxprs."""
     found: list[NamedPlace] = []
     pending, seen = [jaxpr], set()
     while pending:
@@ -125,7 +131,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
         seen.add(id(inner))
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
         named = [equation for equation in inner.eqns if equation.primitive.name == "name"]
-        # Operations of one expression can look alike (the products within a GELU): those tell nothing.
+        # Operations of one expression can be indistinguishable (the products within a GELU): these are skipped.
         alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
             for maker in (equation, *_makers(equation, makers)):
@@ -138,7 +144,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
-    """The equations that make the value which a `name` equation names, seen through changes of its form."""
+    """The equations that make the value of a `name` equation, followed through changes of its form."""
     out: list[Any] = []
     variable = equation.invars[0]
     for _ in range(8):
@@ -153,7 +159,7 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
 
 
 def _same(equation: Any, result: Any) -> Any:
-    """The operand that a result of an equation is but for its form; None for one that is computed."""
+    """The operand with the same elements as a result of an equation, in another form; None for a computed result."""
     if equation.primitive.name in _FORMS:
         return equation.invars[0]
     body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with its own gradient
@@ -167,7 +173,7 @@ def _same(equation: Any, result: Any) -> Any:
 
 
 def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
-    """Chain of places, end of the inmost, name stack and primitive of an equation."""
+    """(chain of positions, end of the innermost frame, name stack, primitive) of an equation."""
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
@@ -177,38 +183,37 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
 
 
 def _places_of(equation: Any, name: str) -> list[NamedPlace]:
-    """The places of an equation: what is compiled from it is called for it, or for JAX's mark on what is saved."""
+    """The positions of an equation, whose compiled form is named after its primitive or after JAX's mark on a saved
+    value."""
     chain, end, stack, primitive = _where(equation)
     return [NamedPlace(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _call_at(file: str, line: int, column: int) -> str:
-    """The name in the call that starts at a place of a source file; "" when there is none."""
+    """The name in the call that starts at a position of a source file; "" if there is none."""
     for node in _source(file)[0].get(line, ()):
-        if node.col_offset == column:
-            strings = [
-                a.value
-                for a in (*node.args[1:], *(k.value for k in node.keywords))
-                if isinstance(a, ast.Constant) and isinstance(a.value, str) and _NAME.match(a.value)
-            ]
-            if len(strings) == 1:
-                return strings[0]
+        if node.col_offset != column:
+            continue
+        strings = []
+        for argument in (*node.args[1:], *(keyword.value for keyword in node.keywords)):
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str) and _NAME.match(argument.value):
+                strings.append(argument.value)
+        if len(strings) == 1:
+            return strings[0]
     return ""
 
 
 @functools.lru_cache(maxsize=4096)
 def _call_around(file: str, line: int, column: int) -> str:
-    """The name in the `checkpoint_name` call that a place of a source file lies within."""
+    """The name in the `checkpoint_name` call that contains a position of a source file; "" if there is none."""
     calls, aliases = _source(file)
-    for node in (node for nodes in calls.values() for node in nodes):
-        function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if (
-            function in aliases
-            and (node.lineno, node.col_offset) <= (line, column)
-            and (line, column) < (node.end_lineno, node.end_col_offset)
-        ):
-            return _call_at(file, node.lineno, node.col_offset)
+    for nodes in calls.values():
+        for node in nodes:
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+            if function in aliases and start <= (line, column) < end:
+                return _call_at(file, node.lineno, node.col_offset)
     return ""
 
 

@@ -1,9 +1,9 @@
-"""Lifetimes from the schedule alone, for a finished executable whose backend keeps no heap trace.
+"""Derives live ranges from the schedule, for a finished executable whose backend keeps no heap trace.
 
-The module says in which order everything runs and which values share memory by rule (tuples, bitcasts, loop
-state, in-place updates). From that follow buffers and a heap trace of our own making, in the records that the
-compiler's would be read into. What else XLA decides (which operand an operation overwrites, padding)
-is estimated; totals therefore come from its statistics, and `memory.analyze` shows the difference.
+The module gives the order of execution and the values that share memory by rule (tuples, bitcasts, loop state, in-place
+updates). From these follow buffers and a heap trace, in the same records as the compiler's. XLA's other decisions
+(which operand an operation overwrites, padding) are estimated; totals therefore come from its statistics, and
+`memory.analyze` shows the difference.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _OVERWRITING = frozenset(
 
 
 def derive(module: Module) -> HloProgram:
-    """A program with buffers, allocations and a trace worked out from the module's schedule.
+    """A program with buffers, allocations and a heap trace derived from the module's schedule.
 
-    Sizes are unpadded bytes. Every id is the derivation's own.
+    Sizes are unpadded bytes. Ids of buffers and allocations are those of this derivation, not of XLA.
     """
     return _Derivation(module).program()
 
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Values that live in one stretch of memory."""
+    """Values that share one stretch of memory."""
 
     nodes: list[Node]
     size: int = 0
@@ -70,7 +70,7 @@ class _Derivation:
             self.starts[computation] = min(self.starts.get(computation, at), at)
 
     def program(self) -> HloProgram:
-        """Unions first, then lives, then what is overwritten, then records."""
+        """Merges aliases, computes live ranges, applies in-place updates and builds the records."""
         instructions = [self.module.instructions[id] for id in self.order]
         for instruction in instructions:
             for index, _ in self._leaves(instruction):
@@ -102,18 +102,21 @@ class _Derivation:
             self.parent[self._find(right)] = self._find(left)
 
     def _shared(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
-        """Pairs of values that are in one place by rule."""
+        """Yields pairs of values that share memory by rule."""
         module, id, operands = self.module, instruction.id, instruction.operands
         opcode = instruction.opcode
         if opcode == "while" and operands:
-            ends = [operands[0]]
+            state = [operands[0]]  # the loop's operand, the parameters of condition and body, the body's root
             for called in instruction.called:
                 computation = module.computations.get(called)
-                ends += [computation.parameters[0]] if computation and 0 in computation.parameters else []
+                if computation and 0 in computation.parameters:
+                    state.append(computation.parameters[0])
             root = module.root(instruction.called[0]) if instruction.called else None
-            ends += [root.id] if root else []
+            if root:
+                state.append(root.id)
             for index, _ in self._leaves(instruction):
-                yield from (((id, index), (end, index)) for end in ends)
+                for value in state:
+                    yield (id, index), (value, index)
         elif opcode in ("call", "conditional"):
             for branch, called in enumerate(instruction.called):
                 computation = module.computations.get(called)
@@ -133,7 +136,7 @@ class _Derivation:
                     yield (id, index), source
 
     def _source(self, instruction: Instruction, index: Index) -> Node | None:
-        """The operand's value that this result shares its place with; None for a place of its own."""
+        """The operand's value that a result shares its memory with; None if the result has its own memory."""
         operands, opcode = instruction.operands, instruction.opcode
         if not operands:
             return None
@@ -158,7 +161,7 @@ class _Derivation:
         return None
 
     def _updated(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
-        """The operand that a fusion updates in place: its root writes into a slice of it."""
+        """The operand that a fusion updates in place, because its root writes into a slice of the operand."""
         updating = False
         for _ in range(64):
             if value is None:
@@ -175,7 +178,7 @@ class _Derivation:
         return None
 
     def _groups(self, instructions: list[Instruction]) -> dict[Node, _Group]:
-        """Root node -> its stretch of memory with its life."""
+        """Root node -> its stretch of memory with its live range."""
         groups: dict[Node, _Group] = {}
         entry = self.module.computations.get(self.module.entry)
         for instruction in instructions:
@@ -197,39 +200,35 @@ class _Derivation:
                     group.kind = "constant"
             for operand in instruction.operands:
                 source = self.module.instructions.get(operand)
-                for index, _ in self._leaves(source) if source and operand in self.order else ():
-                    found = groups.get(self._find((operand, index)))
-                    if found:
-                        found.end = max(found.end, at)
+                if source is None or operand not in self.order:
+                    continue
+                for index, _ in self._leaves(source):
+                    group_read = groups.get(self._find((operand, index)))
+                    if group_read:
+                        group_read.end = max(group_read.end, at)
         return groups
 
     def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
-        """Puts results where an operand of the same size has just died."""
+        """Puts a result into the memory of an operand of the same size whose live range ends there."""
         for instruction in instructions:
             if instruction.opcode not in _OVERWRITING:
                 continue
             at = self.order[instruction.id]
             for index, _ in self._leaves(instruction):
-                mine = groups.get(self._find((instruction.id, index)))
+                result = (instruction.id, index)
+                mine = groups.get(self._find(result))
+                if mine is None or mine.start != at or mine.kind != "temp":
+                    continue
                 for operand in instruction.operands:
                     other = groups.get(self._find((operand, ())))
-                    if (
-                        mine
-                        and other
-                        and other is not mine
-                        and other.end == at
-                        and other.size == mine.size
-                        and mine.start == at
-                        and other.kind == mine.kind == "temp"
-                    ):
-                        self._merge(groups, (operand, ()), (instruction.id, index))
+                    if other is None or other is mine or other.kind != "temp":
+                        continue
+                    if other.end == at and other.size == mine.size:
+                        del groups[self._find(result)]
+                        other.nodes += mine.nodes
+                        other.start, other.end = min(other.start, mine.start), max(other.end, mine.end)
+                        self._join((operand, ()), result)
                         break
-
-    def _merge(self, groups: dict[Node, _Group], left: Node, right: Node) -> None:
-        kept, gone = groups[self._find(left)], groups.pop(self._find(right))
-        kept.nodes += gone.nodes
-        kept.start, kept.end = min(kept.start, gone.start), max(kept.end, gone.end)
-        self._join(left, right)
 
     def _records(self, groups: list[_Group]) -> HloProgram:
         program = HloProgram(self.module)
@@ -256,7 +255,8 @@ class _Derivation:
         return program
 
     def _preference(self, node: Node) -> tuple[bool, bool, int]:
-        """Which node tells best what a stretch of memory is: a loop's state, an operation, the earliest."""
+        """The key that ranks the node which describes a stretch of memory best: a loop's state, an operation, the
+        earliest."""
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")
         return instruction.opcode == "while", not passing, -self.order[node[0]]

@@ -1,17 +1,17 @@
-"""What a runtime takes in addition to a program's own buffers: every item that the compiler does not count, a table.
+"""The bytes that a runtime takes in addition to a program's own buffers: a table of items that no compiler counts.
 
-Two kinds. In the pool: other requests to the allocator, part of its `peak_bytes_in_use`; with the compiler's
-`allocated_bytes` they make `predicted_bytes`, which is judged against the limit. On the card: what the driver and its
-libraries take outside the allocator's pool, from the part of the card which the pool leaves free.
+There are two kinds of items. Items in the pool are other requests to the allocator, part of its `peak_bytes_in_use`;
+with the compiler's `allocated_bytes` they add up to `predicted_bytes`, which the verdict compares with the limit. Items
+on the card are bytes that the driver and its libraries take outside the allocator's pool.
 
-Checked and found in the compiler's own figures, so not a row here: cuDNN's workspace (a u8 result of its calls), the
-states of random numbers, the holes between packed temporaries (the report's row fragmentation). Checked and nothing
-found: programs that run before or after the step (their peaks are compared, not added: `train.plan.run_peak`), and
-the autotuner, which takes the operands of one product at a time before there is any state. Of constants, a few bytes as
-a rule, the compiler counts what the runtime keeps outside the pool. An allocator whose only free chunk is less than
-twice as large as the request, by less than 128 MiB, gives all of it (bfc_allocator.cc, ShouldSplitChunk): a pool taken
-in one piece, as by default, keeps a large free chunk for large requests, so nothing is added; a run that grows its
-pool, or frees large buffers between steps, may see it.
+Not a row, because the compiler counts them: cuDNN's workspace (a u8 result of its calls), the states of random numbers,
+the holes between packed temporaries (the report's row fragmentation). Not a row, because they add nothing: programs
+that run before or after the step (their peaks are compared, not added: `train.plan.run_peak`), and the autotuner, which
+takes the operands of one product at a time before there is any state. Constants are a few bytes as a rule; the compiler
+counts them, and the runtime keeps them outside the pool. An allocator whose only free chunk is less than twice as large
+as the request, by less than 128 MiB, gives all of it (bfc_allocator.cc, ShouldSplitChunk). A pool that is taken in one
+piece, as by default, keeps a large free chunk for large requests, so nothing is added; a run that grows its pool, or
+frees large buffers between steps, may see this.
 
 Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have not been measured on a card:
 `python tests/gpu/accuracy.py --calibrate` measures them and prints the line to put here.
@@ -25,12 +25,12 @@ from collections.abc import Callable
 from bytescope.memory.records.report_record import CARD, POOL, RuntimeOverhead
 from bytescope.memory.units import MIB
 
-# ---- What is calibrated, in bytes; the context's is a chip's (devices/chips.py).
+# ---- Calibrated figures in bytes; the context depends on the chip (devices/chips.py).
 # One ring connection of NCCL: buffers of its three protocols, Simple 4 MiB, LL 512 KiB, LL128 4.69 MiB (NCCL's
 # device.h, defaults of NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE), and channels inside one NVLink host.
 NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
 
-# ---- What XLA fixes.
+# ---- Figures that XLA fixes.
 # bfc_allocator.h, kMinAllocationSize: every request is rounded up to a multiple.
 ROUNDING = {"cuda": 256}
 # matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
@@ -39,11 +39,11 @@ BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
 @dataclasses.dataclass(frozen=True)
 class LoopOverhead:
-    """What the loop around a program keeps on the device while it runs.
+    """The arrays that the loop around a program keeps on the device while the program runs.
 
     Fields:
-        waiting: bytes on one device of each other array: batches of the next and of the last update.
-        results: earlier calls whose results, as far as they alias no argument, have not been read yet.
+        waiting: bytes of each array on one device: batches of the next and of the last update.
+        results: number of earlier calls whose results, if they alias no argument, have not been read yet.
     """
 
     waiting: tuple[int, ...] = ()
@@ -52,15 +52,16 @@ class LoopOverhead:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the formulas of the table ask; sizes in bytes on one device.
+    """The inputs of the table's formulas; sizes in bytes on one device.
 
     Fields:
-        platform: of the target, "" when unknown. context: what the target's runtime reserves.
+        platform: of the target, "" if unknown. context: bytes that the target's runtime reserves.
         requests: every request of the runtime to its allocator: arguments, results, temporaries.
-        results: those of them that are result arrays with memory of their own.
+        results: the requests that are result arrays with memory of their own.
+        loop: arrays that the loop around the program keeps.
         untuned_product: operands of the largest matrix product of a program whose compiler had no card to try cuBLAS
-            on; 0 when it had. hopper: compute capability 9 or more.
-        communicators: groups of devices that exchange data. code: machine code, as far as the compiler tells.
+            on; 0 if it had one. hopper: compute capability 9 or more.
+        communicators: number of groups of devices that exchange data. code: machine code, 0 if unknown.
     """
 
     platform: str = ""
@@ -76,11 +77,11 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A row of the table: a name, where the bytes lie (`POOL` or `CARD`), the formula in bytes, and its source."""
+    """A row of the table: a name, the place of the bytes (`POOL` or `CARD`), the formula in bytes, and its source."""
 
     name: str
     where: str
-    of: Callable[[Facts], int]
+    bytes_of: Callable[[Facts], int]
     source: str
 
 
@@ -91,13 +92,13 @@ def rounded(size: int, platform: str) -> int:
 
 
 def _rounding(facts: Facts) -> int:
-    asked = (*facts.requests, *facts.loop.waiting, *facts.results * facts.loop.results)
-    return sum(rounded(size, facts.platform) - size for size in asked)
+    requests = (*facts.requests, *facts.loop.waiting, *facts.results * facts.loop.results)
+    return sum(rounded(size, facts.platform) - size for size in requests)
 
 
 def _blas(facts: Facts) -> int:
-    most = BLAS_WORKSPACE_BYTES[facts.hopper] if facts.platform == "cuda" else 0
-    return min(most, facts.untuned_product)
+    workspace = BLAS_WORKSPACE_BYTES[facts.hopper] if facts.platform == "cuda" else 0
+    return min(workspace, facts.untuned_product)
 
 
 def _nccl(facts: Facts) -> int:
@@ -138,5 +139,5 @@ ITEMS = (
 
 def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
     """The items that take bytes, in the order of the table."""
-    found = (RuntimeOverhead(item.name, int(item.of(facts)), item.where, item.source) for item in ITEMS)
-    return tuple(row for row in found if row.bytes)
+    rows = [RuntimeOverhead(item.name, int(item.bytes_of(facts)), item.where, item.source) for item in ITEMS]
+    return tuple(row for row in rows if row.bytes)

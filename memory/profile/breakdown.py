@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
@@ -173,27 +173,33 @@ def find(trace: ProfilerTrace) -> Breakdown:
         taken.update(shares)
         hidden.update(overlapped)
         counts.update(map(key_of, operations))
-    rows = sorted(
-        (Instructions(key[1], op_scopes.of(key), taken[key], counts[key]) for key in counts),
-        key=lambda row: (-row.taken, row.name),
-    )
+    rows = [Instructions(key[1], op_scopes.of(key), taken[key], count) for key, count in counts.items()]
+    rows.sort(key=lambda row: (-row.taken, row.name))
     cells: Counter[tuple[str, str]] = Counter()
     for row in rows:
         cells[row.scope.phase, row.scope.component] += row.taken
     numbers = tuple(sorted({span.step for span in trace.spans if span.step is not None}))
-    calls = max((counts[key] for key in counts if op_scopes.runs_once(key)), default=1)
+    calls = max((count for key, count in counts.items() if op_scopes.runs_once(key)), default=1)
+    pauses = [span for span in trace.spans if span.name in PAUSES]
     return Breakdown(
-        op_scopes.main,
-        numbers,
-        len(by_device),
-        stop - start,
-        dict(cells),
-        tuple(rows),
-        tuple(host_rows(trace.spans, idle.values(), start, stop)),
-        dict(hidden),
-        max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
-        sum(max(min(span.stop, stop) - max(span.start, start), 0) for span in trace.spans if span.name in PAUSES),
+        program=op_scopes.main,
+        steps=numbers,
+        devices=len(by_device),
+        wall=stop - start,
+        cells=dict(cells),
+        instructions=tuple(rows),
+        host=tuple(host_rows(trace.spans, idle.values(), start, stop)),
+        hidden=dict(hidden),
+        calls=max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
+        paused=sum(_overlap([(start, stop)], span.start, span.stop) for span in pauses),
     )
+
+
+def updates_text(steps: Sequence[int]) -> str:
+    """The traced updates in words."""
+    if not steps:
+        return "the whole trace as one update"
+    return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 
 def divide(

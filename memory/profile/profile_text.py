@@ -1,14 +1,14 @@
-"""Where a step's time went, on one screen of a terminal."""
+"""Shows the time of an update by phase and component, on one screen of a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.profile.breakdown import PHASES, PICO, Breakdown
+from bytescope.memory.profile.breakdown import PHASES, PICO, Breakdown, updates_text
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
 from bytescope.memory.report.report_text import PHASE_STYLE
 from bytescope.memory.view.console import one_line, put
@@ -17,8 +17,8 @@ from bytescope.memory.view.text_layout import Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-# Components of less than this share of the total are one row; so many of the longest instructions are shown.
-_SMALL, _LONGEST = 0.001, 10
+# Components below this share of the total are merged into one row; maximum number of instructions shown.
+_SMALL, _MAX_INSTRUCTIONS = 0.001, 10
 _LEGEND = {
     "blocks": "blocks: reads and writes the stacks of the loop over layers",
     LOOPS: "loops: time between the instructions of a loop",
@@ -27,7 +27,7 @@ _LEGEND = {
 
 
 def show(found: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the breakdown, to stdout when no console is given. `predicted`: see `prediction`."""
+    """Prints the breakdown to a console, by default stdout. `predicted`: as in `prediction`."""
     put(render(found, predicted), console)
 
 
@@ -67,16 +67,9 @@ def _head(found: Breakdown, unit: str) -> RenderableType:
     return Prose(
         Text.assemble(
             ("where an update's time goes", "bold"),
-            f": {one_line(found.program)}, {_updates(found.steps)}, {unit} per update{many}",
+            f": {one_line(found.program)}, {updates_text(found.steps)}, {unit} per update{many}",
         )
     )
-
-
-def _updates(steps: Sequence[int]) -> str:
-    """The traced updates in words."""
-    if not steps:
-        return "the whole trace as one update"
-    return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 
 def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
@@ -156,7 +149,7 @@ def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType 
         label("where", "dim"),
         heading="dim",
     )
-    for row in found.instructions[:_LONGEST]:
+    for row in found.instructions[:_MAX_INSTRUCTIONS]:
         table.add(
             row.name,
             shown(found.seconds(row.taken)),

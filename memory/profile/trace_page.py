@@ -1,22 +1,22 @@
-"""Where an update's time went as one HTML file that opens offline: phases and components, the host, the longest
+"""Shows the time of an update as one HTML file that opens offline: phases and components, the host, the longest
 operations.
 
-It reads the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`, which a run keeps as profile.json).
-Tables are prepared here for `templates/trace.html`; the bars are drawn by `static/trace.js`.
+The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`, which a run keeps as profile.json).
+This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.profile.breakdown import PHASES
+from bytescope.memory.profile.breakdown import PHASES, updates_text
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, program_facts, subject, table, versions
 from bytescope.memory.view.frame import page
 
-# Rows of the table of operations, and bars of components, at most; the rest is one row.
+# Maximum rows of the table of operations and bars of components; the rest is one row.
 MAX_OPERATIONS, MAX_BARS = 250, 24
 NOTES = (
     "Seconds per update and device. An instant shared by several instructions is shared evenly between them, so the "
@@ -30,8 +30,8 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def render(found: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory; `report`: of the
-    program, for what the header says of it."""
+    """The page of a breakdown's JSON, as text. `name`: the title, such as the run directory; `report`: of the program,
+    for the header."""
     title = name or str(found["program"])
     return page(
         "trace",
@@ -52,7 +52,7 @@ def render(found: Mapping[str, Any], name: str = "", report: ReportRecord | None
 
 
 def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the script draws, as JSON values: seconds per update and device, by component, phase and work of the
+    """The JSON values that the script draws: seconds per update and device, by component, phase and work of the
     host."""
     parts = _components(found)
     shown, rest = parts[:MAX_BARS], parts[MAX_BARS:]
@@ -81,18 +81,19 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """(name, seconds) of the unit that figures of at most `seconds` are written in."""
+    """(name, seconds) of the unit for figures of at most `seconds`."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
 def written(seconds: float) -> str:
-    """Seconds as people read them, in the unit that suits them."""
+    """Seconds with four digits, in s, ms or µs."""
     name, scale = unit(seconds)
     return f"{seconds / scale:.4g} {name}"
 
 
 def cells(found: Mapping[str, Any]) -> PageTable:
-    """Components down, phases across, with busy, idle and the whole below, and the share of it."""
+    """A row per component, a column per phase, and the share of the whole; busy, idle and the whole are the last
+    rows."""
     whole, (_, scale) = found["total"], unit(found["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in found["cells"])]
     parts = _components(found)
@@ -129,17 +130,10 @@ def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def where_text(found: Mapping[str, Any]) -> str:
-    """What was traced, in one line: the program, its updates, its devices."""
+    """The traced program, updates and devices in one line."""
     devices = found["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
-    return " · ".join((str(found["program"]), steps_text(found["steps"]), on))
-
-
-def steps_text(steps: Sequence[int]) -> str:
-    """The traced updates in words."""
-    if not steps:
-        return "the whole trace as one update"
-    return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
+    return " · ".join((str(found["program"]), updates_text(found["steps"]), on))
 
 
 def figures(found: Mapping[str, Any]) -> list[HeaderFigure]:

@@ -1,7 +1,7 @@
-"""A profiler's trace -> records: what ran on each device and when, and what the host did meanwhile.
+"""A profiler's trace -> records: the operations of each device with their times, and the work of the host.
 
-It reads the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto), with no jax: the
-format is the same in all its versions. Where operations stand in it:
+Reads the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto) without jax: the format
+is the same in all its versions. Operations are in these places:
 
 - CPU: on the host's plane, one line per thread; events with the stats `hlo_op`, `hlo_module`, `program_id` and
   `device_ordinal`. A result that comes later than its call returns ends at the event "end: ..." of its flow. Seen
@@ -10,8 +10,8 @@ format is the same in all its versions. Where operations stand in it:
   calls joined by "::", the inmost last) and `hlo_module`. Read in XLA's sources, not seen on a card.
 - TPU: on planes "/device:TPU:0", line "XLA Ops", whose events carry the instruction's name. Read, not seen.
 
-Lines that a viewer derives from these ("XLA Modules", "Framework Ops") are left out. The plane "/host:metadata" holds
-the HloProto of every program that ran, by `program_id`; one out of the persistent cache too.
+Lines that a viewer derives from these ("XLA Modules", "Framework Ops") are ignored. The plane "/host:metadata" has the
+HloProto of every program that ran, by `program_id`, also of a program from the persistent cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.wire import Span as Bytes
 from bytescope.memory.hlo.wire import WireError
 
-# Annotations (jax.profiler.TraceAnnotation) whose names begin so are work of the host that a breakdown lists.
+# Prefix of the annotations (jax.profiler.TraceAnnotation) that a breakdown lists as work of the host.
 HOST = "host/"
 SUFFIX = ".xplane.pb"
 _METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
 _STREAM, _XLA_OPS, _END, CALLS = "Stream", "XLA Ops", "end: ", "::"
-# Where the stats that are asked for stand in an XStat, by kind; a reference is to the name of another stat.
+# Fields of an XStat by the kind of its value; a reference is to the name of another stat.
 _DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
 
 
@@ -40,8 +40,10 @@ _DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
 class Operation:
     """One run of an instruction on a device; times in picoseconds on the trace's clock.
 
-    name: the HLO instruction's, "" for a kernel or copy without one; kernel: the event's own name; program:
-    (id of the program, name of its module), None and "" where unknown; op_name: what JAX named it, mostly "".
+    Fields:
+        name: of the HLO instruction, "" for a kernel or copy without one; kernel: the name of the event.
+        program: (id of the program, name of its module), None and "" if unknown.
+        op_name: JAX's name, "" in most traces.
     """
 
     device: str
@@ -66,7 +68,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilerTrace:
-    """What one process's trace holds. `programs`: id -> (name of the module, HloProto)."""
+    """The records of one process's trace. `programs`: id -> (name of the module, HloProto)."""
 
     operations: tuple[Operation, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -74,9 +76,9 @@ class ProfilerTrace:
 
 
 def find(place: str | Path) -> Path:
-    """The trace of a path: a *.xplane.pb itself, or the newest below a folder.
+    """The trace file of a path: the file itself, or the newest *.xplane.pb below a folder.
 
-    Raises ReportError where there is none, and for a folder with the traces of several processes.
+    Raises ReportError if there is none, or if the folder has the traces of several processes.
     """
     place = Path(place)
     if os.path.isfile(place):
@@ -92,7 +94,7 @@ def find(place: str | Path) -> Path:
 
 
 def read(path: str | Path) -> ProfilerTrace:
-    """Reads a *.xplane.pb. Raises ReportError for one that cannot be read or is damaged."""
+    """Reads a *.xplane.pb. Raises ReportError if it is unreadable or damaged."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -104,7 +106,7 @@ def read(path: str | Path) -> ProfilerTrace:
 
 
 def is_host(plane: str) -> bool:
-    """Whether a plane of this name holds events of the host, and of a CPU as a device."""
+    """Whether a plane of this name has events of the host, and of a CPU as a device."""
     return plane != _METADATA and plane.startswith(_HOST_PLANE)
 
 
@@ -126,7 +128,7 @@ def parse(data: bytes) -> ProfilerTrace:
             found, more = plane.host_events()
             on_host += found
             spans += more
-    # Beside an accelerator, what the host's own threads ran is not the step.
+    # If there is an accelerator, the step did not run on the host's own threads.
     return ProfilerTrace(tuple(operations or on_host), tuple(spans), programs)
 
 
@@ -169,7 +171,7 @@ class _Plane:
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
-        """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a place."""
+        """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a span."""
         name = ""
         found: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
@@ -179,12 +181,12 @@ class _Plane:
                 found = wire.text(self.data, value)
             elif field == _REFERENCE:
                 found = self.stat_names.get(wire.number(value), "")
-            elif field != _DOUBLE:  # none that is asked for is one
+            elif field != _DOUBLE:  # no stat that is used here is a double
                 found = value
         return name, found
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        """Program id -> (module's name, HloProto), from a plane that has them as kinds of events."""
+        """Yields (program id, (module's name, HloProto)) from a plane that has them as kinds of events."""
         for key in self.kinds:
             name, _, stats = self.kind(key)
             blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
@@ -212,7 +214,7 @@ class _Plane:
         return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
 
     def device_operations(self) -> list[Operation]:
-        """What streams, or a TPU's line of operations, hold."""
+        """The operations of streams, or of a TPU's line of operations."""
         device, out = self.name.removeprefix(_DEVICE), []
         for line in self.lines:
             title = self.line_name(line)
@@ -226,23 +228,27 @@ class _Plane:
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:
-        """Operations of the CPU as a device, and annotated work of the host."""
-        operations, spans, ends = [], [], {}
+        """(operations of the CPU as a device, annotated work of the host)."""
+        spans: list[Span] = []
+        ends: dict[Any, int] = {}  # flow -> time at which its result was there
+        begun: list[tuple[str, int, int, dict[str, Any]]] = []
         for line in self.lines:
             thread = self.line_name(line)
             for key, start, stop, places in self.events(line):
                 name = self.kind(key)[0]
                 stats = dict(map(self.stat, places))
                 if "hlo_op" in stats:
-                    device = str(stats.get("device_ordinal", 0))
-                    made = _operation(device, str(stats["hlo_op"]), name, start, stop, stats)
-                    operations.append((stats.get("_p"), made))
+                    begun.append((name, start, stop, stats))
                 elif name.startswith(_END):
                     ends[stats.get("_c")] = stop
                 elif name.startswith(HOST) or isinstance(stats.get("step_num"), int):
                     spans.append(Span(name, thread, start, stop, stats.get("step_num")))
-        late = [dataclasses.replace(made, stop=max(made.stop, ends.get(flow, made.stop))) for flow, made in operations]
-        return late, spans
+        operations = []
+        for name, start, stop, stats in begun:
+            end = max(stop, ends.get(stats.get("_p"), stop))
+            device = str(stats.get("device_ordinal", 0))
+            operations.append(_operation(device, str(stats["hlo_op"]), name, start, end, stats))
+        return operations, spans
 
 
 def _operation(device: str, name: str, kernel: str, start: int, stop: int, stats: Mapping[str, Any]) -> Operation:

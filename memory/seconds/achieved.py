@@ -1,10 +1,10 @@
-"""Rates that chips reached, measured by others, chip by chip; each figure with its source.
+"""Published measurements of the rates that chips reach; each figure with its source.
 
-Data sheets are in `devices.chips`. A figure that is not published for a chip is that of the nearest chip with one
+Data sheets are in `devices.chips`. A figure that is not published for a chip is taken from the nearest chip with one
 (`NEAREST`: the same generation first), times the ratio of their data sheets; `DeviceRates.source` then says so.
 
-Bandwidths of collectives are NCCL's bus bandwidths with the latency within them. An all-reduce on NVSwitch of Hopper
-and later may be above the link's: the switch adds (NVLink SHARP), so fewer bytes cross the links than NCCL counts.
+Bandwidths of collectives are NCCL's bus bandwidths, latency included. An all-reduce on NVSwitch of Hopper and later may
+exceed the link's bandwidth: the switch adds (NVLink SHARP), so fewer bytes cross the links than NCCL counts.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
     },
 }
 
-# Chip -> chips whose efficiency stands for what is not measured of it, nearest first.
+# Chip -> chips whose efficiency is used for parts that were not measured on it, nearest first.
 NEAREST: Mapping[str, tuple[str, ...]] = {
     "h100": ("h200", "a100-80g"),
     "h200": ("h100",),
@@ -189,7 +189,7 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "v5p": ("h100", "h200"),
     "v6e": ("h100", "h200"),
 }
-# Unit -> units whose efficiency it takes where nobody measured its own.
+# Unit -> units whose efficiency is used if its own was not measured.
 LIKE = {
     "fp8": ("bf16", "fp16"),
     "bf16": ("fp16", "tf32"),
@@ -197,15 +197,15 @@ LIKE = {
     "tf32": ("bf16", "fp16"),
     "fp32": ("tf32", "bf16", "fp16"),
 }
-# Units of one width run alike.
+# Units of equal width have equal rates.
 TWINS = {("products", "fp16"): (("products", "bf16"),), ("products", "bf16"): (("products", "fp16"),)}
-# A copy of pinned memory takes so many seconds to begin (the small sizes of the same cuda-memcpy).
+# Latency of a copy of pinned memory in seconds (the small sizes of the same cuda-memcpy).
 HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 1 to 64 kB on a V100"
 
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
-    """A collective of so many devices over so many hosts: payload bytes -> bytes per second on one device's wire."""
+    """A collective of `group` devices over `hosts` hosts: payload bytes -> bytes per second on one device's wire."""
 
     kind: str
     group: int
@@ -277,8 +277,8 @@ _GB200_REDUCE = (
     (1073742, 646.87),
     (8589935, 679.61),
 )
-# Collectives of XLA's programs on a host of eight (compute capability 9.0), in groups of 8, of 4 and of 2 at once: kind
-# -> group -> (MiB, GB/s on the wire), from bytes a second of the unsharded array, the launch within it.
+# Collectives of XLA's programs on a host of eight (compute capability 9.0), in groups of 8, 4 and 2 at the same time:
+# kind -> group -> (MiB, GB/s on the wire), from bytes per second of the unsharded array, launch included.
 _XLA = "XLA's own table (github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h, sm_90)"
 _XLA_RATES: Mapping[str, Mapping[int, tuple[tuple[float, float], ...]]] = {
     "all-reduce": {
@@ -397,13 +397,13 @@ COLLECTIVES: Mapping[str, tuple[Bus, ...]] = {
         ),
     ),
 }
-# Devices of a group -> the share of a device's links that join it, where no switch joins all of them. A host of eight
-# V100 is a cube mesh: of six links four stay among the first four devices, one joins a device to the next.
+# Devices of a group -> the share of a device's links inside the group, on hosts without a switch. A host of eight V100
+# is a cube mesh: four of six links stay among the first four devices, one joins a device to the next.
 MESHES: Mapping[str, Mapping[int, float]] = {"v100": {8: 1.0, 4: 4 / 6, 2: 1 / 6}}
 MESH_SOURCE = "NVIDIA DGX-1 system architecture white paper: the links of a hybrid cube mesh"
 
-# Other networks than those of `COLLECTIVES`, by name: bus bandwidths of hosts of eight H100 with 32 cards of 100 Gb/s
-# (EFA, p5.48xlarge), by size; and those that one such cluster reached in the median over its hosts, at 1 GiB alone.
+# Networks that are not in `COLLECTIVES`, by name: bus bandwidths of hosts of eight H100 with 32 cards of 100 Gb/s (EFA,
+# p5.48xlarge), by size; and the medians over the hosts of one such cluster, at 1 GiB only.
 _EFA = "nccl-tests, NCCL 2.28 (github.com/crazyguitar/aws-gpu-communication-benchmark, data, 2025-10)"
 _EFA_SIZES = tuple(32 << at for at in range(9))  # MiB
 _EFA_REDUCE = {
@@ -441,7 +441,7 @@ NETWORKS: Mapping[str, tuple[Bus, ...]] = {
         for kind, rate in zip(("all-reduce", "all-gather", "reduce-scatter"), rates, strict=True)
     ),
 }
-# Seconds from a device to the next in a ring: NCCL's own model of its LL128 protocol over NVLink, and of its Simple
-# protocol over a network.
+# Seconds from one device to the next in a ring, by NCCL's own model: of its LL128 protocol over NVLink, and of its
+# Simple protocol over a network.
 HOP_SECONDS, NETWORK_HOP_SECONDS = 1.9e-6, 9.6e-6
 HOP_SOURCE = "NCCL's model (github.com/NVIDIA/nccl, src/graph/tuning.cc, hwLat)"

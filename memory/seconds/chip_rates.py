@@ -1,4 +1,4 @@
-"""The rates of a chip: its own figures of `achieved`, and for the others those of the nearest chip that has them, times
+"""The rates of a chip: its own figures of `achieved`; a missing figure is that of the nearest chip that has one, times
 the ratio of the two data sheets."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, D
 
 
 def of(kind: str) -> DeviceRates | None:
-    """The rates of a device kind, as jax calls it; None for a chip that `devices.chips` does not know."""
+    """The rates of a device kind (jax' device_kind); None for a chip that is not in `devices.chips`."""
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     return _rates(chip.name) if chip else None
 
 
 def over(found: DeviceRates, network: str) -> DeviceRates:
-    """Rates with the collectives between hosts of another network, a name of `achieved.NETWORKS`.
+    """Rates with the collectives between hosts of another network.
 
-    Raises ReportError for another name.
+    Raises ReportError for a name that is not in `achieved.NETWORKS`.
     """
     if network not in NETWORKS:
         raise ReportError(f"unknown network {network!r:.40}: one of {', '.join(NETWORKS)}")
@@ -42,28 +42,32 @@ def over(found: DeviceRates, network: str) -> DeviceRates:
 @functools.lru_cache(maxsize=64)
 def _rates(name: str) -> DeviceRates:
     chip = CHIPS[name]
-    products, attention = _products(chip), _attention_table(chip)
-    memory, host_link, floor = (_measured(chip, (part,)) for part in ("memory", "host_link", "floor"))
-    collectives, links = _collectives(chip)
+    products = _products(chip)
+    attention, attention_source = _attention_table(chip)
+    memory, memory_source = _measured(chip, ("memory",))
+    host_link, host_link_source = _measured(chip, ("host_link",))
+    floor, floor_source = _measured(chip, ("floor",))
+    floor_seconds = floor[0][1]
+    collectives, links_source = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
-        "attention": attention[1],
-        "memory": memory[1],
-        "collectives": links,
-        "host link": host_link[1],
-        "floor": floor[1],
+        "attention": attention_source,
+        "memory": memory_source,
+        "collectives": links_source,
+        "host link": host_link_source,
+        "floor": floor_source,
         "hops": achieved.HOP_SOURCE,
         "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE,
     }
     return DeviceRates(
         source=_summary(name, sources),
         peak_flops=dict(chip.peak_flops),
-        attention=attention[0],
-        memory=memory[0],
+        attention=attention,
+        memory=memory,
         products={
-            unit: _beyond_floor(curve, floor[0][0][1], chip.peak_flops[unit]) for unit, (curve, _) in products.items()
+            unit: _beyond_floor(curve, floor_seconds, chip.peak_flops[unit]) for unit, (curve, _) in products.items()
         },
-        floor_seconds=floor[0][0][1],
-        host_link_bytes_per_s=host_link[0][0][1],
+        floor_seconds=floor_seconds,
+        host_link_bytes_per_s=host_link[0][1],
         host_link_seconds=achieved.HOST_LINK_SECONDS,
         collectives=collectives,
         hop_seconds=achieved.HOP_SECONDS,
@@ -91,10 +95,11 @@ def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
 
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
-    """Unit -> curve and source; a unit that nobody measured takes the efficiency of one nearly like it."""
+    """Unit -> curve and source; a unit without a measured curve takes the efficiency of a similar unit (`LIKE`)."""
     found: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
-        if measured := _nearest(chip, ("products", unit)):
+        measured = _nearest(chip, ("products", unit))
+        if measured:
             found[unit] = measured
     for unit in chip.peak_flops:
         if unit not in found:
@@ -106,18 +111,18 @@ def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
-    """A curve of cubes as published, with the floors of kernels taken out of its times, of none more than half.
+    """A published curve of cubes, with the floor subtracted from the seconds of each, but at most half of them.
 
-    Cards for workstations clock higher than their data sheets, to which they are held here.
+    The rate is limited to the data sheet's `peak`, above which workstation cards clock.
     """
     seconds = {side: 2 * side**3 / rate for side, rate in curve}
     return tuple((side, min(2 * side**3 / max(taken - floor, taken / 2), peak)) for side, taken in seconds.items())
 
 
 def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
-    """Way -> head width -> curve, and the source: all of the nearest chip with figures of attention.
+    """(way -> head width -> curve, source), all from the nearest chip with figures of attention.
 
-    A way or width that was not measured takes the ratio that another width, or another chip, has between them.
+    A way that was not measured at a width takes the ratio between the two ways at another width, or of another chip.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
@@ -139,7 +144,8 @@ def _cells(name: str) -> dict[tuple[str, int], Curve]:
 
 
 def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tuple[Curve, Curve]:
-    """The curves of two ways at one width, of the first table that has both; a mask costs as much backward."""
+    """The curves of two ways at one width, from the first table that has both; forward ways replace backward ones,
+    because a mask costs as much in both."""
     for table in tables:
         for one, other in ((way, like), (way.replace("backward", "forward"), like.replace("backward", "forward"))):
             for width in (128, 64, 256):
@@ -157,14 +163,14 @@ def _of_16_bits(chip: Chip) -> float:
     return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]
 
 
-# Part -> the figure of a data sheet that it is a share of; products have one a unit, a floor none.
-_SHEET = {"memory": lambda chip: chip.hbm, "host_link": lambda chip: chip.host_link, "floor": lambda chip: 1.0}
-
-
 def _ratio(measured: tuple[Any, ...], wanted: tuple[Any, ...], chip: Chip, other: Chip) -> float:
-    """The ratio of two chips' data sheets for a part; 0 where one of them has no such unit."""
-    if wanted[0] in _SHEET:
-        return _SHEET[wanted[0]](chip) / _SHEET[wanted[0]](other)
+    """The ratio of two chips' data sheets for a part; 0 if one of them lacks the unit."""
+    if wanted[0] == "memory":
+        return chip.hbm / other.hbm
+    if wanted[0] == "host_link":
+        return chip.host_link / other.host_link
+    if wanted[0] == "floor":
+        return 1.0
     peak = other.peak_flops.get(measured[1])
     return chip.peak_flops.get(wanted[1], 0.0) / peak if peak else 0.0
 
@@ -174,13 +180,13 @@ def _times(curve: Curve, ratio: float) -> Curve:
 
 
 def _said(source: str, measured: str, name: str) -> str:
-    """A source, of each of its parts that it is another chip's."""
+    """A source; if it is another chip's, each of its parts says so."""
     return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
 def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
-    """The collectives of a chip and their sources: kind by kind, in a host and between hosts, its own rows or those of
-    the nearest chip that has some, times the ratio of their links."""
+    """(collectives of a chip, their sources). For each kind, within a host and between hosts, these are its own rows,
+    or the rows of the nearest chip that has some, times the ratio of their links."""
     found: list[CollectiveRate] = []
     sources: dict[str, None] = {}
     for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
@@ -195,8 +201,11 @@ def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
 
 
 def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:
-    """The nearest chip with rows of a kind, and these. Cards on PCIe are like cards on PCIe, others like others; the
-    rows of a network are a host's cards', whatever joins its devices."""
+    """(the nearest chip with rows of a kind, these rows).
+
+    Within a host, chips on PCIe take only rows of chips on PCIe, and other chips only rows of other chips. Rows between
+    hosts depend on the network cards only.
+    """
     names = [chip.name, *NEAREST[chip.name], "h100"]
     if not between and _on_pcie(chip):
         names = ["rtx4090"]
@@ -208,28 +217,26 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
 
 
 def _on_pcie(chip: Chip) -> bool:
-    """Whether the devices of a host meet over PCIe, as `devices.chips` has it."""
+    """Whether PCIe joins the devices of a host, by `devices.chips`."""
     return chip.platform == "cuda" and chip.in_host == chip.host_link
 
 
 def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
     if row.hosts > 1:
-        return [
-            CollectiveRate(
-                row.kind, row.group, row.hosts, _times(row.figure.points, chip.between_hosts / other.between_hosts)
-            )
-        ]
+        bus = _times(row.figure.points, chip.between_hosts / other.between_hosts)
+        return [CollectiveRate(row.kind, row.group, row.hosts, bus)]
     ratio = chip.in_host / other.in_host
     groups = MESHES.get(chip.name, {row.group: 1.0})
     if row.group < max(groups):
-        return []  # a part of a switch's devices: in a mesh it is the links among them that count
-    return [
-        CollectiveRate(row.kind, group, 1, _times(row.figure.points, ratio * share)) for group, share in groups.items()
-    ]
+        return []  # some devices of a switch: in a mesh the links among them count
+    rates = []
+    for group, share in groups.items():
+        rates.append(CollectiveRate(row.kind, group, 1, _times(row.figure.points, ratio * share)))
+    return rates
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:
-    """One line: which parts were measured on the chip, and which take another's efficiency."""
+    """One line: the parts that were measured on the chip, and the parts with the efficiency of another chip."""
     by_chip: dict[str, list[str]] = {name: []}
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
     for part, key in (

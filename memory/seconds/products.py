@@ -1,7 +1,7 @@
-"""What a kernel multiplies: FLOPs, kind, dtype and size of the matrix products, attention calls and convolutions in it.
+"""The work of a kernel: FLOPs, kind, dtype and size of its matrix products, attention calls and convolutions.
 
-A multiply-add counts as two. Of attention with a causal mask or a window only what the mask leaves is counted: kernels
-skip the blocks that it hides (Dao 2023, arXiv 2307.08691, section 3.1).
+A multiply-add counts as two. Attention with a causal mask or a window counts only the unmasked pairs, because kernels
+skip masked blocks (Dao 2023, arXiv 2307.08691, section 3.1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bytescope.memory.seconds.step_schedule import (
 
 
 class KernelWork(NamedTuple):
-    """What a kernel multiplies, in the words of `schedule_records.ScheduledKernel`."""
+    """The work of a kernel; fields as in `schedule_records.ScheduledKernel`."""
 
     kind: str
     flops: int = 0
@@ -37,27 +37,25 @@ class KernelWork(NamedTuple):
 
 
 def find(module: Module, instruction: Instruction) -> KernelWork | None:
-    """What a kernel multiplies, of a fusion all that is in it, with the kind, size and dtype of its largest; None for
-    one without. A library's call whose settings do not tell its work is FOREIGN: with the product that its arrays look
-    like, which is for the caller to confirm, or with no FLOPs; of experts it is GROUPED, with the FLOPs of all rows
-    that there is room for."""
-    if instruction.opcode == "fusion":
-        works = [work for item in _inside(module, instruction) if (work := find(module, item))]
-        if not works:
-            return None
-        largest = max(works, key=lambda work: work.flops)
-        return largest._replace(flops=sum(work.flops for work in works))
-    rule = _RULES.get(instruction.opcode)
-    return rule(module, instruction) if rule else None
+    """The work of a kernel; None for a kernel without a product.
 
-
-def _inside(module: Module, fusion: Instruction) -> Iterable[Instruction]:
-    return (
-        module.instructions[id]
-        for called in fusion.called
-        if called in module.computations
-        for id in module.computations[called].instructions
-    )
+    A fusion has the FLOPs of all its products, with kind, size and dtype of the largest. A library's call with unknown
+    work is FOREIGN, with the product that its arrays suggest, which the caller has to confirm, or without FLOPs. A
+    product of experts is GROUPED, with the FLOPs of all rows that fit.
+    """
+    if instruction.opcode != "fusion":
+        rule = _RULES.get(instruction.opcode)
+        return rule(module, instruction) if rule else None
+    works = []
+    for called in instruction.called:
+        for id in module.computations[called].instructions if called in module.computations else ():
+            work = find(module, module.instructions[id])
+            if work:
+                works.append(work)
+    if not works:
+        return None
+    largest = max(works, key=lambda work: work.flops)
+    return KernelWork(largest.kind, sum(work.flops for work in works), largest.dtype, largest.size, largest.causal)
 
 
 # ---- products ------------------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def _product(
 
 
 def _ragged(module: Module, instruction: Instruction) -> KernelWork | None:
-    """Every row meets one group's matrix: rows of the left x columns of the result x contracted."""
+    """Every row is multiplied by the matrix of one group: rows of the left x columns of the result x contracted."""
     left, right = _operands(module, instruction)
     if left is None or right is None or not left.dims:
         return None
@@ -110,7 +108,7 @@ def _work(
     return KernelWork(kind, flops, _dtype(left, right, exact), size)
 
 
-# Precisions and algorithms (xla_data.proto) that forbid to round float32 operands; see `costs.flops`.
+# Precisions and algorithms (xla_data.proto) that forbid rounding of float32 operands; see `cost.flops`.
 _HIGHEST = 2
 _EXACT = frozenset((11,))  # ALG_DOT_F32_F32_F32
 _EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
@@ -136,11 +134,11 @@ def _size(shape: HloShape, axes: Iterable[int]) -> int:
 
 
 def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
-    """2 x values of the output x the window's values of one output feature; padding and dilation as if dense."""
+    """2 x elements of the output x elements of the window for one output feature; padding and dilation as if dense."""
     left, right = _operands(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
-    # A library's gradient is named for what it makes: then the output is an operand and the kernel perhaps the result.
+    # A library's gradient is named after its result: then the output is an operand, and the kernel may be the result.
     way = next((way for way in _GRADIENTS if way in instruction.target), "")
     out, kernel = {"": (result, right), "BackwardInput": (left, right), "BackwardFilter": (right, result)}[way]
     if out is None or kernel is None or left is None or right is None:
@@ -149,7 +147,7 @@ def _convolution(module: Module, instruction: Instruction) -> KernelWork | None:
     features = _size(kernel, [output])
     window = kernel.elements // max(features, 1)
     flops = 2 * out.elements * window // max(groups, 1)
-    if _size(kernel, spatial) == 1:  # a product in the words of a convolution, as a TPU has all of its own
+    if _size(kernel, spatial) == 1:  # a product written as a convolution, as all products on a TPU
         return _work(PRODUCT, flops, left, right, (1, out.elements // max(features, 1), features, window))
     return _work(CONVOLUTION, flops, left, right, ())
 
@@ -177,7 +175,8 @@ def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], i
 
 
 def _call(module: Module, instruction: Instruction) -> KernelWork | None:
-    """A GEMM's settings tell its axes, an attention call's the shape of its scores, a convolution is as in HLO."""
+    """A library's call: settings of a GEMM give its axes, settings of attention the shape of the scores; a convolution
+    is as in HLO."""
     if not is_product(module, instruction):
         return None
     config = backend_config(module, instruction)
@@ -204,14 +203,17 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
-    """A kernel of which only the arrays are known: m x k and k x n, in either order each, of which m x n is made; of
-    experts, which integers tell apart, k x n for each, or rows of all of them that make it."""
+    """A kernel of which only the arrays are known: m x k and k x n, each possibly transposed, to m x n.
+
+    Products of experts have a k x n matrix for each expert, or make one from rows of all experts.
+    """
     left, right = _numeric(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
     if left is None or right is None:
         return KernelWork(FOREIGN, dtype=left.dtype if left else "")
-    if shapes := _grouped(left.dims, right.dims, result.dims):
+    shapes = _grouped(left.dims, right.dims, result.dims)
+    if shapes:
         m, n, k = shapes
         return _work(GROUPED, 2 * m * n * k, left, right, (1, m, n, k))
     if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
@@ -227,7 +229,7 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
 
 
 def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    """The first two operands of a call that are no integers."""
+    """The first two operands of a call that are not integers."""
     found = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
     left, right, *_ = *(shape for shape in found if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
@@ -253,10 +255,12 @@ def _attention(module: Module, instruction: Instruction, scores: Mapping[str, An
         return None
     heads, (queries, keys), width = math.prod(dims[:-2]), dims[-2:], query.dims[-1]
     kind = ATTENTION_BACKWARD if "Backward" in instruction.target else ATTENTION
-    causal, size = "CAUSAL" in str(scores.get("mask_type", "")), (heads, queries, keys, width)
-    whole = _PASSES[kind] * math.prod(size)
-    window = _numbers([scores.get("sliding_window_length")])
-    flops = whole * _seen(queries, keys, window[0] if window else 0) // max(queries * keys, 1) if causal else whole
+    size = (heads, queries, keys, width)
+    flops = _PASSES[kind] * math.prod(size)
+    causal = "CAUSAL" in str(scores.get("mask_type", ""))
+    if causal:
+        window = _numbers([scores.get("sliding_window_length")])
+        flops = flops * _unmasked_pairs(queries, keys, window[0] if window else 0) // max(queries * keys, 1)
     return KernelWork(kind, flops, query.dtype, size, causal)
 
 
@@ -266,13 +270,13 @@ _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 
 
 def unmasked(kernel: ScheduledKernel) -> int:
-    """FLOPs of an attention kernel with those that its mask hides, as a jaxpr counts them."""
+    """FLOPs of an attention kernel with masked pairs included, as a jaxpr counts them."""
     return _PASSES[kernel.kind] * math.prod(kernel.size)
 
 
-def _seen(queries: int, keys: int, window: int) -> int:
-    """Pairs of a query and a key that a causal mask leaves, the diagonal counted as half; `window`: keys that a query
-    sees at most, 0 for all."""
+def _unmasked_pairs(queries: int, keys: int, window: int) -> int:
+    """Pairs of query and key that a causal mask leaves, with the diagonal counted as half; `window`: maximum number of
+    keys per query, 0 for all."""
     pairs = queries * keys - queries * min(queries, keys) // 2
     hidden = max(keys - window, 0) if window else 0
     return max(pairs - hidden * hidden // 2, 0)

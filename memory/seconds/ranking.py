@@ -1,7 +1,7 @@
-"""Programs ranked by their predicted seconds: which is preferred, and when two predictions are a tie.
+"""Ranks programs by their predicted seconds: which is preferred, and when two predictions are a tie.
 
-A prediction's spread is that of one number against one run. Programs of one model on one target share most of that
-error (the rates, the clock, the libraries), so they are told apart more closely: by `TIE`.
+The spread of a prediction is its error against one run. Programs of one model on one target share most of this error
+(the rates, the clock, the libraries), so their difference is more precise: predictions within `TIE` are a tie.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds import step_prediction
 
-# Predictions closer than this share are a tie: runs that do the same differ as much. Of 13 pairs of runs on eight H100
-# that are alike but for ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
+# Relative difference below which predictions are a tie, because equal runs differ as much: of 13 pairs of runs on eight
+# H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
 TIE = 0.03
-# Sizes at which a device reaches what it can: the side of a product, the bytes that a kernel moves.
+# Sizes at which a device reaches its maximum rates: the side of a product, the bytes that a kernel moves.
 LARGE_SIDE, LARGE_BYTES = 8192, 2**28
 
 Item = TypeVar("Item")
@@ -48,22 +48,22 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
-    """The item of least seconds; of those within `TIE` of it the one that `otherwise` puts first. None for none."""
+    """The item with the fewest seconds; among ties (`ties`) the one with the smallest `otherwise`. None without
+    items."""
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """The items within `TIE` of the least seconds, in their order."""
+    """The items within `TIE` of the fewest seconds, in their order."""
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
     return [item for item in known if seconds(item) <= most]
 
 
 def large(target: Any) -> roofline.Figures | None:
-    """What the target's devices reach with large products, large copies and large messages, in the place of the data
-    sheet's peaks; None where they have no rates.
+    """The rates that the target's devices reach with large products, copies and messages; None if they have no rates.
 
-    target: a `memory.devices.targets.Target` or its JSON.
+    They replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
     """
     found, peaks = device_rates.of(target), roofline.figures(target)
     if found is None or peaks is None:

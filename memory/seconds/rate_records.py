@@ -1,7 +1,4 @@
-"""What one device reaches: products, attention, memory, collectives and the host link, as curves over their sizes.
-
-Records, and their JSON. `rates.of` says which a target has.
-"""
+"""Records of the rates that one device reaches, as curves over sizes, and their JSON. `rates.of` selects a target's."""
 
 from __future__ import annotations
 
@@ -22,14 +19,18 @@ FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")
 # Points (size, rate), sizes ascending.
 Curve = tuple[tuple[float, float], ...]
-# More points, rows or curves than any machine has; a larger file is not one of ours.
-_MOST = 4096
+# Maximum number of points or rows in a file; no machine has more.
+_MAX_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRate:
-    """A collective measured: its kind (of `cost.collectives.WIRE`), devices in its group, hosts over which they are
-    spread, and its bus bandwidth: payload bytes (of the unsharded array) -> bytes per second on one device's wire."""
+    """A measured collective.
+
+    Fields:
+        kind: of `cost.collectives.WIRE`; group: number of devices; hosts: number of hosts of these devices.
+        bus: payload bytes (of the unsharded array) -> bytes per second on one device's wire.
+    """
 
     kind: str
     group: int
@@ -39,22 +40,23 @@ class CollectiveRate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRates:
-    """What one device reaches.
+    """The rates that one device reaches.
 
     Fields:
-        source: where the rates are from, one line.
-        peak_flops: unit (of `cost.roofline.UNITS`) -> FLOP/s that no product exceeds.
+        source: of the rates, in one line.
+        peak_flops: unit (of `cost.roofline.UNITS`) -> maximum FLOP/s of a product.
         products: unit -> curve of FLOP/s over the side of a cube.
-        attention: of `WAYS` -> head width -> curve of FLOP/s over keys; causal ones count the FLOPs below the diagonal.
-        memory: bytes per second over the bytes that a kernel reads and writes, its floor aside.
-        floor_seconds: what each kernel takes beside its work, launched back to back.
-        host_link_bytes_per_s, host_link_seconds: each way, and what a copy takes to begin.
-        collectives: measured ones, in one host and over hosts. hop_seconds, network_hop_seconds: from a device to the
-            next one, in a host and between hosts.
-        cores: that tiles of products are spread over; 0 where it is not known.
-        sources: part -> where its figures are from.
-        measured: of a file of `bytescope calibrate`: "device" (jax' device_kind), "platform", "devices", "date" and
-            versions; {} of a table.
+        attention: of `WAYS` -> head width -> curve of FLOP/s over keys; causal attention counts the FLOPs below the
+            diagonal.
+        memory: curve of bytes per second over the bytes that a kernel reads and writes, without its floor.
+        floor_seconds: seconds of each kernel in addition to its work, launched back to back.
+        host_link_bytes_per_s: in each direction; host_link_seconds: latency of a copy.
+        collectives: measured rows, within one host and over hosts.
+        hop_seconds, network_hop_seconds: from one device to the next, within a host and between hosts.
+        cores: number of cores that share the tiles of a product; 0 if unknown.
+        sources: part -> source of its figures.
+        measured: {"device": jax' device_kind, "platform", "devices", "date", versions} of a file of
+            `bytescope calibrate`; {} of a table.
 
     Raises ReportError for a figure that is not a positive number or a part that is missing.
     """
@@ -78,21 +80,18 @@ class DeviceRates:
         for name, curve in self._curves():
             if not _is_curve(curve):
                 raise ReportError(f"rates: {name} is {curve!s:.60}: give [size, rate] pairs above 0, ascending")
-        for name, least in _NUMBERS.items():
+        for name, positive in _NUMBERS.items():
             value = getattr(self, name)
-            if not is_number(value) or value < 0 or (least and not value):
-                raise ReportError(f"rates: {name} is {value!r:.40}: give a number {'above' if least else 'from'} 0")
-        wrong = next(
-            (
-                unit
-                for unit, peak in self.peak_flops.items()
-                if unit not in roofline.UNITS or not is_number(peak) or peak <= 0
-            ),
-            None,
-        )
-        unknown = set(self.products) - set(roofline.UNITS)
-        if wrong or unknown or not self.products:
-            named = wrong or next(iter(unknown), "nothing")
+            if not is_number(value) or value < 0 or (positive and not value):
+                raise ReportError(f"rates: {name} is {value!r:.40}: give a number {'above' if positive else 'from'} 0")
+        wrong = [
+            unit
+            for unit, peak in self.peak_flops.items()
+            if unit not in roofline.UNITS or not is_number(peak) or peak <= 0
+        ]
+        wrong += set(self.products) - set(roofline.UNITS)
+        if wrong or not self.products:
+            named = wrong[0] if wrong else "nothing"
             raise ReportError(f"rates: {named} is not what a device multiplies: give {', '.join(roofline.UNITS)}")
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
             raise ReportError(
@@ -107,25 +106,31 @@ class DeviceRates:
                 )
 
     def _curves(self) -> list[tuple[str, Any]]:
-        return [
-            ("memory", self.memory),
-            *((f"products.{unit}", curve) for unit, curve in self.products.items()),
-            *((f"attention.{way}.{width}", curve) for way, of in self.attention.items() for width, curve in of.items()),
-            *((f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives),
-        ]
+        curves: list[tuple[str, Any]] = [("memory", self.memory)]
+        curves += [(f"products.{unit}", curve) for unit, curve in self.products.items()]
+        for way, table in self.attention.items():
+            curves += [(f"attention.{way}.{width}", curve) for width, curve in table.items()]
+        return curves + [(f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives]
 
     def unit(self, wanted: str) -> str:
-        """The unit that multiplies what `wanted` (of `cost.roofline.UNITS`) would: itself, else the next wider one,
-        else the nearest narrower one."""
+        """The unit that computes a dtype `wanted` (of `cost.roofline.UNITS`): its own, else the next wider one, else
+        the nearest narrower one."""
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
-        """These, for a target of so many hosts, with collectives and hops of others where these have none: a machine
-        with one device measures none, and one machine none between hosts."""
-        inside, over = (any((row.hosts > 1) == many for row in self.collectives) for many in (False, True))
-        taken = tuple(row for row in listed.collectives if not (over or hosts < 2 if row.hosts > 1 else inside))
+        """These rates with the collectives and hops of `listed` that they lack, for a target of `hosts` hosts.
+
+        A machine with one device measures no collectives, and one machine none between hosts.
+        """
+        inside = any(row.hosts == 1 for row in self.collectives)
+        between = any(row.hosts > 1 for row in self.collectives)
+        taken = []
+        for row in listed.collectives:
+            lacking = (not between and hosts > 1) if row.hosts > 1 else not inside
+            if lacking:
+                taken.append(row)
         if not taken:
             return self
         source = "the network as published" if inside else f"collectives: {listed.source}"
@@ -134,28 +139,27 @@ class DeviceRates:
             collectives=(*self.collectives, *taken),
             source=f"{self.source}; {source}",
             hop_seconds=self.hop_seconds if inside else listed.hop_seconds,
-            network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds,
+            network_hop_seconds=self.network_hop_seconds if between else listed.network_hop_seconds,
         )
 
     def shared(self, devices: int) -> DeviceRates:
-        """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""
+        """The rates of each of `devices` devices that a CPU simulates: they share its cores and its memory."""
+        if devices < 2:
+            return self
 
         def part(curve: Curve) -> Curve:
             return tuple((size, rate / devices) for size, rate in curve)
 
-        return (
-            self
-            if devices < 2
-            else dataclasses.replace(
-                self,
-                peak_flops={unit: peak / devices for unit, peak in self.peak_flops.items()},
-                products={unit: part(curve) for unit, curve in self.products.items()},
-                attention={
-                    way: {width: part(curve) for width, curve in table.items()} for way, table in self.attention.items()
-                },
-                memory=part(self.memory),
-                host_link_bytes_per_s=self.host_link_bytes_per_s / devices,
-            )
+        attention = {}
+        for way, table in self.attention.items():
+            attention[way] = {width: part(curve) for width, curve in table.items()}
+        return dataclasses.replace(
+            self,
+            peak_flops={unit: peak / devices for unit, peak in self.peak_flops.items()},
+            products={unit: part(curve) for unit, curve in self.products.items()},
+            attention=attention,
+            memory=part(self.memory),
+            host_link_bytes_per_s=self.host_link_bytes_per_s / devices,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +167,7 @@ class DeviceRates:
         return {"format": FORMAT, **report_json.plain(self)}
 
 
-# Field that is a number -> whether it has to be above 0.
+# Field with a number -> whether it must be above 0.
 _NUMBERS = {
     "floor_seconds": False,
     "host_link_bytes_per_s": True,
@@ -175,20 +179,19 @@ _NUMBERS = {
 
 
 def _is_curve(points: Any) -> bool:
-    pairs = (
-        isinstance(points, tuple)
-        and 0 < len(points) <= _MOST
-        and all(
-            isinstance(point, tuple) and len(point) == 2 and all(is_number(value) and value > 0 for value in point)
-            for point in points
-        )
-    )
-    return pairs and all(one[0] < other[0] for one, other in itertools.pairwise(points))
+    if not isinstance(points, tuple) or not 0 < len(points) <= _MAX_ROWS:
+        return False
+    for point in points:
+        if not isinstance(point, tuple) or len(point) != 2:
+            return False
+        if not all(is_number(value) and value > 0 for value in point):
+            return False
+    return all(one[0] < other[0] for one, other in itertools.pairwise(points))
 
 
 def at(curve: Curve, size: float) -> float:
-    """The rate at a size: between two points along the line that joins them on logarithmic axes; before the first
-    point and after the last that of the point."""
+    """The rate at a size, interpolated linearly on logarithmic axes; constant before the first and after the last
+    point."""
     place = bisect.bisect_left(curve, (size, 0.0))
     if place == 0:
         return curve[0][1]
@@ -200,7 +203,7 @@ def at(curve: Curve, size: float) -> float:
 
 
 def from_json(value: Any) -> DeviceRates:
-    """The rates of `DeviceRates.to_json`. Raises ReportError, one line, for what it does not write."""
+    """Reads the JSON of `DeviceRates.to_json`. Raises ReportError with one line for any other value."""
     known = {field.name: field for field in dataclasses.fields(DeviceRates)}
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, Mapping) else value
@@ -208,21 +211,18 @@ def from_json(value: Any) -> DeviceRates:
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
         raise ReportError(f"rates: {unknown!r:.40} is not a field: give {', '.join(known)}")
-    missing = [name for name, field in known.items() if name not in value and _needed(field)]
-    if missing:
-        raise ReportError(f"rates: {missing[0]} is missing: run bytescope calibrate again")
+    read: dict[str, Any] = {}
     try:
-        return DeviceRates(
-            **{name: _READ.get(name, lambda found: found)(value[name]) for name in known if name in value}
-        )
+        for name, field in known.items():
+            if name in value:
+                read[name] = _READ[name](value[name]) if name in _READ else value[name]
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise ReportError(f"rates: {name} is missing: run bytescope calibrate again")
+        return DeviceRates(**read)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, ReportError):
             raise
         raise ReportError(f"rates: damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again") from error
-
-
-def _needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _curve(points: Any) -> Curve:
@@ -242,7 +242,7 @@ def _text(value: Any) -> str:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...]:
-    if len(rows) > _MOST:
+    if len(rows) > _MAX_ROWS:
         raise ValueError(f"{len(rows)} collectives")
     return tuple(
         CollectiveRate(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
@@ -250,7 +250,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...
     )
 
 
-# Field -> how its JSON value is read; others are as they are, and checked by the record.
+# Field -> function that reads its JSON value; other values are used unchanged and checked by the record.
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,

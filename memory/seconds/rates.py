@@ -1,7 +1,7 @@
-"""The rates that a prediction takes: those of a target's chip, of this machine, or of a file.
+"""Selects the rates for a prediction: of a target's chip, of this machine, or of a file.
 
-Peaks of data sheets bound a step (cost.roofline); these predict it. They come from the table of `achieved` for the
-chip of a target, from this machine for a CPU, or from a file that `bytescope calibrate` wrote.
+The rates come from the table of `achieved` for the chip of a target, from this machine for a CPU, or from a file that
+`bytescope calibrate` wrote. The peaks of data sheets, in contrast, give a bound (cost.roofline).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
     "use",
 ]
 
-# What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
+# Seconds that XLA's CPU runtime takes to start a kernel on one thread, a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6
 
 
 def load(path: str | Path) -> DeviceRates:
-    """The rates of a file that `bytescope calibrate` wrote. Raises ReportError where there is no such file."""
+    """The rates of a file that `bytescope calibrate` wrote. Raises ReportError if there is no such file."""
     try:
         check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
@@ -56,14 +56,14 @@ def load(path: str | Path) -> DeviceRates:
         raise ReportError(f"{path} is not JSON ({in_one_line(str(error)):.60}): run bytescope calibrate") from error
 
 
-# The file that every prediction of this process takes its rates from (--rates=FILE), as a list of at most one.
+# The file of the rates of every prediction in this process (--rates=FILE), as a list of at most one.
 _CHOSEN: list[Path] = []
 
 
 def use(path: str | Path | None) -> DeviceRates | None:
-    """From now on, in this process, `of` answers with the rates of a file; None: with those of the table again.
+    """Sets the process-wide rates file and returns its rates; None restores the built-in table.
 
-    Returns them. Raises ReportError for a file that is not one of rates.
+    Raises ReportError if the file does not contain rates.
     """
     found = load(path) if path is not None else None
     _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
@@ -72,15 +72,16 @@ def use(path: str | Path | None) -> DeviceRates | None:
 
 
 def chosen() -> Path | None:
-    """The file that `use` chose, as an absolute path, so that other processes find it; None where none is chosen."""
+    """The absolute path of the file that `use` set, for other processes too; None without one."""
     return next(iter(_CHOSEN), None)
 
 
 def digest() -> str:
-    """A digest, in hex, of the rates that `use` chose, "" where none are chosen. Raises ReportError as `load` does."""
+    """A hex digest of the rates that `use` set, "" without them. Raises ReportError as `load` does."""
     path = chosen()
-    text = json.dumps(_loaded(path).to_json(), sort_keys=True) if path else ""
-    return text and hashlib.sha256(text.encode()).hexdigest()
+    if path is None:
+        return ""
+    return hashlib.sha256(json.dumps(_loaded(path).to_json(), sort_keys=True).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)
@@ -89,11 +90,11 @@ def _loaded(path: Path) -> DeviceRates:
 
 
 def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
-    """The rates of a target or its JSON: those of a file (else of the one that `use` chose), of the table for its chip,
-    of this machine for a CPU; None for an accelerator of which nothing is known.
+    """The rates of a target or its JSON; None for an unknown accelerator.
 
-    What a file lacks of collectives is taken from the table. Raises ReportError for a damaged file or target, and for a
-    file that was measured on another kind of device.
+    They come from `file`, else from the file that `use` set, else from the table for the chip or from this machine for
+    a CPU. Collectives that a file lacks are taken from the table. Raises ReportError for a damaged file or target, and
+    for a file that was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     path = Path(file) if file is not None else chosen()
@@ -110,7 +111,7 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> De
 
 
 def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
-    """Raises ReportError for rates that were measured on another kind of device than a target (its JSON) is."""
+    """Raises ReportError if rates were measured on another kind of device than the target's; `known`: its JSON."""
     device = found.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
         raise ReportError(
@@ -120,7 +121,7 @@ def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
 
 
 def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
-    """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
+    """The rates of this machine, shared by the devices that it simulates; their collectives are copies of memory."""
     flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return DeviceRates(
@@ -135,7 +136,7 @@ def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
 
 
 def _count(known: Mapping[str, Any], field: str) -> int:
-    """A number of devices of a target's JSON, 1 where it does not say."""
+    """A number of devices in a target's JSON, 1 if it has none."""
     found = known.get(field, 1)
     if not is_count(found):
         raise ReportError(f"a damaged report (target.{field} is {found!r:.40}): write it again")

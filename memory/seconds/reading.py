@@ -1,11 +1,10 @@
-"""A module's compiled schedule -> records (`schedule.Steps`), in the order in which one device runs it."""
+"""A module's compiled schedule -> records (`step_schedule.Steps`), in the order in which one device runs it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.cost import collectives, host_transfers, kernel_costs
 from bytescope.memory.cost.flops import FlopCount
@@ -37,13 +36,14 @@ from bytescope.memory.seconds.step_schedule import (
 )
 from bytescope.memory.seconds.step_schedule import kernels as every_kernel
 
-# Updates on the way from an asynchronous operation's start to its end. A damaged module may call the same computation
-# over and over: no step has more records than the second.
-_DEEPEST, _MOST = 24, 2**17
+# Maximum number of updates between the start and the done of an asynchronous operation, and of records of a step. A
+# damaged module may call the same computation over and over.
+_MAX_UPDATES, _MAX_RECORDS = 24, 2**17
 # FLOPs that a device computes while it moves one byte, to compare the branches of a conditional: an H100's, 989 / 3.35.
-_FLOPS_A_BYTE = 295
-# Products that kernels look like are what they compute where the sum is that of the jaxpr, but for one part in so many.
-_ALIKE = 100
+_FLOPS_PER_BYTE = 295
+# A foreign kernel is the product that its arrays suggest if the FLOPs of these products differ from the jaxpr's count
+# by less than one part in _PRECISION.
+_PRECISION = 100
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
@@ -52,8 +52,8 @@ class CompiledSchedule:
     """The compiled schedule of a program, of one device and one call.
 
     Fields:
-        steps: () if nothing is known of it.
-        order: the same instruction by instruction, before `settle`. settle: gives kernels their FLOPs.
+        steps: () if it has too many records.
+        order: the same instruction by instruction, before `settle`. settle: gives kernels of unknown work their FLOPs.
     """
 
     steps: Steps = ()
@@ -71,17 +71,18 @@ def read(
 def read_schedule(
     look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
 ) -> CompiledSchedule:
-    """The compiled schedule of a program, of one device and one call; () for one that nothing is known of.
+    """The compiled schedule of a program, of one device and one call; () if it has too many records.
 
-    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, a conditional is its
-    dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
-    module's other kernels: where the products that their arrays look like add up to that, they are such products,
-    TILED ones where their operands have 8 bits; else they share it in proportion to their bytes. Products of experts
-    (GROUPED) have the share of their rows' FLOPs that `flops` counts, since tiles without rows cost nothing.
+    Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, a conditional counts as
+    its most expensive branch. Library kernels of unknown work (FOREIGN) compute the FLOPs that `flops` counts in their
+    phase and the module's other kernels do not compute. If the products that their arrays suggest add up to this
+    number, they are these products (TILED ones if their operands have 8 bits); else they share it in proportion to
+    their bytes. Products of experts (GROUPED) have the share of their rows' FLOPs that `flops` counts, because tiles
+    without rows cost nothing.
 
     Args:
-        mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
-            one host. flops: of the global program; None where it was not traced. devices: over how many it runs.
+        mesh: names and sizes of the mesh axes (unused: the module lists groups). per_host: number of devices of a host,
+            0 for one host. flops: of the global program; None if it was not traced. devices: number of devices.
     """
     walk = _ScheduleReader(look, per_host)
     steps = walk.computation(look.module.entry, "")
@@ -92,7 +93,7 @@ def read_schedule(
 
 
 class _ScheduleReader:
-    """One walk through the schedule; `endless`: it has more records than any step."""
+    """One walk through the schedule; `endless`: it has more than `_MAX_RECORDS` records."""
 
     def __init__(self, look: Attribution, per_host: int):
         self.look, self.module, self.per_host = look, look.module, per_host
@@ -105,7 +106,7 @@ class _ScheduleReader:
         self.uncounted = host_transfers.uncounted(look.module)
 
     def computation(self, id: int, around: str) -> Steps:
-        """What a computation runs, once; `around`: the phase of the call."""
+        """The steps of one run of a computation; `around`: the phase of the call."""
         if (id, around) not in self.known:
             self.known[id, around] = self.ordered[id, around] = ()  # a damaged module may call in circles
             out: list[Step] = []
@@ -114,44 +115,46 @@ class _ScheduleReader:
                 steps = tuple(self.instruction(instruction, around))
                 order.append(InstructionSteps(instruction.name, steps, self.called_order(instruction, around)))
                 out += steps
-                self.endless |= len(out) > _MOST
+                self.endless |= len(out) > _MAX_RECORDS
                 if self.endless:
                     return ()
             self.known[id, around], self.ordered[id, around] = merged(out), tuple(order)
-            self.endless = self.size(self.known[id, around]) > _MOST
+            self.endless = self.size(self.known[id, around]) > _MAX_RECORDS
         return self.known[id, around]
 
     def size(self, steps: Steps) -> int:
-        """Records in steps, those in their loops too; loops that are the same are counted once and taken so often."""
+        """Number of records in steps and in their loops; the size of equal loops is computed once."""
         inside = [step.steps for step in steps if isinstance(step, Loop)]
         self.sizes[id(steps)] = len(steps) + sum(self.sizes.get(id(each), 0) for each in inside)
         return self.sizes[id(steps)]
 
     def scheduled(self, id: int) -> Iterator[Instruction]:
         """The instructions of a computation in its order."""
-        found = self.module.computations.get(id)
-        for item in (found.schedule or found.instructions) if found else ():
-            if item in self.module.instructions:
-                yield self.module.instructions[item]
+        computation = self.module.computations.get(id)
+        if computation is None:
+            return
+        for number in computation.schedule or computation.instructions:
+            if number in self.module.instructions:
+                yield self.module.instructions[number]
 
     def instruction(self, one: Instruction, around: str) -> Iterator[Step]:
-        """What one operation of a schedule is."""
+        """The steps of one operation."""
         opcode = one.opcode
         if opcode in _NOTHING:
             return
         if is_collective(opcode.removesuffix("-update")):
             yield from self.collective(one, around)
-        elif rule := _RULES.get(opcode):
-            yield from rule(self, one, around)
         else:
-            yield from self.kernel(one, around)
+            rule = _RULES.get(opcode, _ScheduleReader.kernel)
+            yield from rule(self, one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
-        """The phase of an operation, of those of a step: what carries no mark is of the forward pass."""
+        """The phase of an operation, one of `STEP_PHASES`; an operation without a mark belongs to the forward pass."""
         found = kernel_costs.phase_of(self.look, one, around)
         return found if found in STEP_PHASES else "forward"
 
-    # ---- what calls -----------------------------------------------------------------------------------------
+    # ---- operations that call computations
+    # -----------------------------------------------------------------------------------------
 
     def loop(self, one: Instruction, around: str) -> Iterator[Step]:
         steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
@@ -159,25 +162,26 @@ class _ScheduleReader:
             yield Loop(full_turns(self.module, one) or 1, steps)
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
-        id = self.dearest_branch(one, around)
-        yield from self.computation(id, self.phase(one, around)) if id is not None else ()
-
-    def dearest_branch(self, one: Instruction, around: str) -> int | None:
         phase = self.phase(one, around)
-        return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
+        for id in self.dearest_branch(one, phase):
+            yield from self.computation(id, phase)
+
+    def dearest_branch(self, one: Instruction, phase: str) -> tuple[int, ...]:
+        """The computation of a conditional that costs most; () if there is none."""
+        if not one.called:
+            return ()
+        return (max(one.called, key=lambda id: _cost(self.computation(id, phase))),)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
         """The instructions of the computations that a loop, a call or a conditional runs."""
-        called: Iterable[int] = ()
+        if one.opcode not in ("while", "call", "conditional"):
+            return ()
+        phase, called = self.phase(one, around), tuple(one.called)
         if one.opcode == "while":
-            called = one.called[:1]
-        elif one.opcode == "call":
-            called = one.called
+            called = called[:1]
         elif one.opcode == "conditional":
-            branch = self.dearest_branch(one, around)
-            called = () if branch is None else (branch,)
-        orders = [self.ordered.get((id, self.phase(one, around)), ()) for id in called]
-        return tuple(itertools.chain.from_iterable(orders))
+            called = self.dearest_branch(one, phase)
+        return tuple(itertools.chain.from_iterable(self.ordered.get((id, phase), ()) for id in called))
 
     def call(self, one: Instruction, around: str) -> Iterator[Step]:
         phase = self.phase(one, around)
@@ -185,7 +189,7 @@ class _ScheduleReader:
             yield from self.computation(id, phase)
 
     def wrapped(self, one: Instruction, around: str) -> Iterator[Step]:
-        """An async-start: what it wraps runs on a stream of its own where that is a collective or a transfer."""
+        """An async-start: a collective or a transfer that it wraps runs on a stream of its own."""
         phase = self.phase(one, around)
         for id in one.called[:1]:
             for instruction in self.scheduled(id):
@@ -196,7 +200,7 @@ class _ScheduleReader:
                 else:
                     yield from self.instruction(instruction, phase)
 
-    # ---- what runs beside compute ---------------------------------------------------------------------------
+    # ---- operations beside compute ---------------------------------------------------------------------------
 
     def collective(self, one: Instruction, around: str) -> Iterator[Step]:
         if one.opcode.endswith(("-done", "-update")):
@@ -205,7 +209,7 @@ class _ScheduleReader:
             yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
-        """A collective, begun by `start`, which may wrap it; nothing for one that moves nothing."""
+        """A collective, begun by `start`, which may wrap it; no step if it sends nothing."""
         kind = one.opcode.removesuffix("-start")
         groups, hosts = self.members(one)
         share, group = collectives.share(kind, groups, self.module.devices)
@@ -220,7 +224,7 @@ class _ScheduleReader:
         yield Start(name, kind, phase, given * group if kind == "all-gather" else given, group, hosts, len(arrays))
 
     def members(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
-        """The groups of a collective, and over how many hosts one of them is spread at most."""
+        """(groups of a collective, maximum number of hosts of a group)."""
         key = hlo_mesh.groups_key(self.module.data, one.span)
         if key not in self.groups:
             groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
@@ -228,11 +232,11 @@ class _ScheduleReader:
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        """The end of what has begun: its start, through updates, where that is on a stream of its own."""
+        """Waits for the start of a done operation, found through updates, if it is on a stream of its own."""
         if one.opcode.endswith("-update"):
             return
         start: Instruction | None = one
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_UPDATES):
             start = self.module.operand(start, 0) if start else None
             if start is not None and start.opcode.endswith("-start"):
                 break
@@ -247,25 +251,23 @@ class _ScheduleReader:
 
     def crosses(self, one: Instruction) -> bool:
         """Whether an operation, or one that is fused into it, moves bytes over the host link."""
-        operands = (self.module.operand(one, i) for i in range(len(one.operands)))
-        if not any(
-            leaf.memory_space == host_transfers.HOST_SPACE
-            for item in (one, *operands)
-            if item
-            for _, leaf in leaves(self.module.shape(item))
-        ):
+        operands = [self.module.operand(one, i) for i in range(len(one.operands))]
+        shapes = [self.module.shape(item) for item in (one, *operands) if item]
+        spaces = {leaf.memory_space for shape in shapes for _, leaf in leaves(shape)}
+        if host_transfers.HOST_SPACE not in spaces:
             return False
         return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
 
     def parts(self, one: Instruction) -> Iterator[Instruction]:
-        """An operation itself, of a fusion what is in it."""
+        """The operations inside a fusion; another operation itself."""
         if one.opcode != "fusion":
             yield one
-        for id in one.called if one.opcode == "fusion" else ():
+            return
+        for id in one.called:
             yield from self.scheduled(id)
 
     def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
-        """Copies over the host link, of the whole array where a loop around it tells no trip count."""
+        """Copies over the host link; of the whole array if the loop around it has no known trip count."""
         self.begun.add(name)
         around = self.phase(one, around)
         for item in self.parts(one):
@@ -283,7 +285,8 @@ class _ScheduleReader:
         size, product = kernel_costs.traffic(self.module, one)
         if not size:
             return
-        phase, work = self.phase(one, around), products.find(self.module, one) if product else None
+        phase = self.phase(one, around)
+        work = products.find(self.module, one) if product else None
         if work is None:
             yield ScheduledKernel(MOVING, phase, size)
             return
@@ -294,7 +297,7 @@ _NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bi
 # Operations that may copy over the host link, and that compute waits for.
 _CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
 _Rule = Callable[[_ScheduleReader, Instruction, str], Iterator[Step]]
-# Opcode -> what it is in a schedule; collectives apart, all others are kernels or nothing.
+# Opcode -> its steps; other opcodes, except collectives, are kernels or have no step.
 _RULES: dict[str, _Rule] = {
     "while": _ScheduleReader.loop,
     "conditional": _ScheduleReader.conditional,
@@ -308,8 +311,8 @@ _RULES: dict[str, _Rule] = {
 
 
 def _cost(steps: Steps) -> int:
-    """Bytes of what runs, FLOPs among them as the bytes that a device moves meanwhile."""
-    own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_A_BYTE) for kernel, times in every_kernel(steps))
+    """Bytes of all kernels and transfers, with FLOPs converted to the bytes that a device moves meanwhile."""
+    own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_PER_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
@@ -319,10 +322,12 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
 
     Every device computes all of a replicated kernel, and an equal share of everything else.
     """
+    if flops is None:
+        return {}
     left: dict[str, int] = {}
-    for (phase, _), count in flops.by.items() if flops else ():
+    for (phase, _), count in flops.by.items():
         left[phase] = left.get(phase, 0) + round(count / devices)
-    for phase, count in flops.replicated.items() if flops else ():
+    for phase, count in flops.replicated.items():
         left[phase] += count - round(count / devices)
     for kernel, times in every_kernel(steps):
         if kernel.kind not in (FOREIGN, GROUPED) and kernel.phase in left:
@@ -330,53 +335,65 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
     return {phase: max(count, 0) for phase, count in left.items()}
 
 
+@dataclasses.dataclass
+class _UnknownWork:
+    """Sums over the kernels of a phase whose work the module does not give."""
+
+    foreign_flops: int = 0  # of the products that their arrays suggest
+    foreign_bytes: int = 0
+    grouped_flops: int = 0  # of all rows of experts
+
+
 def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
-    """The steps with foreign kernels and those of experts as what they compute, of the FLOPs by phase that are left for
-    them."""
+    """The steps with the work of foreign kernels and of products of experts.
+
+    `beyond`: phase -> FLOPs that these kernels compute together (`_beyond`).
+    """
     return _settling(steps, beyond)(steps)
 
 
 def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns the function that does `_settled` for these steps or parts of them."""
-    sums: dict[str, Counter[str]] = {}
+    """Returns the function that does `_settled` for these steps, or for a part of them."""
+    sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):
-        if kernel.kind in (FOREIGN, GROUPED):
-            of = sums.setdefault(kernel.phase, Counter())
-            of[kernel.kind] += times * kernel.flops
-            of["bytes"] += times * kernel.bytes * (kernel.kind == FOREIGN)
+        if kernel.kind == FOREIGN:
+            work = sums.setdefault(kernel.phase, _UnknownWork())
+            work.foreign_flops += times * kernel.flops
+            work.foreign_bytes += times * kernel.bytes
+        elif kernel.kind == GROUPED:
+            sums.setdefault(kernel.phase, _UnknownWork()).grouped_flops += times * kernel.flops
     if not sums:
         return lambda steps: steps
-    # Tiles without rows cost nothing, and the jaxpr's count is without them.
-    filled = {
-        phase: min(max(beyond[phase] - of[FOREIGN], 0) / of[GROUPED], 1.0)
-        for phase, of in sums.items()
-        if of[GROUPED] and phase in beyond
-    }
-    left = {
-        phase: max(beyond.get(phase, 0) - round(filled.get(phase, 1.0) * of[GROUPED]), 0) for phase, of in sums.items()
-    }
-    products_in = {
-        phase for phase, of in sums.items() if of[FOREIGN] and abs(left[phase] - of[FOREIGN]) * _ALIKE <= of[FOREIGN]
-    }
+    filled: dict[str, float] = {}  # phase -> share of the rows of experts that hold tokens
+    left: dict[str, int] = {}  # phase -> FLOPs of foreign kernels
+    are_products: set[str] = set()  # phases whose foreign kernels are the products that their arrays suggest
+    for phase, work in sums.items():
+        filled[phase] = 1.0
+        # Tiles without rows cost nothing, and the jaxpr does not count them.
+        if work.grouped_flops and phase in beyond:
+            filled[phase] = min(max(beyond[phase] - work.foreign_flops, 0) / work.grouped_flops, 1.0)
+        left[phase] = max(beyond.get(phase, 0) - round(filled[phase] * work.grouped_flops), 0)
+        if work.foreign_flops and abs(left[phase] - work.foreign_flops) * _PRECISION <= work.foreign_flops:
+            are_products.add(phase)
 
-    def settled(kernel: ScheduledKernel) -> ScheduledKernel:
+    def settle(kernel: ScheduledKernel) -> ScheduledKernel:
         phase = kernel.phase
         if kernel.kind == GROUPED:
-            return dataclasses.replace(kernel, flops=round(filled.get(phase, 1.0) * kernel.flops))
+            return dataclasses.replace(kernel, flops=round(filled[phase] * kernel.flops))
         if kernel.kind != FOREIGN:
             return kernel
-        if phase not in products_in:
-            share = left[phase] * kernel.bytes // max(sums[phase]["bytes"], 1)
+        if phase not in are_products:
+            share = left[phase] * kernel.bytes // max(sums[phase].foreign_bytes, 1)
             return dataclasses.replace(kernel, flops=share, size=())
         if kernel.flops:
             return dataclasses.replace(kernel, kind=TILED if unit_of(kernel.dtype) == "fp8" else PRODUCT)
-        return dataclasses.replace(kernel, kind=MOVING, dtype="")  # nothing is left for it to compute
+        return dataclasses.replace(kernel, kind=MOVING, dtype="")  # no FLOPs are left for it
 
-    return lambda steps: _with_kernels(steps, settled)
+    return lambda steps: _with_kernels(steps, settle)
 
 
 def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:
-    """The steps with their kernels changed, those in loops too."""
+    """The steps with all kernels changed, also in loops."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):

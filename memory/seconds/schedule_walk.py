@@ -1,15 +1,15 @@
-"""The seconds of a schedule: a walk through it, on the streams of one device, at the rates that the device reaches.
+"""The seconds of a schedule: simulates the streams of one device at the rates that the device reaches.
 
-One stream computes, kernel after kernel. Collectives have a stream of their own, and so has each way of the host link:
-what begins there begins when compute has come to its start and what began before it on that stream has ended. Compute
-goes on meanwhile, slower by `constants.SLOWDOWN` while a collective runs, which takes multiprocessors and memory
-bandwidth; it stands still where the schedule waits for something that has not ended. So overlap, and waiting where
-overlap falls short, follow from the order of the schedule. A step ends when every stream is done.
+One stream computes, kernel after kernel. Collectives have a stream of their own, and so has each direction of the host
+link. A transfer begins when compute reaches its start and the previous transfer on its stream has ended. Compute
+continues meanwhile, slower by `constants.SLOWDOWN` while a collective runs, because it takes multiprocessors and memory
+bandwidth. Compute stops where the schedule waits for a transfer that has not ended. So the order of the schedule
+determines the overlap, and the waiting if overlap falls short. A step ends when every stream is done.
 
-A loop is walked turn by turn until a turn takes as long as the one before it and leaves the same in flight; as nothing
-can change from there on, the turns that are left are multiplied. Nested loops are walked so too.
+A loop is walked turn by turn until a turn takes as long as the one before and leaves the same transfers in flight. From
+there on nothing changes, so the remaining turns are multiplied. Nested loops are walked in the same way.
 
-Left out: other devices, for which a collective waits where they come later, and a host that launches too slowly.
+Not modelled: waiting for other devices that reach a collective later, and a host that launches too slowly.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from bytescope.memory.seconds.step_schedule import (
 if TYPE_CHECKING:
     from bytescope.memory.seconds.rates import DeviceRates
 
-# What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
-# libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
+# Parts of the seconds of a step. products: with convolutions; memory: kernels that move memory, and kernels of
+# libraries; launch: the floors of kernels; collectives and host_link: compute waits for them.
 TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
 _TERM = {
     **dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
     **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention"),
 }
 _COLLECTIVES = "collectives"
-# Kind of a transfer -> its stream; all others are collectives.
+# Kind of a copy over the host link -> its stream; other transfers are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}
 STREAMS = (_COLLECTIVES, TO_HOST, TO_DEVICE)
-# Turns of a loop that are walked at most: one that alternates for ever is multiplied by the mean of the later half.
-_TURNS = 64
-# Steps that are walked at most, a turn of a loop as _TURN of them; from there on a loop is one turn, multiplied. Some
-# hundred times those of a real program, and about a second: a damaged report nests loops without end.
-_STEPS, _TURN = 400_000, 10
-# Turns are alike that differ by less than this share.
-_ALIKE = 1e-9
+# Maximum walked turns of a loop: if turns still alternate then, the mean of the later half is multiplied.
+_MAX_TURNS = 64
+# Maximum walked steps, where a turn of a loop counts as _TURN of them; beyond, one turn of a loop is multiplied. This
+# is a hundred times the steps of a real program and takes about a second: a damaged report nests loops without end.
+_MAX_STEPS, _TURN = 400_000, 10
+# Relative difference below which two turns are equal.
+_TOLERANCE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Walked:
     """Seconds of one call of a step.
 
     Fields:
-        seconds: until every stream is done. by_phase (`records.STEP_PHASES`, and "" for what has no phase) and by_term
-            (`TERMS`) each add up to it.
-        busy: stream (`STREAMS`) -> seconds in which it runs something; what is not waited for is hidden by compute.
+        seconds: until every stream is done.
+        by_phase (`records.STEP_PHASES`, and "" without a phase), by_term (`TERMS`): each adds up to `seconds`.
+        busy: stream (`STREAMS`) -> seconds in which it runs a transfer; the part without waiting is hidden by compute.
     """
 
     seconds: float
@@ -122,7 +122,7 @@ class _StartWalk:
             starts.setdefault(one.name, began)
             inside: dict[str, float] = {}
             length = 0.0
-            if one.inside and self.placed <= _STEPS:  # a damaged report nests calls without end
+            if one.inside and self.placed <= _MAX_STEPS:  # a damaged module nests calls without end
                 once = clock.copy()
                 inside, length = self.place(one.inside, once), once.now - began
             clock.walk(self.prices.of(self.settle(one.steps)))
@@ -134,7 +134,7 @@ class _StartWalk:
 
 @dataclasses.dataclass(frozen=True)
 class _Compute:
-    """A record of kernels: seconds of all its runs, those of launching them among them."""
+    """A record of kernels: `seconds` of all its runs, of which `launching` are launches, and the terms of both."""
 
     seconds: float
     work: tuple[str, str]
@@ -144,7 +144,7 @@ class _Compute:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """What begins on a stream, with its seconds there, and what waiting for it counts as."""
+    """A transfer that begins on a stream, its seconds, and the (phase, term) that waiting for it counts as."""
 
     name: str
     stream: str
@@ -154,7 +154,7 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """A loop with the price of its steps."""
+    """A loop with the seconds of its steps."""
 
     trips: int
     steps: tuple[_Priced, ...]
@@ -164,18 +164,18 @@ _Priced = _Compute | _Sent | Wait | _Turns
 
 
 class _Prices:
-    """Steps with their seconds; kernels that are alike are asked for once."""
+    """Steps with their seconds; equal kernels are priced once."""
 
     def __init__(self, rates: DeviceRates):
         self.rates = rates
         self._kernels: dict[ScheduledKernel, float] = {}
 
     def of(self, steps: Steps) -> tuple[_Priced, ...]:
-        return tuple(self._one(step) for step in steps)
+        return tuple(self._price(step) for step in steps)
 
-    def _one(self, step: Step) -> _Priced:
+    def _price(self, step: Step) -> _Priced:
         if isinstance(step, ScheduledKernel):
-            return self._kernel(step)
+            return self._price_kernel(step)
         if isinstance(step, Start):
             stream = _STREAM.get(step.kind, _COLLECTIVES)
             term = "collectives" if stream == _COLLECTIVES else "host_link"
@@ -184,29 +184,29 @@ class _Prices:
             return _Turns(step.trips, self.of(step.steps))
         return step
 
-    def _kernel(self, kernel: ScheduledKernel) -> _Compute:
+    def _price_kernel(self, kernel: ScheduledKernel) -> _Compute:
         once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
         if once not in self._kernels:
             self._kernels[once] = operation_seconds.kernel_seconds(once, self.rates)
         taken = self._kernels[once]
         launching = min(self.rates.floor_seconds, taken)
         return _Compute(
-            taken * kernel.times,
-            (kernel.phase, _TERM.get(kernel.kind, "memory")),
-            (kernel.phase, "launch"),
-            launching * kernel.times,
+            seconds=taken * kernel.times,
+            work=(kernel.phase, _TERM.get(kernel.kind, "memory")),
+            launch=(kernel.phase, "launch"),
+            launching=launching * kernel.times,
         )
 
 
 class _DeviceClock:
-    """Where every stream of the device is, and what the seconds so far were spent on."""
+    """The time of every stream of the device, and the seconds so far by (phase, term)."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.free = dict.fromkeys(STREAMS, 0.0)
         self.busy = dict.fromkeys(STREAMS, 0.0)
-        self.last: dict[str, tuple[str, str]] = {}  # stream -> what waiting for the last one there counts as
-        self.started: dict[str, tuple[float, _Sent]] = {}  # name -> when it ends
+        self.last: dict[str, tuple[str, str]] = {}  # stream -> (phase, term) of waiting for its last transfer
+        self.started: dict[str, tuple[float, _Sent]] = {}  # name -> (end of the transfer, the transfer)
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
 
@@ -226,12 +226,12 @@ class _DeviceClock:
                 self._start(step)
             elif isinstance(step, _Turns):
                 self._loop(step)
-            elif step.name in self.started:  # what a schedule does not start is not waited for
+            elif step.name in self.started:  # a wait without a start is ignored
                 end, sent = self.started.pop(step.name)
                 self._wait(end, sent.waits)
 
     def finish(self) -> None:
-        """Waits for all streams, the one that ends first at first."""
+        """Waits for all streams in the order in which they end."""
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
@@ -263,8 +263,10 @@ class _DeviceClock:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
     def _loop(self, loop: _Turns) -> None:
-        """Walks a loop on a clock that begins at 0 with what is in flight here: a turn's seconds would be rounded off
-        beside those of a long step."""
+        """Walks a loop on a clock that begins at 0 with the transfers in flight.
+
+        On this clock the seconds of a turn would be rounded off after a long step.
+        """
         inside, began = _DeviceClock(), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
         inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
@@ -279,19 +281,19 @@ class _DeviceClock:
             self._spend(counts, taken)
 
     def turns(self, loop: _Turns) -> None:
-        """The turns of a loop, from the clock's 0 on."""
+        """Walks the turns of a loop on a clock that begins at 0."""
         first = second = half = self._state()
         for turn in range(loop.trips):
             self.walk(loop.steps)
             self.steps += _TURN
             third, left = self._state(), loop.trips - turn - 1
-            if self.steps > _STEPS or (turn and _alike(first, second, third)):
+            if self.steps > _MAX_STEPS or (turn and _alike(first, second, third)):
                 self._leap(second, third, left)
                 return
-            if turn + 1 == _TURNS // 2:
+            if turn + 1 == _MAX_TURNS // 2:
                 half = third
-            if turn + 1 == _TURNS:
-                self._leap(half, third, left / (_TURNS // 2))
+            if turn + 1 == _MAX_TURNS:
+                self._leap(half, third, left / (_MAX_TURNS // 2))
                 return
             first, second = second, third
 
@@ -300,7 +302,7 @@ class _DeviceClock:
         return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
 
     def _leap(self, before: _State, after: _State, times: float) -> None:
-        """What happened between two states, so many times more."""
+        """Repeats what happened between two states, `times` times."""
         if not times:
             return
         self.now += times * (after.now - before.now)
@@ -316,7 +318,7 @@ class _DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """The clock between two turns; `ends`: name -> (when it ends, stream) of what is in flight."""
+    """The clock between two turns; `ends`: name -> (end, stream) of the transfers in flight."""
 
     now: float
     free: Mapping[str, float]
@@ -325,18 +327,18 @@ class _State:
     busy: Mapping[str, float]
 
     def ahead(self) -> dict[str, float]:
-        """Stream or name -> seconds that it still runs."""
+        """Stream or name of a transfer -> remaining seconds."""
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}
         return streams | {name: end - self.now for name, (end, _) in self.ends.items()}
 
 
 def _alike(first: _State, second: _State, third: _State) -> bool:
-    """Whether two turns, between three states, take the same time and leave the same in flight."""
+    """Whether the two turns between three states take the same time and leave the same transfers in flight."""
     length = third.now - second.now
-    allowed = _ALIKE * max(length, 1e-12)
+    allowed = _TOLERANCE * max(length, 1e-12)
     before, after = second.ahead(), third.ahead()
     return (
-        math.isclose(length, second.now - first.now, rel_tol=_ALIKE, abs_tol=allowed)
+        math.isclose(length, second.now - first.now, rel_tol=_TOLERANCE, abs_tol=allowed)
         and before.keys() == after.keys()
         and all(abs(before[key] - after[key]) <= allowed for key in before)
     )

@@ -1,7 +1,7 @@
-"""What a step takes on a target, with the spread that such predictions showed on measured runs.
+"""The predicted seconds of a step on a target, with the spread of such predictions around measured runs.
 
-The walk over the compiled schedule (`walk`) at the rates that the target's devices reach (`rates`). The bound of the
-data sheet, which no program reaches, is `cost.roofline`'s and stays beside it.
+The prediction walks the compiled schedule (`schedule_walk`) at the rates that the target's devices reach (`rates`).
+`cost.roofline` computes the bound by the data sheet, which no program reaches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.seconds import chip_rates, constants, step_schedule
 from bytescope.memory.seconds import rates as rates_of
 from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.memory.seconds.schedule_walk import TERMS, Walked, walk
+from bytescope.memory.seconds.schedule_walk import TERMS, walk
 from bytescope.memory.seconds.step_schedule import Steps, unit_of
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepPrediction:
-    """The seconds of an update: of all its calls of the step.
+    """The seconds of an update, which may have several calls of the step.
 
     Fields:
-        seconds: predicted. low, high: between which four of five measured runs lay (`constants.spread_of`).
-        by_phase (`records.STEP_PHASES`), by_term (`walk.TERMS`): each adds up to `seconds`.
-        bound_by: the term that takes the most. rates: where the rates are from.
-        tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None for what
-            the trainer did not tell.
+        seconds: predicted. low, high: the interval that contains four of five measured runs (`constants.spread_of`).
+        by_phase (`records.STEP_PHASES`), by_term (`schedule_walk.TERMS`): each adds up to `seconds`.
+        bound_by: the term that takes the most. rates: the source of the rates.
+        tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None if the
+            trainer did not give the figures.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class StepPrediction:
 
     @classmethod
     def stated(cls, report: ReportRecord) -> StepPrediction | None:
-        """What a report says that it takes; None where it says nothing."""
+        """The prediction in a report; None if it has none."""
         if not report.prediction:
             return None
         values: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class StepPrediction:
         return cls(**values)
 
 
-# Field -> its key in JSON, where they differ.
+# Field -> its key in JSON, if they differ.
 _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 
@@ -76,21 +76,24 @@ def of(
     model_flops: int | None = None,
     network: str = "",
 ) -> StepPrediction | None:
-    """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
+    """The seconds of an update on a target; None if the schedule or the rates are unknown, or nothing takes time.
 
     Args:
-        steps: of one device and one call. target: or its JSON. calls: of the program per update.
-        tokens: of an update, over all devices. model_flops: of one call, over all devices, nothing recomputed.
-        network: of `achieved.NETWORKS`, in place of that between hosts of the chip's table.
+        steps: the schedule of one device and one call. target: a Target or its JSON. calls: of the program per update.
+        tokens: of an update, over all devices. model_flops: of one call, over all devices, without recomputation.
+        network: a name of `achieved.NETWORKS`, which replaces the network between hosts of the chip's table.
 
-    Raises ReportError for a schedule that takes for ever, or holds what no program has.
+    Raises ReportError for a schedule that takes infinitely long, or that no program can have.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     rates = rates_of.of(known) if steps else None
     if rates is None:
         return None
     rates = chip_rates.over(rates, network) if network else rates
-    once = _walked(steps, rates)
+    try:
+        once = walk(steps, rates)
+    except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
+        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
     update = calls * once.seconds
     if not update:
         return None
@@ -98,47 +101,45 @@ def of(
         raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
     low, high = constants.spread_of(known).around(update)
     return StepPrediction(
-        update,
-        low,
-        high,
-        {phase: calls * taken for phase, taken in once.by_phase.items()},
-        {term: calls * taken for term, taken in once.by_term.items()},
-        max(TERMS, key=lambda term: once.by_term[term]),
-        rates.source,
-        tokens / update if tokens else None,
-        _mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None,
+        seconds=update,
+        low=low,
+        high=high,
+        by_phase={phase: calls * taken for phase, taken in once.by_phase.items()},
+        by_term={term: calls * taken for term, taken in once.by_term.items()},
+        bound_by=max(TERMS, key=lambda term: once.by_term[term]),
+        rates=rates.source,
+        tokens_per_s=tokens / update if tokens else None,
+        mfu=_mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None,
     )
 
 
-def _walked(steps: Steps, rates: DeviceRates) -> Walked:
-    try:
-        return walk(steps, rates)
-    except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
-        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
-
-
 def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flops: int, taken: float) -> float | None:
-    """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known. A CPU
-    has no data sheet: its peak is the highest rate that was measured."""
-    figures = _peaks(rates) if target.get("platform") == "cpu" else roofline.figures(target)
+    """MFU of one call by the dtypes of the scheduled products; None if the peak rate of the device is unknown.
+
+    A CPU has no data sheet: its peak is the highest rate that was measured.
+    """
+    if target.get("platform") == "cpu":
+        link = rates.host_link_bytes_per_s
+        peaks: roofline.Figures | None = roofline.Figures(
+            rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source
+        )
+    else:
+        peaks = roofline.figures(target)
     counts: Counter[str] = Counter()
     for kernel, times in step_schedule.kernels(steps):
         if kernel.flops:
             counts[unit_of(kernel.dtype)] += kernel.flops * times
-    if figures is None or not counts:
+    if peaks is None or not counts:
         return None
-    return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, figures, taken)
-
-
-def _peaks(rates: DeviceRates) -> roofline.Figures:
-    """The rates of which MFU is a share, in the place of a data sheet's; what is no peak of products is not asked."""
-    link = rates.host_link_bytes_per_s
-    return roofline.Figures(rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source)
+    return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, peaks, taken)
 
 
 def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
-    """The least seconds of one call, `roofline.of_answer`; None for a CPU whose rates a file tells, as those that
-    would be measured now, beside whatever else runs, bound nothing. Raises ReportError as that does."""
+    """The minimum seconds of one call (`roofline.of_answer`). Raises ReportError for a damaged answer.
+
+    Returns None for a CPU whose rates come from a file: its peaks would be measured now, beside other programs, and
+    would be no bound.
+    """
     on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
     return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
 
@@ -162,18 +163,18 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
 
 
 def of_report(report: ReportRecord) -> StepPrediction | None:
-    """The prediction of a report's program on its target; None where too little is known of either."""
-    of_update = report.subject
+    """The prediction of a report's program on its target; None if too little is known of either."""
+    subject = report.subject
     if not report.target:
         return None
-    return of(report.schedule, report.target, of_update.calls, of_update.tokens or None, of_update.model_flops or None)
+    return of(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
 
 
 def of_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
     """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
     `calls_per_update`, `tokens_per_update` and `model_flops`.
 
-    None where the schedule or the target's rates are not known. Raises ReportError where they are damaged.
+    None if the schedule or the target's rates are unknown. Raises ReportError if they are damaged.
     """
     if not answer.get("schedule") or not answer.get("target"):
         return None

@@ -1,4 +1,4 @@
-"""What is asked of the records of a schedule (records/schedule_records.py), which come from here too."""
+"""Functions over the records of a schedule: merge, iterate, count FLOPs. Re-exports records/schedule_records.py."""
 
 from __future__ import annotations
 
@@ -59,28 +59,26 @@ _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16
 
 
 def merged(steps: Iterable[Step]) -> Steps:
-    """The steps with kernels that are alike, between two of other kinds, as one record; the first of them stands for
-    their order."""
+    """The steps with equal kernels between two other steps merged into one record, at the place of the first kernel."""
     out: list[Step] = []
-    alike: dict[ScheduledKernel, int] = {}
-
-    def flush() -> None:
-        out.extend(dataclasses.replace(kernel, times=times) for kernel, times in alike.items())
-        alike.clear()
-
+    first: dict[tuple[object, ...], int] = {}  # fields of a kernel except times -> position in `out`
     for step in steps:
-        if isinstance(step, ScheduledKernel):
-            once = dataclasses.replace(step, times=1)
-            alike[once] = alike.get(once, 0) + step.times
-        else:
-            flush()
+        if not isinstance(step, ScheduledKernel):
             out.append(step)
-    flush()
+            first.clear()
+            continue
+        key = (step.kind, step.phase, step.bytes, step.flops, step.dtype, step.size, step.causal)
+        same = out[first[key]] if key in first else None
+        if isinstance(same, ScheduledKernel):
+            out[first[key]] = dataclasses.replace(same, times=same.times + step.times)
+        else:
+            first[key] = len(out)
+            out.append(step)
     return tuple(out)
 
 
 def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[ScheduledKernel, int]]:
-    """Every kernel with how often it runs in a step, turns of loops multiplied."""
+    """Yields (kernel, number of runs in a step) for every kernel, with all iterations of loops."""
     for step in steps:
         if isinstance(step, ScheduledKernel):
             yield step, times * step.times
