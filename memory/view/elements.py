@@ -10,6 +10,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
+from bytescope.memory.view.figures import count, exact, percent, seconds
 from bytescope.memory.view.prediction_text import rounded, within
 from bytescope.memory.view.text_layout import mixture
 
@@ -161,33 +162,9 @@ def versions(found: Mapping[str, str]) -> str:
     return " · ".join(f"{name} {version}" for name, version in found.items())
 
 
-def exact(count: int | None) -> str:
-    """A number of bytes in full, for a hover; "" for None."""
-    return "" if count is None else f"{count:,} bytes"
-
-
 def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
     """A number of bytes as a figure of the header."""
     return HeaderFigure(name, human(count), note, exact(count))
-
-
-def seconds(value: float | None) -> str:
-    """Seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
-    if value is None:
-        return ""
-    if value >= 1000:
-        return f"{value:,.0f} s"
-    return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    """A share in per cent: "12.5 %"; "" for None."""
-    return "" if share is None else f"{100 * share:.{digits}f} %"
-
-
-def count(value: float | None) -> str:
-    """A number of things: "112,131"; "" for None."""
-    return "" if value is None else f"{value:,.0f}"
 
 
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
