@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def exact(count: int | None) -> str:
     """A number of bytes in full, for a hover; "" for None."""
@@ -17,9 +19,22 @@ def seconds(value: float | None) -> str:
     return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
 
 
+def significant(value: float, digits: int = 4) -> str:
+    """A figure in so many digits: "0.7500", "12.34", "1,235"."""
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(places, 0)}f}"
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """A share in per cent: "12.5 %"; "" for None."""
     return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def written_gap(share: float | None, digits: int = 1) -> str:
+    """A difference as a share of what it is compared with: "+12.3 %"; "new" where that is 0, "" for None."""
+    if share is None:
+        return ""
+    return "new" if math.isinf(share) else f"{100 * share:+.{digits}f} %"
 
 
 def count(value: float | None) -> str:

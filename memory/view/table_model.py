@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.units import GIB, human
-from bytescope.memory.view.figures import count, percent, seconds
+from bytescope.memory.view.figures import count, percent, seconds, significant, written_gap
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -72,8 +72,8 @@ def _signed_bytes(value: Any, digits: int) -> str:
     return ("+" if value > 0 else "-" if value < 0 else "") + human(abs(value))
 
 
-def _signed_percent(value: Any, digits: int) -> str:
-    return f"{100 * value:+.{digits}f} %"
+def _gap(value: Any, digits: int) -> str:
+    return written_gap(value, digits)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -92,11 +92,11 @@ KINDS: Mapping[str, Kind] = {
     "growth": Kind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
     "gib": Kind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
     # Seconds: the terminal's titles of "seconds" have the unit, "duration" has it in each cell.
-    "seconds": Kind("figure", "num", lambda value, digits: f"{value:#.{digits}g}", _seconds, digits=4),
+    "seconds": Kind("figure", "num", significant, _seconds, digits=4),
     "duration": Kind("figure", "num", _seconds, _seconds),
     # Other figures.
     "share": Kind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
-    "gap": Kind("figure", "num", _signed_percent, _signed_percent, digits=1),
+    "gap": Kind("figure", "num", _gap, _gap, digits=1),
     "ratio": Kind("figure", "num", _fixed_point, _fixed_point, digits=3),
     "count": Kind("figure", "num", _count, _count),
     "number": Kind("figure", "num", _plain, _plain),
@@ -122,6 +122,7 @@ class ColumnView:
         note: row -> words under the page's cell. hover: row -> words that show on hover; the exact bytes by default.
         verdict: row -> "fits", "exceeds" or "tight", which colours the cell; "" for no colour.
         order: row -> figure that a page sorts by; the value by default.
+        absent: the terminal's text for a row without a value.
         css: classes of the page's cells, besides the kind's. least: columns that a text keeps on the terminal.
     """
 
@@ -139,6 +140,7 @@ class ColumnView:
     hover: Callable[[Any], str] | None = None
     verdict: Callable[[Any], str] | None = None
     order: Callable[[Any], float | None] | None = None
+    absent: str = ""
     css: str = ""
     least: int = 0
 
@@ -162,7 +164,7 @@ class ColumnView:
         """Its value as text. size: bytes of the unit of the table, None where each figure has its own unit."""
         value, kind = self.value(row), KINDS[self.kind]
         if value is None or value == "":
-            return ""
+            return self.absent if place == TERMINAL else ""
         if size and kind.in_unit:
             return format(value / size, kind.in_unit if size > 1 else kind.in_unit.replace(".2", ".0"))
         write = kind.terminal if place == TERMINAL else kind.page

@@ -28,7 +28,8 @@
 
   // ---- charts ---------------------------------------------------------------------------------------
   const about = (row) => [row.label, ...data.columns.filter(([name]) => row.values[name] !== null)
-    .map(([name, title, kind]) => ({ name: title, value: FORMS[kind](row.values[name]) })),
+    .map(([name, title, kind]) => ({ name: title, value: [FORMS[kind](row.values[name]), row.notes[name]]
+      .filter(Boolean).join(", ") })),
   row.fits === false ? "exceeds the limit" : row.best ? "the best of its task that fits" : ""];
 
   const COSTS = { step_seconds: "seconds per update, measured", predicted_seconds: "seconds per update, predicted",
@@ -201,6 +202,7 @@
     text: true },
   ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
+    note: (row) => row.notes[id],
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
   { id: "command", title: "command", rank: 0.5, read: () => 0, text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
@@ -234,6 +236,7 @@
       const cell = make("td", undefined, keyNames.includes(c.id) ? "text key" : "");
       cell.append(...broken(c.write(row)));
       if (c.exact) cell.title = c.exact(row);
+      if (c.note && c.note(row)) cell.append(make("small", c.note(row)));
       line.append(cell);
     }
     return line;
