@@ -118,7 +118,7 @@ class ColumnView:
         read: row -> value; None and "" leave the cell empty.
         only: TERMINAL or PAGE for a column that the other does not show.
         rank: its place on a page: low ranks come first, and a narrow page folds away the highest.
-        terminal: row -> the terminal's cell, where it says more than the value.
+        terminal, page: row -> the cell there, where it says something else than the value.
         note: row -> words under the page's cell. hover: row -> words that show on hover; the exact bytes by default.
         verdict: row -> "fits", "exceeds" or "tight", which colours the cell; "" for no colour.
         order: row -> figure that a page sorts by; the value by default.
@@ -136,6 +136,7 @@ class ColumnView:
     only: str = ""
     rank: float = 0
     terminal: Callable[[Any], str | Text] | None = None
+    page: Callable[[Any], str] | None = None
     note: Callable[[Any], str] | None = None
     hover: Callable[[Any], str] | None = None
     verdict: Callable[[Any], str] | None = None
@@ -153,6 +154,10 @@ class ColumnView:
     def is_figure(self) -> bool:
         """Whether its cells stand to the right and are never shortened."""
         return KINDS[self.kind].css == "num"
+
+    def only_on(self, place: str) -> ColumnView:
+        """The same column for the tables of one place only."""
+        return dataclasses.replace(self, only=place)
 
     def value(self, row: Any) -> Any:
         """Its value in a row; None or "" for an empty cell."""

@@ -75,7 +75,7 @@ def page_cell(column: ColumnView, row: Any) -> Cell:
     hover = column.hover(row) if column.hover else exact(value) if column.kind == "bytes" else ""
     order = column.order(row) if column.order else value if column.is_figure else None
     return Cell(
-        column.text(row, PAGE),
+        column.page(row) if column.page else column.text(row, PAGE),
         hover,
         column.verdict(row) if column.verdict else "",
         order,

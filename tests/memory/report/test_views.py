@@ -36,7 +36,7 @@ from bytescope.memory.report import diff_text, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, names_command
-from bytescope.train.plan import frontier, frontier_text, levers, levers_text
+from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.fit import fit_text
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.frontier import Fixed, Point
@@ -188,14 +188,9 @@ def show_levers(console, name):
             stage, {"model.attention": "auto"}, {}, f"--config.here={stage} --config.there=x", name, figures
         )
 
-    levers_text.show(
-        [level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)],
-        {name: f"no {name}"},
-        {"name": name, **GPU},
-        {"jax": "new"},
-        interrupted=True,
-        console=console,
-    )
+    levels = [level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)]
+    staircase = levers.to_json(levels, {name: f"no {name}"}, {"name": name, **GPU}, {"jax": "new"}, interrupted=True)
+    levers_view.show(staircase, console)
 
 
 def show_front(console, name):
@@ -222,7 +217,7 @@ def show_front(console, name):
         target={"name": name, **GPU},
         versions={"jax": "new"},
     )
-    frontier_text.show(points, [full], about, console=console)
+    frontier_view.show(points, [full], about, console=console)
 
 
 def predicted(seconds):
