@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
     Fields:
         column: the function of `text_table` that makes the terminal's column.
-        css: the class of the page's cells: "name" (heads the row), "num" (right) or "text" (left).
+        css: the class of the page's cells: "num" (right) or "text" (left).
         terminal, page: (value, digits) -> text. digits: of a column that names none.
         in_unit: format of a value in the unit of its table, in which the terminal writes bytes; "" for other values.
     """
@@ -79,8 +79,8 @@ def _gap(value: Any, digits: int) -> str:
 KINDS: Mapping[str, Kind] = {
     # Texts. Where there is no room paths and words wrap, names are shortened in their middle, places at their
     # beginning, values wrap after commas, and text is shown whole. A value of "lines" has several lines.
-    "name": Kind("label", "name", _plain, _plain),
-    "path": Kind("path", "name", _plain, _plain),
+    "name": Kind("label", "text", _plain, _plain),
+    "path": Kind("path", "text", _plain, _plain),
     "value": Kind("value", "text", _plain, _plain),
     "text": Kind("fixed", "text", _plain, _plain),
     "words": Kind("words", "text", _plain, _plain),

@@ -53,7 +53,7 @@ def page_table(view: TableView) -> PageTable:
     cells = {column: [page_cell(column, row) for row in view.rows] for column in view.shown(PAGE)}
     used = [column for column, found in cells.items() if any(cell.text for cell in found)]
     return PageTable(
-        [Head(column.title, f"{KINDS[column.kind].css} {column.css}".strip()) for column in used],
+        [Head(column.title, _css(column, is_first=not number)) for number, column in enumerate(used)],
         [
             PageRow(
                 [cells[column][number] for column in used],
@@ -63,6 +63,13 @@ def page_table(view: TableView) -> PageTable:
             for number, row in enumerate(view.rows)
         ],
     )
+
+
+def _css(column: ColumnView, is_first: bool) -> str:
+    """The class of a column's cells: the first column names the row, where it is no figure."""
+    if is_first and not column.is_figure:
+        return "name"
+    return f"{KINDS[column.kind].css} {column.css}".strip()
 
 
 def page_cell(column: ColumnView, row: Any) -> Cell:

@@ -149,7 +149,7 @@ POINT_COLUMNS = (
     ),
 )
 POLICY_COLUMNS = (
-    ColumnView("policy", "policy for all layers", "value", css="name", rank=-1),
+    ColumnView("policy", "policy for all layers", "value", rank=-1),
     ALLOCATED,
     HOST,
     STEP,

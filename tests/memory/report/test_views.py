@@ -37,7 +37,7 @@ from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, names_command
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
-from bytescope.train.plan.fit import fit_text
+from bytescope.train.plan.fit import fit_progress, fit_view
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.frontier import Fixed, Point
 from support.rows import row
@@ -226,7 +226,7 @@ def predicted(seconds):
 
 def show_fit(console, name):
     target = SimpleNamespace(name=name, to_json=lambda: {"name": name, **GPU})
-    lines = fit_text.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
+    lines = fit_progress.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
     answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB}
     lines.show(
         Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far", predicted(0.6983))
@@ -259,7 +259,7 @@ def show_fit(console, name):
             "flags": "--config.remat.policy=full " * 5,
         },
     }
-    fit_text.show(out, "llama_8b", console)
+    fit_view.show(out, "llama_8b", console)
     lacking = {
         "what": name,
         "allocated_bytes": 90 * GIB,
@@ -268,8 +268,8 @@ def show_fit(console, name):
         "flags": "--config.x=y",
         "breakdown": {"params": 60 * GIB, "residuals": 29 * GIB},
     }
-    fit_text.show({**out, "best": None, "certificate": lacking}, name, console)
-    fit_text.show_measured(
+    fit_view.show({**out, "best": None, "certificate": lacking}, name, console)
+    fit_progress.show_measured(
         [
             (
                 Step("mesh", name, {}, answer, True, "fits", predicted(0.7)),
@@ -374,7 +374,7 @@ VIEWS = {
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
     """A walk tells its seconds: what is printed twice is compared to the letter."""
-    monkeypatch.setattr(fit_text, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(fit_progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def lines_of(view, width, name=PLAIN):

@@ -15,7 +15,7 @@ from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
 from bytescope.train.plan import schedule_page as pipeline_page
 from bytescope.train.plan.config_grid import ConfigRow
-from bytescope.train.plan.fit import fit_page
+from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
 from support.fit_trials import as_json, walk
@@ -136,8 +136,8 @@ def pages():
         "tasks": compare_page.render(tasks(), ConfigRow),
         "levers": levers_view.render_page(staircase()),
         "front": frontier_view.render_page(fronted()),
-        "fit": fit_page.render(fitted()),
-        "fit not": fit_page.render(fitted(5)),
+        "fit": fit_view.render_page(fitted()),
+        "fit not": fit_view.render_page(fitted(5)),
         "estimate": estimate_page.render(Question(7e9, shape_for(7e9)), "7b"),
     }
 
@@ -270,7 +270,7 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
 @pytest.mark.parametrize("budget", [24, 5])
 def test_the_winner_of_a_fit_can_be_copied(budget):
     out = fitted(budget)
-    text = fit_page.render(out)
+    text = fit_view.render_page(out)
     command = re.search(r'<div class="run"><pre>(.*?)</pre>', text, re.S)[1]
     parts = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)))
     assert parts[:3] == (

@@ -1,6 +1,7 @@
-"""A fit as one HTML file that opens offline: what to run, a picture of the search, and a table of all that was tried.
+"""A fit on the terminal and as a page: what to run or what is missing, and tables of all that was tried.
 
-The answer and the table are prepared here for `templates/fit.html`; the picture is drawn by `static/fit.js`.
+Both show the JSON of a fit (`train.plan.fit.fit_result`). The page is one HTML file that opens offline;
+`static/fit.js` draws the picture of the search.
 """
 
 from __future__ import annotations
@@ -9,33 +10,45 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.compare.compare_columns import PREDICTED_STEP, RECOMPUTED_SHARE, Record, command_column
 from bytescope.memory.compare.compare_text import as_fast
+from bytescope.memory.records.report_record import ROWS
+from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import column_unit, human
+from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.elements import (
-    Cell,
     HeaderFigure,
     PageTable,
     Section,
     command,
-    count,
     facts,
     figure,
     limit_notes,
     parts,
-    percent,
-    predicted,
     predictions,
     rates_notes,
-    seconds,
     spread,
-    table,
     title,
     versions,
     where,
 )
+from bytescope.memory.view.figures import count, percent, seconds
 from bytescope.memory.view.frame import page
-from bytescope.train.plan.fit.fit_text import AT_LEAST, STAGES, slower
+from bytescope.memory.view.prediction_text import rounded
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import CopyCommand, Prose
+from bytescope.train.plan.fit.fit_progress import STAGES, said
 
+AT_LEAST = (
+    '"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
+    "with nothing recomputed"
+)
+# Variants that the table at the end lists at most.
+_FINISHED = 8
 NOTES = (
     "Every variant is the trainer's own step, compiled for the target.",
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
@@ -45,7 +58,225 @@ NOTES = (
 )
 
 
-def render(out: Mapping[str, Any]) -> str:
+# ---- the tables -----------------------------------------------------------------------------------------------
+
+
+def slower(row: Mapping[str, Any]) -> str:
+    """By how much a mesh loses: "12%", "at least 34%", "a tie"; "" of the choice, and where it does not fit."""
+    if row["slower"] is None or not row["fits"]:
+        return ""
+    bounded = row["least_seconds"]
+    if row["slower"] < TIE:
+        return "a tie at best" if bounded else "a tie" if row["slower"] else ""
+    return f"{'at least ' if bounded else ''}{row['slower']:.1%}"
+
+
+def lost(row: Record) -> str:
+    """By how much a variant is slower than the choice, in words."""
+    if row["is_chosen"]:
+        return "chosen"
+    return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
+
+
+def failed(row: Record) -> str:
+    """Why a mesh does not fit, in a few words; "" of one that fits. What cannot run has its reason below the table."""
+    if row["fits"]:
+        return ""
+    return row["verdict"] if row["predicted_seconds"] is not None else "cannot run"
+
+
+def kind(step: Record) -> str:
+    """The verdict by which a cell is coloured."""
+    if step["fits"]:
+        return "fits"
+    return "tight" if step["allocated_bytes"] is None else "exceeds"
+
+
+VERDICT = ColumnView("verdict", "verdict", "text", verdict=kind, rank=8)
+ALLOCATED = ColumnView("allocated_bytes", "allocated", "bytes")
+HOST = ColumnView("host_bytes", "host", "bytes", read=lambda step: step["host_bytes"] or None)
+# Predicted seconds of an update.
+STEP = ColumnView("predicted_seconds", "step, predicted", "duration", short="update")
+# Every step of the search, in order: (its number, the step, tokens per second); the terminal prints them as they come.
+WALK_COLUMNS = (
+    ColumnView("number", "#", "number"),
+    ColumnView("stage", "stage", "text"),
+    ColumnView("what", "what", "text", css="what"),
+    ALLOCATED,
+    HOST,
+    PREDICTED_STEP,
+    ColumnView("tokens_per_s", "tokens/s, predicted", "count", rank=2),
+    RECOMPUTED_SHARE,
+    VERDICT,
+)
+# What each rank of adapters reaches.
+REACH_COLUMNS = (
+    ColumnView("rank", "rank", "number"),
+    ColumnView("length", "tokens of a sequence", "count", short="length"),
+    ColumnView("micro", "sequences at once", "number", short="at once"),
+    ColumnView("base", "frozen weights in", "text", short="base"),
+    ColumnView("policy", "recomputed", "text", short="remat"),
+    ALLOCATED,
+    HOST,
+    STEP,
+    ColumnView("tokens_per_s", "tokens/s, predicted", "count", short="tokens/s"),
+    VERDICT,
+)
+# Each mesh beside the choice.
+LAYOUT_COLUMNS = (
+    ColumnView("layout", "mesh"),
+    ColumnView(
+        "what",
+        "its best variant",
+        "text",
+        read=lambda row: row["what"].removeprefix(f"{row['layout']}, "),
+        only=PAGE,
+        css="what",
+    ),
+    ALLOCATED,
+    STEP,
+    ColumnView("slower", "slower by", "number", read=slower),
+    ColumnView("verdict", "verdict", "text", terminal=failed, verdict=kind),
+)
+# The fastest variants that fit, each beside the choice: of the walk, whose table the page has.
+FINISHED_COLUMNS = (
+    ColumnView("what", "variants that fit"),
+    ALLOCATED,
+    STEP,
+    ColumnView("lost", "beside the choice", "text", read=lost, only=TERMINAL),
+)
+
+
+# ---- the terminal -------------------------------------------------------------------------------------------------
+
+
+def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
+    """Prints the result of a fit's JSON: the flags to run, or what is missing."""
+    put(render_text(out, config), console)
+
+
+def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
+    """The choice with its flags, or the tightest configuration with what is missing (the certificate)."""
+    effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
+    stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
+    if best := out["best"]:
+        return _best_lines(best, out, config, f"{effort}{stopped}")
+    certificate = out["certificate"]
+    if certificate is None:
+        return Prose(Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {effort}{stopped}"))
+    return Group(_certificate_lines(certificate, out, f"{effort}{stopped}"), *_reach_lines(out))
+
+
+def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
+    """The tightest configuration with what is missing."""
+    parts = ", ".join(
+        f"{row} {human(certificate['breakdown'][row])}"
+        for row in ROWS
+        if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
+    )
+    missing = " and ".join(
+        f"{human(certificate[key])} {where}"
+        for key, where in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
+        if certificate[key]
+    )
+    return Group(
+        Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
+        Prose(f"tightest: {certificate['what']}"),
+        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
+        Text("its flags:"),
+        CopyCommand(certificate["flags"], style=""),
+        Prose(effort),
+    )
+
+
+def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """What each rank of adapters reaches, a line each; none for a fit without adapters."""
+    rows = out.get("reach") or ()
+    if not rows:
+        return []
+    table = TableView(REACH_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
+    title = "what each rank reaches: the longest sequences, and the most at once"
+    return [Text(title, style="bold"), terminal_table(table)]
+
+
+def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
+    """What the choice is predicted to do: seconds, tokens/s with their spread and a device's share, MFU, the rates."""
+    taken, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
+    if not taken:
+        return said(taken, low, high)
+    tokens, devices = out["batch_tokens"], (out.get("target") or {}).get("n_devices", 1)
+    slow, fast = (f"{tokens / seconds:,.0f}" if seconds else "?" for seconds in (high, low))
+    each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
+    mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
+    bound = best.get("least_seconds")
+    least = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
+    return (
+        f"{said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
+        f"{least}; {safe(best.get('rates') or '')}"
+    )
+
+
+def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:
+    measured = best.get("measured") or {}
+    timed = f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else _speed_words(best, out)
+    host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
+    return Group(
+        Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
+        *([Prose(text, "dim")] if (text := as_fast(out.get("ties", ()))) else []),
+        Prose(
+            f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
+            f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"
+        ),
+        Text("run it with:", style="bold"),
+        CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        *_finished_lines(out),
+        *_layout_lines(out),
+        *_reach_lines(out),
+    )
+
+
+def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """The fastest variants that fit, each beside the choice; none where a single one fits."""
+    best = out["best"]
+    rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
+    ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
+    if len(ranked) < 2 or not best.get("predicted_seconds"):
+        return []
+    records = [
+        {
+            **row,
+            "is_chosen": row["what"] == best["what"],
+            "lost": row["predicted_seconds"] / best["predicted_seconds"] - 1,
+        }
+        for row in ranked[:_FINISHED]
+    ]
+    table = TableView(FINISHED_COLUMNS, records, emphasis=lambda row: "winner" if row["is_chosen"] else "")
+    left = len(ranked) - _FINISHED
+    more = [Text(f"and {left} slower ones", style="dim")] if left > 0 else []
+    return [terminal_table(table), *more]
+
+
+def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """Each mesh beside the choice, a line each; none where one was tried."""
+    rows = out.get("layouts") or ()
+    if len(rows) < 2:
+        return []
+    table = TableView(LAYOUT_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
+    reasons = [
+        Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows if row["predicted_seconds"] is None
+    ]
+    return [
+        Text("each mesh, beside the choice", style="bold"),
+        terminal_table(table),
+        *reasons,
+        Prose(AT_LEAST, "dim"),
+    ]
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def render_page(out: Mapping[str, Any]) -> str:
     """The page of a fit's JSON (`train.plan.fit.fit_result`), as text."""
     config, target = out["config"], out["target"]
     return page(
@@ -210,76 +441,36 @@ def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def _walk(out: Mapping[str, Any]) -> PageTable:
     """A row for each step, with the command that makes it; the choice stands out."""
 
-    def run(step: Mapping[str, Any]) -> Cell | str:
+    def run(step: Record) -> str:
         if step["allocated_bytes"] is None:
             return ""
         keys = shlex.join(f"--config.{key}={text}" for key, text in step["keys"].items())
-        return Cell("copy", command=command(out["config"], out["target"], out["given"], keys, fits=step["fits"]))
+        return command(out["config"], out["target"], out["given"], keys, fits=step["fits"])
 
-    columns = (
-        ("#", "num", lambda item: str(item[0])),
-        ("stage", "text", lambda item: item[1]["stage"]),
-        ("what", "text what", lambda item: item[1]["what"]),
-        ("allocated", "num", lambda item: _known(item[1]["allocated_bytes"])),
-        ("host", "num", lambda item: _known(item[1]["host_bytes"] or None)),
-        ("step, predicted", "num", lambda item: predicted(item[1])),
-        ("tokens/s, predicted", "num", lambda item: count(_speed(out, item[1]["predicted_seconds"]))),
-        ("recomputed", "num", lambda item: percent(item[1]["recompute_flops_fraction"])),
-        ("verdict", "text", lambda item: Cell(item[1]["verdict"], kind=_kind(item[1]))),
-        ("command", "text command", lambda item: run(item[1])),
-    )
-    return table(
-        columns,
-        list(enumerate(out["walk"], 1)),
-        kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",
-        title=lambda item: " ".join(f"{key}={text}" for key, text in item[1]["keys"].items()),
+    records = [
+        {**step, "number": number, "tokens_per_s": _speed(out, step["predicted_seconds"])}
+        for number, step in enumerate(out["walk"], 1)
+    ]
+    return page_table(
+        TableView(
+            (*WALK_COLUMNS, command_column(run)),
+            records,
+            emphasis=lambda step: "winner" if out["best"] and _is_chosen(out, step) else "",
+            hover=lambda step: " ".join(f"{key}={text}" for key, text in step["keys"].items()),
+        )
     )
 
 
 def _reach(out: Mapping[str, Any]) -> PageTable | None:
     """What each rank of adapters reaches, with the command of each; None for a fit without adapters."""
-    columns = (
-        ("rank", "num", lambda row: str(row["rank"])),
-        ("tokens of a sequence", "num", lambda row: count(row["length"])),
-        ("sequences at once", "num", lambda row: str(row["micro"])),
-        ("frozen weights in", "text", lambda row: row["base"]),
-        ("recomputed", "text", lambda row: row["policy"]),
-        ("allocated", "num", lambda row: _known(row["allocated_bytes"])),
-        ("host", "num", lambda row: _known(row["host_bytes"] or None)),
-        ("step, predicted", "num", lambda row: seconds(row["predicted_seconds"])),
-        ("tokens/s, predicted", "num", lambda row: count(row["tokens_per_s"])),
-        ("verdict", "text", lambda row: Cell(row["verdict"], kind=_kind(row))),
-        (
-            "command",
-            "text command",
-            lambda row: Cell("copy", command=command(out["config"], out["target"], row["flags"], fits=row["fits"])),
-        ),
-    )
-    return table(columns, out["reach"]) if out.get("reach") else None
+    run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
+    return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
 
 
 def _layouts(out: Mapping[str, Any]) -> PageTable | None:
     """Each mesh beside the choice; None where one was tried, or nothing fits."""
-    columns = (
-        ("mesh", "text", lambda row: row["layout"]),
-        ("its best variant", "text what", lambda row: row["what"].removeprefix(f"{row['layout']}, ")),
-        ("allocated", "num", lambda row: _known(row["allocated_bytes"])),
-        ("step, predicted", "num", lambda row: seconds(row["predicted_seconds"])),
-        ("slower by", "num", slower),
-        ("verdict", "text", lambda row: Cell(row["verdict"], kind=_kind(row))),
-    )
     rows = out.get("layouts") or ()
-    return table(columns, rows) if out["best"] and len(rows) > 1 else None
-
-
-def _known(size: int | None) -> str:
-    return "" if size is None else human(size)
-
-
-def _kind(step: Mapping[str, Any]) -> str:
-    if step["fits"]:
-        return "fits"
-    return "tight" if step["allocated_bytes"] is None else "exceeds"
+    return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
 
 
 def _stages(out: Mapping[str, Any]) -> Section:
