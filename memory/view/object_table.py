@@ -65,10 +65,11 @@ class Table:
         from bytescope.memory.view import notebook_piece
         from bytescope.memory.view.table_views import notebook_table
 
+        used = [column for column in self.columns if any(map(column.text, self.rows))]
         return notebook_piece.render(
             "rows",
             title=self.title,
-            table=notebook_table(TableView(self.columns, self.rows[:MAX_NOTEBOOK_ROWS])),
+            table=notebook_table(TableView(used, self.rows[:MAX_NOTEBOOK_ROWS])),
             note=notebook_piece.cut(self.note, 600),
             left=max(len(self.rows) - MAX_NOTEBOOK_ROWS, 0),
         )

@@ -23,7 +23,7 @@ from bytescope.memory.view.figures import count, percent, seconds, significant, 
 if TYPE_CHECKING:
     from rich.text import Text
 
-TERMINAL, PAGE = "terminal", "page"
+TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
 
 
 class Kind(NamedTuple):
@@ -120,7 +120,7 @@ class ColumnView:
         rank: its place on a page: low ranks come first, and a narrow page folds away the highest.
         terminal, page: row -> the cell there, where it says something else than the value.
         note: row -> words under the page's cell. hover: row -> words that show on hover; the exact bytes by default.
-        verdict: row -> "fits", "exceeds" or "tight", which colours the cell; "" for no colour.
+        verdict: row -> "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
         order: row -> figure that a page sorts by; the value by default.
         absent: the terminal's text for a row without a value.
         css: classes of the page's cells, besides the kind's. least: columns that a text keeps on the terminal.
@@ -192,6 +192,6 @@ class TableView:
     hover: Callable[[Any], str] | None = None
 
     def shown(self, place: str) -> list[ColumnView]:
-        """The columns of TERMINAL, as they are declared, or of PAGE, by rank."""
+        """The columns of TERMINAL or NOTEBOOK, as they are declared, or of PAGE, by rank."""
         columns = [column for column in self.columns if column.only in ("", place)]
-        return columns if place == TERMINAL else sorted(columns, key=lambda column: column.rank)
+        return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

@@ -11,11 +11,11 @@ from bytescope.memory.view.console import one_line, safe
 from bytescope.memory.view.elements import Cell, Head, PageRow, PageTable
 from bytescope.memory.view.figures import exact
 from bytescope.memory.view.notebook_piece import cut
-from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.text_table import FigureColumn, FigureTable
 
 # Verdict of a cell, and emphasis of a row -> style on the terminal.
-VERDICT_STYLES = {"fits": "green", "exceeds": "red", "tight": "yellow", "": ""}
+VERDICT_STYLES = {"fits": "green", "exceeds": "red", "tight": "yellow", "dim": "dim", "": ""}
 EMPHASIS_STYLES = {"winner": "bold", "total": "bold", "dim": "dim", "": ""}
 
 
@@ -80,7 +80,7 @@ def page_cell(column: ColumnView, row: Any) -> Cell:
     if column.kind == "command":
         return Cell("copy", command=value)
     hover = column.hover(row) if column.hover else exact(value) if column.kind == "bytes" else ""
-    order = column.order(row) if column.order else value if column.is_figure else None
+    order = column.order(row) if column.order else value if isinstance(value, int | float) else None
     return Cell(
         column.page(row) if column.page else column.text(row, PAGE),
         hover,
@@ -101,15 +101,13 @@ class NotebookTable(NamedTuple):
     rows: list[list[tuple[str, str]]]
 
 
-def notebook_table(view: TableView, cut_at: int = 160) -> NotebookTable:
-    """The table of a notebook, without the columns that are empty in all rows.
-
-    cut_at: characters of a text, whose middle is left out where it is longer.
-    """
-    rows = [
-        [(cut(column.text(row), cut_at), column.verdict(row) if column.verdict else "") for column in view.columns]
-        for row in view.rows
-    ]
-    used = [at for at in range(len(view.columns)) if any(row[at][0] for row in rows)]
-    heads = [(view.columns[at].title, view.columns[at].is_figure) for at in used]
-    return NotebookTable(heads, [[row[at] for at in used] for row in rows])
+def notebook_table(view: TableView) -> NotebookTable:
+    """The table of a notebook; texts that are too long are cut in their middle."""
+    columns = view.shown(NOTEBOOK)
+    return NotebookTable(
+        [(column.title, column.is_figure) for column in columns],
+        [
+            [(cut(column.text(row)), column.verdict(row) if column.verdict else "") for column in columns]
+            for row in view.rows
+        ],
+    )
