@@ -7,11 +7,11 @@ and take the columns that they share from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.compare_rows import MEASURED, PREDICTED, RECOMPUTED, Row
 from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.view.elements import at_least, spread
 from bytescope.memory.view.prediction_text import with_spread
@@ -21,6 +21,22 @@ from bytescope.memory.view.table_views import VERDICT_STYLES
 Record = Mapping[str, Any]
 
 NO_FORMULA = "no formula"
+
+
+class CostAxis(NamedTuple):
+    """What a picture draws against bytes: a key of the records, the title of its axis, whether it is a share."""
+
+    key: str
+    title: str
+    is_share: bool = False
+
+
+# What rows are ranked by -> its axis.
+COST_AXES = {
+    MEASURED: CostAxis(MEASURED, "seconds per update, measured"),
+    PREDICTED: CostAxis(PREDICTED, "seconds per update, predicted"),
+    RECOMPUTED: CostAxis(RECOMPUTED, "FLOPs recomputed, % of the model's", is_share=True),
+}
 
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:

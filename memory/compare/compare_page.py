@@ -15,6 +15,7 @@ from bytescope.memory.compare.compare_columns import (
     ALLOCATED,
     BY_FORMULA,
     COLUMNS,
+    COST_AXES,
     MEASURED_STEP,
     PREDICTED_MFU,
     PREDICTED_STEP,
@@ -170,7 +171,7 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
         "unit": unit_of(rows),
         "policies": policies,
         "policy_key": rows[0].policy_key if rows else "",
-        "cost": cost_of(rows)[0],
+        "cost": COST_AXES[cost_of(rows)[0]]._asdict(),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
 

@@ -23,7 +23,7 @@ from bytescope.memory.records.report_json import finite
 from bytescope.memory.units import human
 
 # The scripts that draw charts, in the order in which they need each other.
-CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
+CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "chart_axes.js", "charts.js")
 # What a page needs besides.
 MORE = {"report": ("treemap.js",), "estimate": ("estimate_formulas.js",)}
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from bytescope.memory.compare.compare_columns import (
     ALLOCATED,
+    COST_AXES,
     HOST,
     PREDICTED_MFU,
     PREDICTED_TOKENS,
@@ -311,7 +312,7 @@ def _command(found: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
     """Everything the script draws, as JSON values. `points` and `fixed` have x in bytes and y in what is least;
     `limit`: bytes of the target."""
-    field, title = COSTS[found["cost"]]
+    field = COSTS[found["cost"]]
     known = [point for point in (*found["points"], *found["fixed"]) if point[field] is not None]
     return {
         "points": [
@@ -331,8 +332,7 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
             for policy in found["fixed"]
             if policy[field] is not None
         ],
-        "title": title,
-        "share": found["cost"] == "flops",
+        "cost": COST_AXES[field]._asdict(),
         "target": str(found["target"].get("name", "")),
         "limit": found["target"].get("limit_bytes"),
         "unit": column_unit(max((point["allocated_bytes"] or 0 for point in known), default=1), 1.0),

@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.compare.compare_columns import PREDICTED_STEP, RECOMPUTED_SHARE, Record, command_column
+from bytescope.memory.compare.compare_columns import COST_AXES, PREDICTED_STEP, RECOMPUTED_SHARE, Record, command_column
+from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.compare.compare_text import as_fast
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.seconds.ranking import TIE
@@ -346,6 +347,7 @@ def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
         "budget": out["budget_bytes"],
         "choice": "choice" if out["best"] else "tightest",
         "unit": column_unit(most, 0.5),
+        "cost": COST_AXES[PREDICTED]._asdict(),
         "stages": [stage for stage in STAGES if stage in used],
     }
 

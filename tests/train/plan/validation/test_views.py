@@ -74,6 +74,11 @@ def test_the_terminal_has_scores_worst_rows_and_reasons():
     assert "stopped: 2 rows left" in plain_text(view.render_text(found(("8", "9")).to_json()), 140)
 
 
+def test_the_worst_are_furthest_on_either_side():
+    runs = [{"ratio": ratio} for ratio in (1.5, 0.5, 1.0, None)]
+    assert [row["ratio"] for row in view.worst_first(runs)] == [0.5, 1.5, 1.0, None]
+
+
 def test_bytes_that_are_not_compared_have_their_reason():
     runs = found()
     row = dataclasses.replace(runs.scored[1].row, bytes_reason=f"of {EVIL}")
