@@ -16,6 +16,7 @@ from bytescope.memory.compare.compare_columns import (
     BY_FORMULA,
     COLUMNS,
     COST_AXES,
+    MARKED_VERDICT,
     MEASURED_STEP,
     PREDICTED_MFU,
     PREDICTED_STEP,
@@ -94,6 +95,7 @@ FORMULA_NOTE = (
 )
 
 
+COMMAND = command_column(lambda record: record["command"])
 BEST_COLUMNS = (
     ColumnView("task", "task"),
     ColumnView("how", "best that fits", "text", verdict=lambda record: record["verdict"], css="how"),
@@ -103,7 +105,7 @@ BEST_COLUMNS = (
     PREDICTED_TOKENS,
     PREDICTED_MFU,
     RECOMPUTED_SHARE,
-    command_column(lambda record: record["command"]),
+    COMMAND,
 )
 
 
@@ -165,6 +167,8 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys],
+        "verdict": MARKED_VERDICT.title,
+        "command": COMMAND.title,
         "columns": [(column.key, column.title, column.kind, column.rank) for column in columns],
         "rows": lines,
         "axes": axes(rows, keys),

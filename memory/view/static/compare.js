@@ -169,13 +169,13 @@
   let whole = false, left = new Set();
   const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, rank: 0, read: (row) => row.keys[i],
     write: (row) => row.texts[i], text: true })),
-  { id: "fits", title: "verdict", rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
+  { id: "fits", title: data.verdict, rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
     text: true },
   ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
     note: (row) => row.notes[id],
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
-  { id: "command", title: "command", rank: 0.5, read: () => 0, text: true }];
+  { id: "command", title: data.command, rank: 0.5, read: () => 0, text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
     : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
   const word = (row) => (row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
