@@ -195,12 +195,6 @@ def at_least(row: Mapping[str, Any]) -> str:
     return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
 
 
-def predicted(row: Mapping[str, Any]) -> Cell | str:
-    """A row's predicted seconds as a cell: the spread stands below them, the bound is told on hover."""
-    taken = row["predicted_seconds"]
-    return "" if taken is None else Cell(seconds(taken), at_least(row), value=taken, note=spread(row))
-
-
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
@@ -220,13 +214,6 @@ def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
 def size(count: int | None) -> Cell:
     """A number of bytes with the exact count on hover; an empty cell for None."""
     return Cell("" if count is None else human(count), exact(count), value=count)
-
-
-def fits(judgement: bool | None) -> Cell:
-    """Whether a program fits, as a cell; "ok" where no limit is known."""
-    if judgement is None:
-        return Cell("ok")
-    return Cell("fits", kind="fits") if judgement else Cell("exceeds", kind="exceeds")
 
 
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:

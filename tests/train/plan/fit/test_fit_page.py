@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from bytescope.memory.view.elements import seconds as pages_seconds
+from bytescope.memory.view.figures import seconds as pages_seconds
 from bytescope.memory.view.prediction_text import within
 from bytescope.train.plan.fit import fit_view
 from support.browser import HOSTILE, Page, body, browse, literally, one_file, with_style_attributes
