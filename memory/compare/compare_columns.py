@@ -15,7 +15,7 @@ from bytescope.memory.compare.compare_rows import MEASURED, PREDICTED, RECOMPUTE
 from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.view.elements import at_least, spread
 from bytescope.memory.view.prediction_text import with_spread
-from bytescope.memory.view.table_model import PAGE, ColumnView
+from bytescope.memory.view.table_model import PAGE, ColumnView, value_at
 from bytescope.memory.view.table_views import VERDICT_STYLES
 
 Record = Mapping[str, Any]
@@ -41,22 +41,12 @@ COST_AXES = {
 
 def record_of(row: Row, keys: Sequence[str]) -> dict[str, Any]:
     """A row as a record, with the text of its `keys` in the grid."""
-    return {**vars(row), "texts": {key: row.value_text(key) for key in keys}}
+    return {**vars(row), "texts": [row.value_text(key) for key in keys]}
 
 
 def key_columns(keys: Sequence[str]) -> list[ColumnView]:
     """A column for each key of the grid that varies, under the last part of its name."""
-    return [ColumnView(key, key.rsplit(".", 1)[-1], "value", read=_text_of(key)) for key in keys]
-
-
-def _text_of(key: str) -> Callable[[Record], str]:
-    return lambda record: record["texts"][key]
-
-
-def measured(record: Record, key: str) -> float | None:
-    """A figure that was measured on the devices at hand; None where nothing was measured."""
-    found = record.get("measured") or {}
-    return found.get(key)
+    return [ColumnView(key, key.rsplit(".", 1)[-1], "value", path=f"texts.{number}") for number, key in enumerate(keys)]
 
 
 def hfu_over_mfu(record: Record) -> float | None:
@@ -65,21 +55,15 @@ def hfu_over_mfu(record: Record) -> float | None:
     return hardware / model if hardware and model else None
 
 
-def by_formula(record: Record, key: str) -> float | None:
-    """A figure of the published formulas; None where they have none."""
-    found = record.get("formula") or {}
-    return found.get(key)
-
-
 def formula_hfu_over_mfu(record: Record) -> float | None:
     """Hardware FLOPs over model FLOPs by the published formulas; None where they have none."""
-    hardware, model = by_formula(record, "hardware_flops"), by_formula(record, "model_flops")
+    hardware, model = value_at(record, "formula.hardware_flops"), value_at(record, "formula.model_flops")
     return hardware / model if hardware and model else None
 
 
 def gap(record: Record, key: str) -> float | None:
     """By what share the compiler's bytes exceed the formula's: infinite where the formula has 0, None without one."""
-    return share(record[key], by_formula(record, key))
+    return share(record[key], value_at(record, f"formula.{key}"))
 
 
 def fits(record: Record) -> str:
@@ -114,7 +98,7 @@ VERDICT = ColumnView("fits", "verdict", "text", read=verdict, verdict=fits)
 MARKED_VERDICT = ColumnView("fits", "verdict", "text", read=verdict, terminal=verdict_with_star)
 PEAK = ColumnView("peak_bytes", "peak", "bytes", rank=6)
 ALLOCATED = ColumnView("allocated_bytes", "allocated", "bytes", short="alloc")
-HOST = ColumnView("host_bytes", "host", "bytes", read=lambda record: record["host_bytes"] or None, rank=3)
+HOST = ColumnView("host_bytes", "host", "bytes", skip_zero=True, rank=3)
 RECOMPUTED_SHARE = ColumnView("recompute_flops_fraction", "recomputed", "share", short="recomp", rank=2)
 HFU_OVER_MFU = ColumnView("hfu_over_mfu", "HFU/MFU", "ratio", read=hfu_over_mfu, rank=7)
 PREDICTED_STEP = ColumnView(
@@ -130,9 +114,7 @@ PREDICTED_STEP = ColumnView(
 PREDICTED_TOKENS = ColumnView("predicted_tokens_per_s", "tokens/s, predicted", "count", short="tokens/s", rank=3)
 PREDICTED_MFU = ColumnView("predicted_mfu", "MFU, predicted", "share", short="MFU", rank=4)
 
-MEASURED_STEP = ColumnView(
-    "step_seconds", "step, measured", "seconds", short="step s", read=lambda record: measured(record, "step_seconds")
-)
+MEASURED_STEP = ColumnView("step_seconds", "step, measured", "seconds", short="step s", path="measured.step_seconds")
 RESIDUALS = ColumnView("residual_bytes", "residuals", "bytes", short="resid", rank=5)
 
 # In the order of the terminal, after the keys of the grid and the verdict.
@@ -150,21 +132,9 @@ COLUMNS = (
     PREDICTED_MFU,
     MEASURED_STEP,
     ColumnView(
-        "tokens_per_s",
-        "tokens/s, measured",
-        "count",
-        short="real tokens/s",
-        read=lambda record: measured(record, "tokens_per_s"),
-        rank=1,
+        "tokens_per_s", "tokens/s, measured", "count", short="real tokens/s", path="measured.tokens_per_s", rank=1
     ),
-    ColumnView(
-        "real_bytes",
-        "peak, measured",
-        "bytes",
-        short="real",
-        read=lambda record: measured(record, "peak_bytes"),
-        rank=2,
-    ),
+    ColumnView("real_bytes", "peak, measured", "bytes", short="real", path="measured.peak_bytes", rank=2),
     ColumnView("least_seconds", "step, at least", "seconds", only=PAGE, rank=9),
     ColumnView("kernel_recompute_flops", "recomputed in kernels", "flops", only=PAGE, rank=9),
 )
@@ -176,7 +146,7 @@ _RESIDUALS_BY_FORMULA = (
         "residuals by formula",
         "bytes",
         short="formula",
-        read=lambda record: by_formula(record, "residual_bytes"),
+        path="formula.residual_bytes",
         absent=NO_FORMULA,
         rank=4,
     ),
@@ -195,20 +165,14 @@ _PEAK_BY_FORMULA = (
         "peak by formula",
         "bytes",
         short="formula",
-        read=lambda record: by_formula(record, "peak_bytes"),
+        path="formula.peak_bytes",
         absent=NO_FORMULA,
         rank=4,
     ),
     ColumnView("peak_gap", "gap of peak", "gap", short="gap", read=lambda record: gap(record, "peak_bytes"), rank=4),
 )
 _RATIO_BY_FORMULA = ColumnView(
-    "formula_ratio",
-    "HFU/MFU by formula",
-    "ratio",
-    short="formula",
-    read=formula_hfu_over_mfu,
-    absent="-",
-    rank=7,
+    "formula_ratio", "HFU/MFU by formula", "ratio", short="formula", read=formula_hfu_over_mfu, absent="-", rank=7
 )
 BY_FORMULA = (*_RESIDUALS_BY_FORMULA, *_PEAK_BY_FORMULA, _RATIO_BY_FORMULA)
 BESIDE_FORMULAS = (RESIDUALS, *_RESIDUALS_BY_FORMULA, PEAK, *_PEAK_BY_FORMULA, HFU_OVER_MFU, _RATIO_BY_FORMULA)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -58,32 +58,41 @@ def render(
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
     records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
+    limits = {row.limit_bytes for row in rows if row.limit_bytes}
+    common = limits.pop() if len(limits) == 1 else None
+    counted = Text.assemble(
+        (f"{len(rows)} combinations", "bold"), (f" ({cached} from the cache)" if cached else "", "dim")
+    )
     table = TableView(
         (*key_columns(keys), MARKED_VERDICT, *COLUMNS),
         records,
         emphasis=lambda found: "winner" if found["is_best"] else "",
     )
     return blocks(
-        Group(*_head(rows, target, versions, unit, cached), terminal_table(table, size)),
+        Group(*heading(counted, target, common, versions, f"{unit} on each device:"), terminal_table(table, size)),
         _below(rows, keys, len(winners), missing),
     )
 
 
-def _head(
-    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str, cached: int
+def heading(
+    counted: str | Text, target: Mapping[str, Any], limit: int | None, versions: Mapping[str, str], words: str
 ) -> list[RenderableType]:
-    limits = {row.limit_bytes for row in rows if row.limit_bytes}
-    common = limits.pop() if len(limits) == 1 else None
-    limit = f", limit {human(common)}" if common else ""
-    kept = f" ({cached} from the cache)" if cached else ""
-    title = Text.assemble(
-        (f"{len(rows)} combinations", "bold"), (kept, "dim"), f" on {one_line(str(target.get('name')))}{limit}"
-    )
+    """What was compiled: how many, on what, within which limit, by which versions; then `words` on the table below.
+
+    limit: bytes on a device; None if rows have different limits, or if none is known.
+    """
+    name = one_line(str(target.get("name")))
+    title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
     return [
         Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
-        *limit_line(target, common),
-        Text(f"{unit} on each device:"),
+        *limit_line(target, limit),
+        Prose(words),
     ]
+
+
+def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
+    """A line for each source of rates: `words` on what is predicted with them, the source, then `more`."""
+    return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
@@ -91,10 +100,7 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
         *_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
         *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"),
     ]
-    out += [
-        Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
-        for source in dict.fromkeys(row.rates for row in rows if row.rates)
-    ]
+    out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
     out += [
         Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
         for name, reason in why_slower(rows).items()

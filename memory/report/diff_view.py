@@ -105,11 +105,7 @@ MEASURE_COLUMNS = (
     ColumnView("before", "before", "number", read=lambda row: UNITS[row.unit](row.before)),
     ColumnView("after", "after", "number", read=lambda row: UNITS[row.unit](row.after)),
     ColumnView(
-        "change",
-        "change",
-        "number",
-        read=measured_growth,
-        verdict=lambda row: verdict_of_growth(measured_change(row)),
+        "change", "change", "number", read=measured_growth, verdict=lambda row: verdict_of_growth(measured_change(row))
     ),
     ColumnView("percent", "%", "number", read=measured_percent),
 )
@@ -122,7 +118,7 @@ def differing(row: tuple[str, str, str]) -> str:
 
 # What was compiled: (name, before, after).
 PROGRAM_COLUMNS = (
-    ColumnView("name", read=lambda row: row[0]),
+    ColumnView("name", path="0"),
     ColumnView("before", "before", "words", read=lambda row: row[1] or "-", verdict=differing),
     ColumnView("after", "after", "words", read=lambda row: row[2] or "-", verdict=differing),
 )

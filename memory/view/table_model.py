@@ -8,7 +8,7 @@
     view = TableView(COLUMNS, rows)
     terminal_table(view), page_table(view), notebook_table(view)
 
-A row is anything: a column without `read` takes the key of a mapping, or else the attribute, that has its name.
+A row is anything: a column without `read` takes what stands at its path, "measured.step_seconds" or "ratios.2".
 """
 
 from __future__ import annotations
@@ -107,6 +107,21 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+def value_at(row: Any, path: str) -> Any:
+    """Returns the value at a path of keys, attributes and places of a sequence; None where the path ends before."""
+    value = row
+    for name in path.split("."):
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif name.isdigit():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = getattr(value, name)
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class ColumnView:
     """One column of a table, for all the places that show it.
@@ -115,7 +130,9 @@ class ColumnView:
         key: its name, under which a row holds the value unless there is `read`.
         title: its heading; short: on the terminal, where the title needs too much room.
         kind: a row of `KINDS`. digits: of its figures, None for those of the kind.
-        read: row -> value; None and "" leave the cell empty.
+        path: where a row has the value, names and numbers with points between; its key by default.
+        read: row -> value, where that is no value at a path. None and "" leave the cell empty.
+        skip_zero: whether 0 leaves the cell empty too.
         only: TERMINAL or PAGE for a column that the other does not show.
         rank: its place on a page: low ranks come first, and a narrow page folds away the highest.
         terminal, page: row -> the cell there, where it says something else than the value.
@@ -132,7 +149,9 @@ class ColumnView:
     _: dataclasses.KW_ONLY
     short: str = ""
     digits: int | None = None
+    path: str = ""
     read: Callable[[Any], Any] | None = None
+    skip_zero: bool = False
     only: str = ""
     rank: float = 0
     terminal: Callable[[Any], str | Text] | None = None
@@ -161,9 +180,8 @@ class ColumnView:
 
     def value(self, row: Any) -> Any:
         """Its value in a row; None or "" for an empty cell."""
-        if self.read is not None:
-            return self.read(row)
-        return row.get(self.key) if isinstance(row, Mapping) else getattr(row, self.key)
+        value = self.read(row) if self.read else value_at(row, self.path or self.key)
+        return None if self.skip_zero and not value else value
 
     def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
         """Its value as text. size: bytes of the unit of the table, None where each figure has its own unit."""

@@ -24,7 +24,7 @@ from bytescope.memory.compare.compare_columns import (
     command_column,
 )
 from bytescope.memory.compare.compare_rows import unit_of
-from bytescope.memory.report.report_text import limit_line, versions_text
+from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.console import one_line, put
@@ -87,11 +87,6 @@ def _ends(plan: Record) -> list[int]:
     return list(dict.fromkeys((sizes[0], sizes[-1])))
 
 
-def of_best_policy(key: str) -> Any:
-    """Reads a figure of the best policy for all layers at a budget; None where no policy fits there."""
-    return lambda point: point["fixed"][key] if point["fixed"] else None
-
-
 def figures_of_best_policy(point: Record) -> str:
     """The seconds and the recomputation of the best policy for all layers."""
     policy = point["fixed"]
@@ -135,18 +130,13 @@ POINT_COLUMNS = (
         "best fixed policy",
         "value",
         short="best policy",
-        read=of_best_policy("policy"),
+        path="fixed.policy",
         note=figures_of_best_policy,
         rank=6,
     ),
-    ColumnView("fixed_seconds", "its s", "seconds", read=of_best_policy("predicted_seconds"), only=TERMINAL),
+    ColumnView("fixed_seconds", "its s", "seconds", path="fixed.predicted_seconds", only=TERMINAL),
     ColumnView(
-        "fixed_recomputed",
-        "its recomp",
-        "share",
-        digits=2,
-        read=of_best_policy("recompute_flops_fraction"),
-        only=TERMINAL,
+        "fixed_recomputed", "its recomp", "share", digits=2, path="fixed.recompute_flops_fraction", only=TERMINAL
     ),
 )
 POLICY_COLUMNS = (
@@ -197,29 +187,17 @@ def render_text(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[
     numbers = {plan["plan"]: number for number, plan in enumerate(plans_of(about["points"]), 1)}
     records = [{**point, "number": numbers[point["plan"]]} for point in about["points"]]
     table = [terminal_table(TableView(POINT_COLUMNS, records), size)] if points else []
+    words = (
+        f"{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, and the best policy "
+        "for all layers:"
+    )
+    counted, target = Text(f"{len(points)} budgets", "bold"), about["target"]
     return blocks(
-        Group(*_head(points, about, unit), *table),
+        Group(*heading(counted, target, target.get("limit_bytes"), about["versions"], words), *table),
         terminal_table(TableView(POLICY_COLUMNS, about["fixed"]), size) if fixed else None,
         _plans(points),
         _below(points, fixed, about),
     )
-
-
-def _head(points: Sequence[Point], about: Mapping[str, Any], unit: str) -> list[RenderableType]:
-    limit = about["target"].get("limit_bytes")
-    title = Text.assemble(
-        (f"{len(points)} budgets", "bold"),
-        f" on {one_line(str(about['target'].get('name')))}",
-        f", limit {human(limit)}" if limit else "",
-    )
-    return [
-        Items(filter(None, (title, Text(versions_text(about["versions"]), style="dim")))),
-        *limit_line(about["target"], limit),
-        Prose(
-            f"{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, and the "
-            "best policy for all layers:"
-        ),
-    ]
 
 
 def _plans(points: Sequence[Point]) -> RenderableType | None:
@@ -235,14 +213,8 @@ def _plans(points: Sequence[Point]) -> RenderableType | None:
 def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
     out: list[RenderableType] = [Prose(summary(points, about))]
     rows = [*(point.row for point in points), *(policy.row for policy in fixed)]
-    out += [
-        Prose(
-            f"seconds of an update are predicted, with their spread: {one_line(source)}; plans within {TIE:.0%} "
-            "are a tie",
-            "dim",
-        )
-        for source in dict.fromkeys(row.rates for row in rows if row.rates)
-    ]
+    predicted = "seconds of an update are predicted, with their spread"
+    out += sources_of_rates(predicted, (row.rates for row in rows), f"; plans within {TIE:.0%} are a tie")
     winner = cheapest(points, about["cost"])
     if winner is not None:
         out += [Text("cheapest that fits the target:", style="bold"), CopyCommand(winner.flags or "as configured")]

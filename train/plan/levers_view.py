@@ -28,8 +28,8 @@ from bytescope.memory.compare.compare_columns import (
     fits,
     verdict,
 )
+from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.records.report_record import ROWS
-from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view.console import one_line, put, safe, shorten
 from bytescope.memory.view.elements import (
@@ -121,7 +121,7 @@ COLUMNS = (
         "in host memory",
         "bytes",
         short="host",
-        read=lambda level: level["host_bytes"] or None,
+        skip_zero=True,
         note=lambda level: f"{human(moved(level))} moved" if moved(level) else "",
         rank=5,
     ),
@@ -147,16 +147,8 @@ def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     levels, target = staircase["levels"], staircase["target"]
     limit = _limit(levels)
     unit, size = _unit(levels)
-    heading = Text.assemble(
-        (f"{len(levels)} stages", "bold"),
-        f" on {one_line(str(target.get('name')))}",
-        f", limit {human(limit)}" if limit else "",
-    )
-    head = (
-        Items(filter(None, (heading, Text(versions_text(staircase["versions"]), style="dim")))),
-        *limit_line(target, limit),
-        Prose(f"{unit} allocated on each device, each stage with all before it:"),
-    )
+    words = f"{unit} allocated on each device, each stage with all before it:"
+    head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
     records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
     return blocks(
         Group(*head, _Bars(levels, size, limit), _legend(levels)),
@@ -245,10 +237,7 @@ def _below(staircase: Mapping[str, Any]) -> RenderableType:
             "dim",
         )
     )
-    out += [
-        Prose(f"predicted s: of an update, with its spread: {one_line(source)}", "dim")
-        for source in dict.fromkeys(level["rates"] for level in levels if level["rates"])
-    ]
+    out += sources_of_rates("predicted s: of an update, with its spread", (level["rates"] for level in levels))
     if staircase["interrupted"]:
         out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
     winner = _first_that_fits(staircase)

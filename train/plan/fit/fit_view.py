@@ -95,7 +95,7 @@ def kind(step: Record) -> str:
 
 VERDICT = ColumnView("verdict", "verdict", "text", verdict=kind, rank=8)
 ALLOCATED = ColumnView("allocated_bytes", "allocated", "bytes")
-HOST = ColumnView("host_bytes", "host", "bytes", read=lambda step: step["host_bytes"] or None)
+HOST = ColumnView("host_bytes", "host", "bytes", skip_zero=True)
 # Predicted seconds of an update.
 STEP = ColumnView("predicted_seconds", "step, predicted", "duration", short="update")
 # Every step of the search, in order: (its number, the step, tokens per second); the terminal prints them as they come.

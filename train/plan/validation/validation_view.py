@@ -56,24 +56,9 @@ def between(least: float, most: float) -> str:
     return f"{least:.2f} to {most:.2f}"
 
 
-def quantile(number: int) -> Callable[[Record], float | None]:
-    """Reads a quantile of predicted over measured seconds: 0 for the least, 2 for the median, 4 for the most."""
-    return lambda group: group["ratios"][number] if group["ratios"] else None
-
-
-def of_pairs(pairs: str, key: str) -> Callable[[Record], Any]:
-    """Reads a figure of pairs of runs; None in a group without such pairs."""
-    return lambda group: group[pairs][key] if group[pairs] else None
-
-
 def is_off(row: Record) -> str:
     """The verdict that colours a ratio outside of `WITHIN`."""
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
-
-
-def positive(key: str) -> Callable[[Record], Any]:
-    """Reads a number of which 0 says nothing."""
-    return lambda row: row[key] or None
 
 
 def ratio(key: str, title: str, **more: Any) -> ColumnView:
@@ -85,32 +70,24 @@ def cohort_columns(title: str) -> tuple[ColumnView, ...]:
     """The columns of the seconds of pooled rows. title: of the column that names them."""
     return (
         ColumnView("name", title, least=18),
-        ColumnView("rows", "runs", "number", read=positive("rows")),
-        ColumnView("programs", "programs", "number", read=positive("programs")),
+        ColumnView("rows", "runs", "number", skip_zero=True),
+        ColumnView("programs", "programs", "number", skip_zero=True),
         ColumnView("within", "within 15 %", "share"),
         ratio(
-            "median",
-            "predicted/measured",
-            short="median",
-            note=lambda cohort: between(cohort["least"], cohort["most"]),
+            "median", "predicted/measured", short="median", note=lambda cohort: between(cohort["least"], cohort["most"])
         ),
         ratio("least", "least", only=TERMINAL),
         ratio("most", "most", only=TERMINAL),
     )
 
 
-def share_within(number: int) -> Callable[[Record], float | None]:
-    """Reads the share of rows whose bytes are within a row of `BYTES_WITHIN`."""
-    return lambda cohort: cohort["bytes_within"][number] if cohort["bytes_within"] else None
-
-
 COHORT_BYTES = (
     ColumnView("bytes_are", "measured", "text", only=TERMINAL),
-    ColumnView("bytes_rows", "with bytes", "number", short="runs", read=positive("bytes_rows")),
+    ColumnView("bytes_rows", "with bytes", "number", short="runs", skip_zero=True),
     ColumnView("bytes_programs", "programs with bytes", "number", short="programs", only=TERMINAL),
     ColumnView("bytes_below", "at or below", "share", only=TERMINAL),
     *(
-        ColumnView(f"bytes {name}", f"bytes {name}", "share", short=name, read=share_within(number))
+        ColumnView(f"bytes {name}", f"bytes {name}", "share", short=name, path=f"bytes_within.{number}")
         for number, name in enumerate(BYTES_WITHIN)
     ),
     ratio(
@@ -127,17 +104,17 @@ COHORT_BYTES = (
 GROUP = (ColumnView("name", "model"), ColumnView("gpus", "GPUs", "number"))
 GROUP_SECONDS = (
     ColumnView("rows", "runs", "number"),
-    ratio("least", "least", read=quantile(0), only=TERMINAL),
-    ratio("low", "10 %", read=quantile(1), only=TERMINAL),
+    ratio("least", "least", path="ratios.0", only=TERMINAL),
+    ratio("low", "10 %", path="ratios.1", only=TERMINAL),
     ratio(
         "median",
         "predicted/measured",
         short="median",
-        read=quantile(2),
+        path="ratios.2",
         note=lambda group: between(group["ratios"][0], group["ratios"][4]),
     ),
-    ratio("high", "90 %", read=quantile(3), only=TERMINAL),
-    ratio("most", "most", read=quantile(4), only=TERMINAL),
+    ratio("high", "90 %", path="ratios.3", only=TERMINAL),
+    ratio("most", "most", path="ratios.4", only=TERMINAL),
     ColumnView("within", "within 15 %", "share"),
 )
 GROUP_FREE_OF_HOST = (
@@ -151,22 +128,20 @@ GROUP_FREE_OF_HOST = (
     ),
 )
 GROUP_PAIRS = (
-    ColumnView("count", "pairs", "number", read=of_pairs("pairs", "count")),
-    ColumnView("right", "right", "share", read=of_pairs("pairs", "right")),
-    ColumnView("by_tensor", "by tensor split", "share", short="by tensor", read=of_pairs("pairs", "by_tensor")),
-    ColumnView("near_count", "near pairs", "number", read=of_pairs("pairs", "near_count"), only=TERMINAL),
-    ColumnView("near_right", "near pairs right", "share", short="right", read=of_pairs("pairs", "near_right")),
-    ColumnView(
-        "near_by_tensor", "by tensor split", "share", short="by tensor", read=of_pairs("pairs", "near_by_tensor")
-    ),
+    ColumnView("count", "pairs", "number", path="pairs.count"),
+    ColumnView("right", "right", "share", path="pairs.right"),
+    ColumnView("by_tensor", "by tensor split", "share", short="by tensor", path="pairs.by_tensor"),
+    ColumnView("near_count", "near pairs", "number", path="pairs.near_count", only=TERMINAL),
+    ColumnView("near_right", "near pairs right", "share", short="right", path="pairs.near_right"),
+    ColumnView("near_by_tensor", "by tensor split", "share", short="by tensor", path="pairs.near_by_tensor"),
 )
 GROUP_PAIRS_ACROSS = (
-    ColumnView("across_count", "pairs across stages", "number", short="pairs", read=of_pairs("across", "count")),
-    ColumnView("across_right", "right", "share", read=of_pairs("across", "right")),
-    ColumnView("across_by_tensor", "by tensor", "share", read=of_pairs("across", "by_tensor"), only=TERMINAL),
-    ColumnView("across_near_count", "near pairs", "number", read=of_pairs("across", "near_count"), only=TERMINAL),
-    ColumnView("across_near_right", "right", "share", read=of_pairs("across", "near_right"), only=TERMINAL),
-    ColumnView("across_near_by_tensor", "by tensor", "share", read=of_pairs("across", "near_by_tensor"), only=TERMINAL),
+    ColumnView("across_count", "pairs across stages", "number", short="pairs", path="across.count"),
+    ColumnView("across_right", "right", "share", path="across.right"),
+    ColumnView("across_by_tensor", "by tensor", "share", path="across.by_tensor", only=TERMINAL),
+    ColumnView("across_near_count", "near pairs", "number", path="across.near_count", only=TERMINAL),
+    ColumnView("across_near_right", "right", "share", path="across.near_right", only=TERMINAL),
+    ColumnView("across_near_by_tensor", "by tensor", "share", path="across.near_by_tensor", only=TERMINAL),
 )
 GROUP_RANKS = (
     ratio("spearman", "rank correlation", short="rank corr."),
@@ -196,8 +171,8 @@ ROW_COLUMNS = (
     ColumnView("predicted_seconds", "predicted", "seconds", short="predicted s"),
     ratio("ratio", "ratio", verdict=is_off),
     ColumnView("device_seconds", "device alone", "seconds", only=PAGE),
-    ColumnView("allocated_bytes", "allocated", "bytes", short="alloc", read=positive("allocated_bytes"), rank=1),
-    ColumnView("measured_bytes", "measured bytes", "bytes", short="measured", read=positive("measured_bytes"), rank=1),
+    ColumnView("allocated_bytes", "allocated", "bytes", short="alloc", skip_zero=True, rank=1),
+    ColumnView("measured_bytes", "measured bytes", "bytes", short="measured", skip_zero=True, rank=1),
     ColumnView("bound_by", "bound by", "value"),
     ratio("bytes_ratio", "ratio of bytes", only=PAGE, rank=2),
     ColumnView("quality", "source", "text", hover=lambda row: row["source"], only=PAGE, rank=2),
