@@ -1,5 +1,5 @@
 "use strict";
-// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what pages/report_data.py gives. What
+// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what memory/report/report_data.py gives. What
 // is shown lives in the address (#at=12&q=attention), so that a view can be shared.
 (() => {
   const { $, address, human, count, exact, percent, make, sorter } = base;
