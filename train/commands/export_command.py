@@ -16,6 +16,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.export.out_folder import disk_told, move, refuse_used
+from bytescope.train.source import CONFIG, RunPath, find_source
 from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:  # they bring jax along, which the parser does not need
@@ -95,7 +96,7 @@ def export(args: argparse.Namespace) -> None:
     from bytescope.train.checkpoints.saved_run import SavedRun
 
     refuse_used(args.out, args.force)
-    run = SavedRun.open(args.run, args.step)
+    run = SavedRun.open(find_source(args.run, RunPath).path, args.step)
     origin = os.path.expanduser(run.config.init.folder)
     if origin and os.path.realpath(origin) == os.path.realpath(args.out):
         raise UserError(f"{args.out} is the folder that the run began from: give another one")
@@ -135,7 +136,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
     planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
-    (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
     tokenizer_files.write_generation_config(out, raw, folder.path if folder else None)
     files = Files(out, planned, shard_bytes)

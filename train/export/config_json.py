@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.configs import base
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.expert_keys import routed_layers, same_model
 from bytescope.train.weights.families import FAMILIES, Family
@@ -29,7 +30,6 @@ COMPUTED = (
     "capacity_factor",
     *OWN,
 )
-HERE = "config.json"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 Keys = Mapping[str, Any]
@@ -72,7 +72,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
         differing.remove("max_seq_len")  # shorter sequences in training make no shorter model
-        model = {**model, "max_seq_len": describe(raw, HERE).keys["max_seq_len"]}
+        model = {**model, "max_seq_len": describe(raw, CONFIG).keys["max_seq_len"]}
     if any(key.startswith("rope_") for key in differing):
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     mine = _written(folder["model_type"], family, model)
@@ -100,7 +100,7 @@ def _differences(model: Keys, raw: Raw) -> list[str]:
     """The keys of the model that a config.json does not give, those that it does not know at other than their
     defaults included."""
     try:
-        found = describe(raw, HERE).keys
+        found = describe(raw, CONFIG).keys
     except UserError:
         return [key for key in model if key not in COMPUTED]
     expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bytescope.memory.errors import disk_remedy
 from bytescope.train.checkpoints.workdir import require_utf8
+from bytescope.train.source import holds_model
 from bytescope.train.user_errors import UserError
 
 
@@ -21,13 +22,11 @@ def refuse_used(out: Path, force: bool) -> None:
         return
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is no folder: give a new or empty one")
-    names = {path.name for path in out.iterdir()}
-    if not names:
+    if not any(out.iterdir()):
         return
     if not force:
         raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
-    described = names & {"config.json", "adapter_config.json"}
-    if not described or not any(name.endswith(".safetensors") for name in names):
+    if not holds_model(out):
         raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
 
 

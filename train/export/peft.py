@@ -15,10 +15,11 @@ from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, whole
 from bytescope.train.export.safetensors_files import Files
 from bytescope.train.export.tensors import NAMES, Parameters, Tensor
+from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import tensor_name
 from bytescope.train.weights.families import Family
-from bytescope.train.weights.folder import ADAPTER, ADAPTER_CONFIG, SINGLE, Folder
+from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern
 from bytescope.train.weights.stacks import stored_at

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bytescope.train.weights.folder import INDEX, SINGLE
+from bytescope.train.source import INDEX, SINGLE
 
 ALIGNED = 8  # bytes that a header's length is a multiple of
 

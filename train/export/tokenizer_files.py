@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from bytescope.train.data.corpus import INDEX
 from bytescope.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights.finetune import TOKENIZER
 
-TOKENIZER, TEMPLATE, GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 # What lies beside a tokenizer.json and says how it is used.
 COMPANIONS = (
     "tokenizer_config.json",

@@ -26,7 +26,7 @@ from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import WIDE, Source, describe_model
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import Sizes, Steps
-from bytescope.train.program.config_files import title_of
+from bytescope.train.source import title_of
 from bytescope.train.user_errors import UserError
 
 # Of a CPU's memory, which the system needs too.

@@ -21,6 +21,7 @@ from bytescope.train.export.out_folder import move
 from bytescope.train.export.safetensors_files import Files
 from bytescope.train.quantize.folds import Params
 from bytescope.train.quantize.origin import Origin
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED, parameters_of, rows_by_path
 from bytescope.train.weights.packed import LAYOUTS, Codes
@@ -194,7 +195,7 @@ class Output:
         """Writes what is not weights, and moves the folder to its place. Raises OSError: the disk."""
         raw = {**self._origin.raw, PACKED: self._layout.config(self._group)}
         raw["dtype" if "dtype" in raw else "torch_dtype"] = "float16"
-        (self.folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        (self.folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         self._origin.write_text(self.folder)
         self._files.sync()
         (self.folder / PROGRESS).unlink(missing_ok=True)

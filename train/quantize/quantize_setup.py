@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import hashlib
 import math
-import os
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.generate.budget import DoesNotFit
 from bytescope.train.generate.model_source import precision_of
 from bytescope.train.generate.open_engine import limit_here
@@ -28,6 +26,7 @@ from bytescope.train.quantize.quantize_programs import Programs, Sizes
 from bytescope.train.quantize.quantize_result import Memory, Result
 from bytescope.train.quantize.quantize_work import METHODS, Outcome, Tell, Work
 from bytescope.train.quantize.windows import HELD_OUT, ROWS, rows_of, windows_of
+from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
 from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed_folder import packed_paths
@@ -100,13 +99,14 @@ def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
 
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
-    """The model of a run, a folder, of which config.json is enough, or a config."""
-    if os.path.isdir(args.source / CHECKPOINTS):
-        config = SavedRun.open(args.source, args.step).config
-    elif os.path.isdir(args.source):
-        config = config_of(str(args.source))
+    """The model of a run, of a folder of weights, whose config.json is enough, or of a config."""
+    source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
+    if isinstance(source, RunPath):
+        config = SavedRun.open(source.path, args.step).config
+    elif isinstance(source, WeightsPath):
+        config = config_of(str(source.path))
     else:
-        config = load(str(args.source), [])
+        config = load(str(args.source))
     return ModelConfig.from_dict(config.model)
 
 

@@ -11,9 +11,10 @@ from ml_collections import ConfigDict
 from bytescope.memory.errors import one_line
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
+from bytescope.train.source import ADAPTER_CONFIG, CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import LAYER, Family, Row
-from bytescope.train.weights.folder import ADAPTER_CONFIG, CONFIG, Folder, read_config
+from bytescope.train.weights.folder import Folder, read_config
 from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.leaves import READABLE, Leaf, parameters_of
 from bytescope.train.weights.patterns import Pattern, sizes_of

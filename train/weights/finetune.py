@@ -10,9 +10,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.expert_keys import same_model
-from bytescope.train.weights.folder import CONFIG, read_config
+from bytescope.train.weights.folder import read_config
 from bytescope.train.weights.hf_config import describe
 
 TOKENIZER = "tokenizer.json"

@@ -21,13 +21,11 @@ import ml_dtypes
 import numpy as np
 
 from bytescope.memory.errors import one_line
+from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MAX_JSON_BYTES, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.header import Tensor, read_header
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
-LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
 # The format's name of an 8-bit dtype -> the NumPy dtype.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 State = tuple[int, int]  # of a file: bytes, time of its last change in ns
@@ -228,7 +226,7 @@ def _inside(root: Path) -> list[Path]:
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     """The object in a JSON file of the folder, and its bytes."""
     path = _file(root, name)
-    if (size := path.stat().st_size) > LONGEST:
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise UserError(f"{path} has {size:,} bytes: no such file is that long, download it again")
     content = path.read_bytes()
     try:

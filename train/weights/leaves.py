@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
 from bytescope.train.weights.folder import FP8, Folder
@@ -126,10 +127,10 @@ def checkpoint_leaves(
     """
     family = family_of(
         {key: value for key, value in folder.config.items() if not packed or key != PACKED},
-        str(folder.path / "config.json"),
+        str(folder.path / CONFIG),
     )
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
-    block = fp8_block(folder.config, str(folder.path / "config.json")) if not packed else None
+    block = fp8_block(folder.config, str(folder.path / CONFIG)) if not packed else None
     found = {
         path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
         for path, (row, name) in rows_by_path(family, shapes).items()
