@@ -1,7 +1,7 @@
 """The files of `data.source`: text, records or token shards.
 
-`find` looks at the source and returns a `Text`, or the names of files of records (train/data/records.py reads those) or
-of token shards (train/data/shards.py).
+`find` looks at the source and returns a `TextDocuments`, or the names of files of records (train/data/records.py reads
+them) or of token shards (train/data/shards.py).
 """
 
 import glob
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from bytescope.train.data.documents import Document, Text, reading
+from bytescope.train.data.documents import Document, TextDocuments, reading
 from bytescope.train.data.records import (
     RecordFile,
     RecordFiles,
@@ -48,7 +48,7 @@ class ShardFiles:
     files: tuple[Path, ...]
 
 
-def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFiles:
+def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles | ShardFiles:
     """Returns the text, records or shards of `source` ("stdlib", a file, a folder or a glob); nothing is tokenized yet.
 
     `key` names the setting in messages. Raises UserError if nothing is found, or several of these.
@@ -85,7 +85,7 @@ def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFil
     return ShardFiles(source, None, shards)
 
 
-def _stdlib(key: str) -> Text | RecordFiles:
+def _stdlib(key: str) -> TextDocuments | RecordFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -114,7 +114,7 @@ def _text(
     sniff: bool = True,
     errors: str = "strict",
     version: str = "",
-) -> Text | RecordFiles:
+) -> TextDocuments | RecordFiles:
     documents, skipped, files = [], 0, list(files)
     if records := [path for path in files if sniff and is_record_file(path)]:
         return _records(title, key, base, records, [path for path in files if path not in set(records)])
@@ -127,7 +127,7 @@ def _text(
     if not documents:
         found = f"no text, only binary files ({skipped:,})" if skipped else "no text"
         raise UserError(f"{key}={title!r} holds {found}: give UTF-8 text files, or .bin or .npy shards")
-    return Text(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
+    return TextDocuments(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
 
 
 def _records(title: str, key: str, base: Path, records: list[Path], others: list[Path]) -> RecordFiles:

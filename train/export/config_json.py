@@ -13,10 +13,9 @@ from typing import Any
 from bytescope.configs import base
 from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import routed_layers, same_model
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN
-from bytescope.train.weights.hf_config import SCALINGS, describe
+from bytescope.train.weights.hf_config import SCALINGS, describe, routed_layers, same_model
 
 # Keys of `config.model` that say how a step is computed, not what: no config.json has them.
 COMPUTED = (

@@ -13,8 +13,8 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, whole
-from bytescope.train.export.safetensors_files import Files
-from bytescope.train.export.tensors import NAMES, Parameters, Tensor
+from bytescope.train.export.model_folder import Files
+from bytescope.train.export.tensors import NAMES, OutputTensor, Parameters
 from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import tensor_name
@@ -85,7 +85,7 @@ def write_adapters(
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]
             full = tensor_name(name, letter)
-            planned.append(Tensor(full, kind, array.shape, ()))
+            planned.append(OutputTensor(full, kind, array.shape, ()))
             values[full] = array.astype(READABLE[kind])
     files = Files(out, planned, 2**62)
     for tensor in planned:

@@ -14,7 +14,7 @@ from bytescope.model.adapters import is_adapter
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import Family, Row
+from bytescope.train.weights.families import Family, TensorRow
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
@@ -26,13 +26,13 @@ PIECE = 2**20  # most numbers of a parameter in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class OutputTensor:
     """A tensor to write; `dtype`: the format's name; `parts`: of our parameters that share it, in order."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, Row], ...]
+    parts: tuple[tuple[str, TensorRow], ...]
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class Tensor:
         return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
 
-def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[Tensor]:
+def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:
     """The tensors of a model: tables and norm first, then layer by layer.
 
     dtype_of: name of a tensor -> the format's name of the dtype to write.
@@ -50,11 +50,11 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     """
     sizes, rows = sizes_of(model), rows_by_path(family, parameters_of(model))
     order = {path: number for number, path in enumerate(family.rows)}
-    named: dict[str, list[tuple[str, Row]]] = {}
+    named: dict[str, list[tuple[str, TensorRow]]] = {}
     for path, (row, name) in rows.items():
         named.setdefault(name, []).append((path, row))
 
-    def place(item: tuple[str, list[tuple[str, Row]]]) -> tuple[int, int]:
+    def place(item: tuple[str, list[tuple[str, TensorRow]]]) -> tuple[int, int]:
         path, row = item[1][0]
         layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
         return layer, min(number for ours, number in order.items() if family.rows[ours].tensor == row.tensor)
@@ -62,11 +62,11 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     found = []
     for name, parts in sorted(named.items(), key=place):
         parts.sort(key=lambda part: part[1].part)
-        found.append(Tensor(name, dtype_of(name), _shape(parts, sizes), tuple(parts)))
+        found.append(OutputTensor(name, dtype_of(name), _shape(parts, sizes), tuple(parts)))
     return found
 
 
-def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
+def _shape(parts: list[tuple[str, TensorRow]], sizes: Sizes) -> tuple[int, ...]:
     shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
     axis = _axis(parts[0][1])
     return tuple(
@@ -74,7 +74,7 @@ def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
     )
 
 
-def _axis(row: Row) -> int:
+def _axis(row: TensorRow) -> int:
     """The axis along which parameters share a tensor; 0 where they do not."""
     return Pattern.of(row.pattern).axis_of(row.parts[row.part])[0] if row.parts else 0
 
@@ -144,8 +144,8 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
 
 
 def arrays(
-    tensors: list[Tensor], parameters: Parameters, model: ModelConfig
-) -> Iterator[tuple[Tensor, Iterator[np.ndarray]]]:
+    tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
+) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
     """Each tensor with its values as they lie on disk, in pieces that follow each other; they have to be taken before
     the next tensor is. Those of one name come layer by layer, so that each stack of layers is decoded once.
 
@@ -162,7 +162,7 @@ def arrays(
         yield tensor, _joined(columns, tensor.parts[0][1], sizes)
 
 
-def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iterator[np.ndarray]:
+def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
     """Yields the pieces of a tensor from the pieces of the parameters that share it. row: the first parameter's row."""
     axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # the parameters' rows alternate along the letter before their own
@@ -178,7 +178,9 @@ def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iter
             yield np.concatenate(pieces, axis=axis)
 
 
-def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor, count: int) -> Iterator[np.ndarray]:
+def _pieces(
+    ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
+) -> Iterator[np.ndarray]:
     """Yields a parameter in its layout on disk, `count` rows at a time, without vocabulary padding, in the dtype to
     write."""
     pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]

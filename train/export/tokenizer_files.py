@@ -32,7 +32,7 @@ COMPANIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class RunTokenizer:
     """How a run reads text.
 
     tokenizer: the path of its tokenizer.json, "bytes", or "" where it is not here. end: the id that ends a document,
@@ -44,7 +44,7 @@ class Text:
     note: str
 
 
-def text_of(config: ConfigDict) -> Text:
+def text_of(config: ConfigDict) -> RunTokenizer:
     """The tokenizer of a run with this config, which may be recorded beside its token shards."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
@@ -52,13 +52,13 @@ def text_of(config: ConfigDict) -> Text:
     if name == ByteTokenizer.name and config.model.vocab_size < ByteTokenizer.vocab_size:
         name = ""
     if not name:
-        return Text("", None, "no tokenizer: the run read token ids")
+        return RunTokenizer("", None, "no tokenizer: the run read token ids")
     try:
         found = load_tokenizer(name)
     except UserError as error:
-        return Text("", None, f"no tokenizer: {error}")
+        return RunTokenizer("", None, f"no tokenizer: {error}")
     path = str(found.path) if isinstance(found, JsonTokenizer) else name
-    return Text(path, found.separator, f"tokenizer {path}")
+    return RunTokenizer(path, found.separator, f"tokenizer {path}")
 
 
 def _recorded(index: Path) -> str:
@@ -73,7 +73,7 @@ def _recorded(index: Path) -> str:
     return str(beside) if beside.is_file() else ""
 
 
-def write_text_files(out: Path, text: Text, config: ConfigDict, folder: Path | None) -> None:
+def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: Path | None) -> None:
     """Writes tokenizer and chat template into `out`; of what lies beside the tokenizer all that says how it is used.
 
     folder: the folder of weights that the run began from, None without one.
@@ -110,7 +110,7 @@ def byte_tokenizer() -> Tokenizer:
     return made
 
 
-def special_ids(text: Text) -> dict[str, int | None]:
+def special_ids(text: RunTokenizer) -> dict[str, int | None]:
     """What config.json says of ids that begin and end a text, so that no default of a family does."""
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 

@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import IO, Any
 
 from bytescope.memory.errors import check_readable, disk_remedy
-from bytescope.train.generate.request import Asked, Running
+from bytescope.train.generate.request import Request, Running
 from bytescope.train.user_errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One prompt of a file: its number, counted from 0, what it is for people, and what is asked."""
+class PromptRow:
+    """One row of a file of prompts.
+
+    number: counted from 0. prompt: the text, messages or ids as the file has them. stops: strings that end the answer.
+    """
 
     number: int
     prompt: Any
-    asked: Asked
+    request: Request
     stops: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """Tells this request from any other: prompt, sampling and stops."""
-        asked = dataclasses.asdict(self.asked) | {"stops": sorted(self.asked.stops), "texts": self.stops}
-        return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
+        """Identifies the request by its prompt, sampling and stops."""
+        values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
+        return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
@@ -70,7 +73,7 @@ class Answers:
       UserError: the file answers other requests, or cannot be written.
     """
 
-    def __init__(self, path: Path, rows: Sequence[Row]):
+    def __init__(self, path: Path, rows: Sequence[PromptRow]):
         self.path, self.done = path, set[int]()
         wanted = {row.number: row.digest for row in rows}
         try:
@@ -109,7 +112,7 @@ class Answers:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def add(self, row: Row, answer: Running, text: str | None) -> None:
+    def add(self, row: PromptRow, answer: Running, text: str | None) -> None:
         """Appends one answer and flushes it to the operating system.
 
         Raises:

@@ -8,18 +8,12 @@ Weights, step and page are compiled bytes, not estimates; what the runtime takes
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.train.user_errors import DoesNotFit
 
 # A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
 SLACK = 0.0075
-
-
-class DoesNotFit(ReportError):
-    """Not even the shortest sequence fits."""
-
-    exit_code = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +84,12 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """What a trainer says of generation from one of its configs.
+class GenerationPlan:
+    """The memory of generating from a config's model on a target.
 
     Fields:
-      title: of the config. facts: how it is computed, a line each. budget: its memory. reports: of each step.
+      title: of the config. facts: how it is computed, a line each. budget: bytes on one device. reports: step -> its
+      memory report.
     """
 
     title: str

@@ -13,9 +13,9 @@ import numpy as np
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
 from bytescope.train.generate.pages import NoPages, Pages
-from bytescope.train.generate.request import Asked, Running
+from bytescope.train.generate.request import Request, Running
 from bytescope.train.generate.sampling import Draws
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.user_errors import UserError
 
 # Steps of prompts that those under way wait for: fewer and each step has few rows, more and they stand still.
@@ -33,29 +33,29 @@ class Engine:
       count: steps run so far.
     """
 
-    def __init__(self, steps: Steps, params: Any, sizes: Sizes):
+    def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
         self.sizes, self.pages = sizes, Pages(sizes.pages)
         self.preempted = self.count = 0
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._waited = 0  # steps of prompts that others have waited for
-        self._asked = 0
+        self._submitted = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, asked: Asked) -> Running:
+    def submit(self, request: Request) -> Running:
         """Takes a request.
 
         Raises:
           UserError: it can never fit.
         """
-        length = len(asked.tokens) + asked.most
-        if not asked.tokens:
+        length = len(request.tokens) + request.most
+        if not request.tokens:
             raise UserError("an empty prompt: give at least one token")
         if length > self.sizes.length:
             raise UserError(
-                f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than "
+                f"{len(request.tokens)} tokens of a prompt and {request.most} to generate are more than "
                 f"{self.sizes.length} positions, the most of a sequence here: shorten one of them"
             )
         if -(-length // PAGE) > self.sizes.pages - 1:
@@ -63,8 +63,8 @@ class Engine:
                 f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
                 f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory"
             )
-        one = Running(self._asked, asked, list(asked.tokens))
-        self._asked += 1
+        one = Running(self._submitted, request, list(request.tokens))
+        self._submitted += 1
         self._waiting.append(one)
         return one
 
@@ -73,10 +73,10 @@ class Engine:
         """Whether any request is left."""
         return bool(self._waiting or self.running)
 
-    def answers(self, asked: Iterable[Asked]) -> Iterator[Running]:
+    def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
         """Each request as it ends."""
-        for one in asked:
-            self.submit(one)
+        for request in requests:
+            self.submit(request)
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
@@ -176,7 +176,7 @@ class Engine:
             positions[row, :count] = np.arange(start, start + count)
             table[row, : len(one.pages)], last[row] = one.pages, count - 1
             one.computed = start + count
-        drawing = any(one.asked.temperature > 0 for one, _ in pieces)
+        drawing = any(one.request.temperature > 0 for one, _ in pieces)
         chosen, self._pools = self._steps.run(
             self.sizes,
             drawing,
@@ -208,7 +208,7 @@ def _draws(some: Sequence[Running], rows: int) -> Draws:
 
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)
-        out[: len(some)] = [getattr(one.asked, field) for one in some]
+        out[: len(some)] = [getattr(one.request, field) for one in some]
         return out
 
     return Draws(

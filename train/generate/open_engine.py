@@ -20,14 +20,14 @@ from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import format_of
-from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.train.generate.budget_arguments import KV
+from bytescope.train.generate.budget import Budget, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
+from bytescope.train.generate.generate_flags import KV
 from bytescope.train.generate.model_source import WIDE, Source, describe_model
 from bytescope.train.generate.score import Scorer
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.source import title_of
-from bytescope.train.user_errors import UserError
+from bytescope.train.user_errors import DoesNotFit, UserError
 
 # Of a CPU's memory, which the system needs too.
 CPU_SHARE = 0.5
@@ -36,9 +36,11 @@ DEFAULTS = {"cpu": (8, 64)}
 OTHERS = (64, 512)
 
 
-def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> Sizes:
-    """Sizes of everything but the pool. longest: positions that the model takes; needed: of the longest request; count:
-    how many requests there are, None where more may come.
+def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
+    """Returns the sizes of an engine whose pool is not known yet: 0 pages.
+
+    longest: max positions of the model. needed: positions of the longest request. count: number of requests; None if
+    more may come.
 
     Raises:
       UserError: --length is more than the model takes.
@@ -51,12 +53,12 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
         length = PAGE
         while length < min(needed, longest):
             length *= 2
-    return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
+    return EngineSizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
 
 
 def budget(
     steps: Steps,
-    sizes: Sizes,
+    sizes: EngineSizes,
     limit: int,
     drawing: Sequence[bool],
     target: Target,
@@ -88,7 +90,7 @@ def budget(
     return found, reports
 
 
-def with_pages(sizes: Sizes, pages: int) -> Sizes:
+def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
     """The same sizes with so many pages."""
     return dataclasses.replace(sizes, pages=pages)
 
@@ -109,7 +111,7 @@ def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
-def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> Planned:
+def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
     """The memory of generating from a config's model on a target, which may be a described one.
 
     Raises:
@@ -130,7 +132,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
         f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
-    return Planned(title_of(name), facts, found, reports)
+    return GenerationPlan(title_of(name), facts, found, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:

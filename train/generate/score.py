@@ -14,11 +14,11 @@ from flax import nnx
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
-from bytescope.train.generate.steps import Sizes, Steps, own_bytes
+from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """A text's place among the texts, its tokens, and the log-probability (nats) of each but the first, float32
     [n - 1]."""
 
@@ -35,7 +35,7 @@ class Scorer:
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
-        self.sizes = Sizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
+        self.sizes = EngineSizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
         self._steps = steps
         self._made: dict[int, jax.stages.Compiled] = {}
 
@@ -45,7 +45,7 @@ class Scorer:
         own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
-    def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[Scored]:
+    def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
         """Each text as it is done, short ones first and together. params: the model's."""
         pools = self._steps.make_pools(self.sizes.pages)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
@@ -56,7 +56,7 @@ class Scorer:
             order = order[len(some) :]
             found, pools = self._batch(params, pools, [texts[number] for number in some], width)
             for number, logprobs in zip(some, found):
-                yield Scored(number, texts[number], logprobs)
+                yield ScoredText(number, texts[number], logprobs)
 
     def _batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int

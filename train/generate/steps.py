@@ -31,7 +31,7 @@ ROLES = (("^params", "params"), ("^pools", "cache"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """Static shapes of an engine.
 
     Fields:
@@ -147,7 +147,7 @@ class Steps:
             out_shardings=places,
         )()
 
-    def traced(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
+    def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
         """The step of `rows` pieces of `width` tokens."""
         everywhere = self.model.layout.sharding()
 
@@ -177,7 +177,7 @@ class Steps:
             draws,
         )
 
-    def compilation(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> Compilation:
+    def compilation(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> Compilation:
         """The same, compiled."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._made:
@@ -191,17 +191,17 @@ class Steps:
         needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
-    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
+    def report(self, sizes: EngineSizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
         """Its memory report."""
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
-    def extra_bytes(self, sizes: Sizes, report: ReportRecord) -> int:
+    def extra_bytes(self, sizes: EngineSizes, report: ReportRecord) -> int:
         """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
     def run(
         self,
-        sizes: Sizes,
+        sizes: EngineSizes,
         drawing: bool,
         params: Any,
         pools: Sequence[Any],

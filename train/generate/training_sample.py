@@ -25,8 +25,8 @@ from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model
-from bytescope.train.generate.request import Asked
-from bytescope.train.generate.steps import Sizes, Steps, own_bytes
+from bytescope.train.generate.request import Request
+from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program.program import Program
 
@@ -109,18 +109,18 @@ class Sampler:
         model = Model(program.model, program.precision, graph, program.state.model_params, program.layout)
         self.steps = Steps(model, "blocks", program.precision.compute)
         pages = self.rows * -(-self.length // PAGE) + 1
-        self.sizes = Sizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
+        self.sizes = EngineSizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
 
     def answers(self, params: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
         """Up to `count` tokens that follow each prompt (`read_part` of it), as many as `data.seq_len` has room for."""
         seed = self.program.config.seed % 2**32
-        asked = []
+        requests = []
         for prompt in prompts:
             read = read_part(list(prompt), self.count, self.program.batch.seq_len) or [0]
             most = min(self.count, self.program.batch.seq_len - len(read))
-            asked.append(Asked(tuple(read), most, temperature=temperature, seed=seed))
+            requests.append(Request(tuple(read), most, temperature=temperature, seed=seed))
         engine = Engine(self.steps, params, self.sizes)
-        found = {one.number: list(one.answer) for one in engine.answers(asked)}
+        found = {one.number: list(one.answer) for one in engine.answers(requests)}
         return [found[number] for number in sorted(found)]
 
     def own_bytes(self, drawing: bool) -> int:

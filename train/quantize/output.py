@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.export.out_folder import move
-from bytescope.train.export.safetensors_files import Files
+from bytescope.train.export.model_folder import Files, move_into_place
 from bytescope.train.quantize.folds import Params
 from bytescope.train.quantize.origin import Origin
 from bytescope.train.source import CONFIG
@@ -199,7 +198,7 @@ class Output:
         self._origin.write_text(self.folder)
         self._files.sync()
         (self.folder / PROGRESS).unlink(missing_ok=True)
-        move(self.folder, self._out)
+        move_into_place(self.folder, self._out)
 
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
         """A parameter of ours as it lies on disk, without the padding of the vocabulary."""

@@ -28,8 +28,8 @@ from bytescope.train.weights.packed_folder import matrices
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Windows in one call, tokens of each, and inputs that share a scale."""
+class CallSizes:
+    """Static sizes of the programs: windows in one call, tokens of a window, inputs that share a scale."""
 
     rows: int
     length: int
@@ -43,7 +43,7 @@ class Programs:
       config: a dense model. precision: parameters float32, computed in its compute dtype. clip: whether groups may be.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, sizes: Sizes, device: jax.Device, clip: bool):
+    def __init__(self, config: ModelConfig, precision: Precision, sizes: CallSizes, device: jax.Device, clip: bool):
         # One layer on its own, and an attention kernel whose input to the output product can be seen.
         self.config = dataclasses.replace(
             config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1

@@ -1,4 +1,4 @@
-"""Through the layers of a model, one at a time: look at its inputs, find scales, round, write, and go on.
+"""Quantizes a model layer by layer: look at the inputs of a layer, find scales, round, write, and go on.
 
 The host holds three streams of activations: the calibration text's and the held-out text's through the model as it is,
 and the held-out text's through what was written. So inputs are those of the original model, as in llm-awq, perplexity
@@ -53,19 +53,19 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run found. layers: a row each, as of `result.Result`. before, after: perplexity of the held-out text."""
+    """What `Quantization.run` found: fields of a QuantizationResult."""
 
     layers: list[dict[str, Any]]
     before: float
     after: float
 
 
-class Work:
-    """One model on its way.
+class Quantization:
+    """The quantization of one model; `run` does all of it.
 
     Args:
-      tokens: calibration and held-out windows, int32 [windows, tokens]; their numbers are multiples of the rows of a
-      call.
+      tokens: calibration and held-out windows, int32 [windows, tokens]; both numbers of windows are multiples of the
+      windows in one call.
     """
 
     def __init__(

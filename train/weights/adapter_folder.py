@@ -13,7 +13,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
 from bytescope.train.source import ADAPTER_CONFIG, CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import LAYER, Family, Row
+from bytescope.train.weights.families import LAYER, Family, TensorRow
 from bytescope.train.weights.folder import Folder, read_config
 from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.leaves import READABLE, Leaf, parameters_of
@@ -143,7 +143,7 @@ def adapter_leaves(
     return found
 
 
-def _matrices(family: Family, layers: int) -> dict[str, tuple[str, Row]]:
+def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
     """Name on disk of each matrix that may have an adapter of its own -> our dotted path, its row."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
     return {

@@ -17,7 +17,7 @@ REQUIRED = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor as one parameter of ours, or a part of it.
 
     tensor: its name on disk. pattern: its layout (patterns.py). parts: where several parameters share a tensor, the
@@ -68,7 +68,7 @@ class Family:
 
     architecture: str
     base: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, TensorRow]
     fields: Mapping[str, Field]
     activation: tuple[str, Mapping[str, str]]
     fixed: Mapping[str, Any]
@@ -87,15 +87,15 @@ class Family:
 _LAYERS = f"model.layers.{LAYER}."
 
 
-def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, Row]:
+def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
     """Rows of a block: (our leaf, tensor, pattern, and of a shared tensor part and parts)."""
-    return {f"blocks.{LAYER}.{ours}": Row(before + theirs, *layout) for ours, theirs, *layout in rows}
+    return {f"blocks.{LAYER}.{ours}": TensorRow(before + theirs, *layout) for ours, theirs, *layout in rows}
 
 
 LLAMA_ROWS = {
-    "w_token": Row("model.embed_tokens.weight", "v d -> v d"),
-    "w_head": Row("lm_head.weight", "v d -> d v"),
-    "final_norm.scale": Row("model.norm.weight", "d -> d"),
+    "w_token": TensorRow("model.embed_tokens.weight", "v d -> v d"),
+    "w_head": TensorRow("lm_head.weight", "v d -> d v"),
+    "final_norm.scale": TensorRow("model.norm.weight", "d -> d"),
     **_of_layers(
         _LAYERS,
         (
@@ -128,7 +128,7 @@ QK_NORMS = _of_layers(
 )
 
 
-def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, Row]:
+def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
     """The router and the experts of a layer; `matrices`: names of an expert's gate, up and down."""
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
     return _of_layers(
@@ -262,11 +262,11 @@ DEEPSEEK_FIELDS = {
 
 _QKV = ("h k", "g k", "g k")
 GPT2_ROWS = {
-    "w_token": Row("transformer.wte.weight", "v d -> v d"),
-    "w_position": Row("transformer.wpe.weight", "p d -> p d"),
-    "w_head": Row("lm_head.weight", "v d -> d v"),
-    "final_norm.scale": Row("transformer.ln_f.weight", "d -> d"),
-    "final_norm.bias": Row("transformer.ln_f.bias", "d -> d"),
+    "w_token": TensorRow("transformer.wte.weight", "v d -> v d"),
+    "w_position": TensorRow("transformer.wpe.weight", "p d -> p d"),
+    "w_head": TensorRow("lm_head.weight", "v d -> d v"),
+    "final_norm.scale": TensorRow("transformer.ln_f.weight", "d -> d"),
+    "final_norm.bias": TensorRow("transformer.ln_f.bias", "d -> d"),
     **_of_layers(
         f"transformer.h.{LAYER}.",
         (

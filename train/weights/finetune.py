@@ -12,9 +12,8 @@ from ml_collections import ConfigDict
 from bytescope.configs import base
 from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import same_model
 from bytescope.train.weights.folder import read_config
-from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.hf_config import describe, same_model
 
 TOKENIZER = "tokenizer.json"
 LONGEST = 2048  # tokens of a sequence where the model takes more

@@ -1,6 +1,8 @@
-"""A folder of weights as Hugging Face publishes them, its config.json, index and headers verified before any use.
+"""A folder of weights as Hugging Face publishes them: its config.json, index and headers are verified before any use.
 
-Nothing in it is run or unpickled: files are JSON and safetensors, regular, and inside the folder.
+Nothing in it is run or unpickled: files are JSON and safetensors, regular, and inside the folder. A safetensors file
+has 8 bytes with the length N of the header, little-endian; N bytes of JSON, name -> dtype, shape, data_offsets; the
+tensors, row-major and without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import numpy as np
 from bytescope.memory.errors import one_line
 from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MAX_JSON_BYTES, SINGLE
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.header import Tensor, read_header
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
 # The format's name of an 8-bit dtype -> the NumPy dtype.
@@ -38,11 +39,49 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F8_E4M3": (np.uint8, 0x7F),
 }  # all bits but the sign: e4m3fn has no infinity, and one NaN of each sign
+# Bytes of an element by the format's name of a dtype.
+DTYPES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_NUMBER = 2**63 - 1  # in a header
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The object in the config.json of a folder. Raises UserError: there is none, or it is damaged."""
     return _config(_folder(path))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file. dtype: the format's name, such as "BF16". start: offset of its first byte in the file."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +91,7 @@ class Folder:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     fingerprint: str
     states: Mapping[str, State]
 
@@ -67,7 +106,7 @@ class Folder:
         config, text = _config(root)
         index = _index(root)
         digest = hashlib.sha256(text)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         states: dict[str, State] = {}
         for name in sorted(set(index.values()) if index else {SINGLE}):
             file = _file(root, name)
@@ -246,7 +285,7 @@ def _config(root: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _index(root: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty for a folder with one file."""
+    """Tensor name -> file name, from the index; {} for a folder with one file."""
     if not os.path.lexists(root / INDEX):
         if not os.path.lexists(root / SINGLE):
             raise _nothing(root)
@@ -295,7 +334,7 @@ NO_ADAPTER = (
 UNNAMED = ((".safetensors",), f"several files need {INDEX}, and a single one that name")
 
 
-def _header(path: Path) -> tuple[dict[str, Tensor], bytes]:
+def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
     try:
         return read_header(path)
     except OSError as error:
@@ -313,3 +352,79 @@ def _ends(path: Path, begin: int) -> bytes:
 
 def _shown(name: Any) -> str:
     return one_line(repr(name))
+
+
+# ---- headers of files -----------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns (name -> tensor of a safetensors file, the bytes of its header).
+
+    Raises:
+      UserError: the file is truncated, longer than its header says, or the header is damaged. OSError: it cannot be
+        read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little") if len(first) == 8 else -1
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise _damaged(path, f"{size:,} bytes cannot hold a header of {max(length, 0):,}")
+        text = file.read(length)
+    if len(text) != length:
+        raise _damaged(path, "it ends within its header")
+    tensors, end = [], 0
+    for name, entry in _entries(path, text):
+        tensor, stop = _tensor(path, name, entry, 8 + length)
+        tensors.append((tensor.start, stop, tensor))
+    for start, stop, tensor in sorted(tensors, key=lambda row: row[:2]):
+        if start - 8 - length != end:
+            raise _damaged(
+                path,
+                f"the bytes of {_shown(tensor.name)} begin at {start - 8 - length:,}, not where the "
+                f"tensor before it ends, at {end:,}",
+            )
+        end = stop
+    if 8 + length + end != size:
+        raise _damaged(path, f"{size:,} bytes, and its header says {8 + length + end:,}")
+    return {tensor.name: tensor for _, _, tensor in tensors}, text
+
+
+def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{_shown(twice)} is there twice")
+        return found
+
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, "its header is no object")
+    return [(name, entry) for name, entry in found.items() if name != "__metadata__"]
+
+
+def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
+    """The tensor of a header's entry, and where it ends, from the end of the header."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = [*shape, start, stop]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"{_shown(name)} lacks dtype, shape or data_offsets") from error
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UserError(f"{path}: {_shown(name)} has dtype {_shown(dtype)}: give float32, float16 or bfloat16 weights")
+    if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
+        raise _damaged(path, f"shape or data_offsets of {_shown(name)} are not whole numbers")
+    if math.prod(shape) * DTYPES[dtype] != stop - start:
+        raise _damaged(
+            path, f"{_shown(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"
+        )
+    return StoredTensor(name, path.name, dtype, tuple(shape), begin + start), stop
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is truncated or damaged ({why}): download it again")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import one_line, remedy_for
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
 # No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
@@ -45,6 +44,20 @@ OTHERS = (
     ("kv_lora_rank", "latent attention, which is supported only for DeepSeek-V3"),
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
+)
+# Keys of `config.model` that only a model with experts reads.
+EXPERT_KEYS = (
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "dense_layers",
+    "moe_every",
+    "router",
+    "router_renormalize",
+    "router_scale",
+    "router_bias",
+    "router_groups",
+    "router_top_groups",
 )
 
 
@@ -287,7 +300,7 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
         raise reader.wrong("mlp_only_layers", "a list of numbers of layers expected")
-    found = expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
+    found = _expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
     if found is None:
         raise reader.wrong(
             "mlp_only_layers" if dense else "decoder_sparse_step",
@@ -402,3 +415,37 @@ WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
 def _shown(value: Any) -> str:
     """A value of others, in one short line."""
     return one_line(repr(value))[:80]
+
+
+# ---- which layers have experts -------------------------------------------------------------------------------------
+
+
+def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
+    """Returns for each layer whether it has experts, as `ModelConfig.has_experts`."""
+    dense, every = keys["dense_layers"], keys["moe_every"]
+    return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
+
+
+def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
+    """Returns `dense_layers` and `moe_every` with which exactly these layers have experts; None if there are none."""
+    places = [layer for layer, has in enumerate(routed) if has]
+    if not places:
+        return None
+    gap = places[1] - places[0] if len(places) > 1 else len(routed) - places[0]
+    for dense, every in ((places[0], 1), (0, gap), (places[0] - gap + 1, gap)):
+        keys = {"dense_layers": dense, "moe_every": every}
+        if dense >= 0 and routed_layers({**keys, "n_layers": len(routed)}) == list(routed):
+            return keys
+    return None
+
+
+def same_model(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Returns whether two `config.model` describe the same model although their values of `key` differ."""
+    if not ours["experts"] and not theirs["experts"]:
+        return key in EXPERT_KEYS
+    if key == "d_expert":
+        return (ours[key] or ours["d_ff"]) == (theirs[key] or theirs["d_ff"])
+    if key in ("dense_layers", "moe_every"):
+        return routed_layers(ours) == routed_layers(theirs)
+    # The width of dense MLPs does not matter if every layer has experts.
+    return key == "d_ff" and all(routed_layers(ours)) and same_model("d_expert", ours, theirs)

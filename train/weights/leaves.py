@@ -16,9 +16,8 @@ from flax import nnx
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
-from bytescope.train.weights.folder import FP8, Folder
-from bytescope.train.weights.header import DTYPES, Tensor
+from bytescope.train.weights.families import EXPERT, LAYER, Family, TensorRow
+from bytescope.train.weights.folder import DTYPES, FP8, Folder, StoredTensor
 from bytescope.train.weights.hf_config import family_of, fp8_block
 from bytescope.train.weights.patterns import Pattern, Sizes, Span, sizes_of, spans_of
 from bytescope.train.weights.stacks import PER_EXPERT
@@ -42,7 +41,7 @@ class Leaf:
     """
 
     folder: Folder
-    tensor: Tensor
+    tensor: StoredTensor
     pattern: Pattern
     sizes: Sizes
     shape: tuple[int, ...]
@@ -50,7 +49,7 @@ class Leaf:
     before: int = 0
     inner: str = ""
     stored: Sizes | None = None
-    scale: Tensor | None = None
+    scale: StoredTensor | None = None
     block: tuple[int, int] = (1, 1)
 
     @property
@@ -104,7 +103,7 @@ class Leaf:
         array = self.pattern.forward(array, spans, stored)
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
-    def _scales(self, scale: Tensor, spans: Sequence[Span]) -> np.ndarray:
+    def _scales(self, scale: StoredTensor, spans: Sequence[Span]) -> np.ndarray:
         """Returns the scale of each element in these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(scale.name, blocks).astype(np.float32)
@@ -142,7 +141,7 @@ def checkpoint_leaves(
     return found
 
 
-def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, str]]:
+def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[TensorRow, str]]:
     """Our dotted path -> its row of a family, and the tensor's name with the numbers of layer and expert.
 
     Raises:
@@ -202,7 +201,7 @@ def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
 
 
 def _leaf(
-    folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...], block: tuple[int, int] | None
+    folder: Folder, name: str, row: TensorRow, sizes: Sizes, shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
@@ -241,7 +240,7 @@ def _leaf(
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before, inner, stored, scale, block or (1, 1))
 
 
-def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
+def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> StoredTensor:
     """Returns the scales of an fp8 tensor. Raises UserError if they are missing or have a wrong shape or dtype."""
     name = f"{tensor.name}_scale_inv"
     scale = folder.tensors.get(name)
@@ -291,7 +290,7 @@ def _refuse_surplus(
         )
 
 
-def _equal(folder: Folder, one: Tensor, other: Tensor) -> bool:
+def _equal(folder: Folder, one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     rows = max(COMPARED // math.prod(one.shape[1:]), 1)

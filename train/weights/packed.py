@@ -36,7 +36,7 @@ class Codes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """One layout.
 
     config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor ->
@@ -167,9 +167,9 @@ def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
     return Codes(unpack_words(tensors["weight_packed"]).T, zeros_GO, scales_GO)
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "awq": Layout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
-    "compressed-tensors": Layout(
+LAYOUTS: Mapping[str, PackedLayout] = {
+    "awq": PackedLayout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
+    "compressed-tensors": PackedLayout(
         "compressed-tensors' pack-quantized",
         _compressed_config,
         _compressed_shapes,
@@ -196,7 +196,7 @@ def half(scales: np.ndarray) -> np.ndarray:
     return found
 
 
-def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
+def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | None:
     """Returns (the layout, inputs per group) of a config.json; None if its weights are not in 4 bits.
 
     Raises:

@@ -18,7 +18,7 @@ from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, Leaf, checkpoint_leaves, rows_by_path
 from bytescope.train.weights.load import dotted
-from bytescope.train.weights.packed import OPTIONAL, Codes, Layout, layout_of
+from bytescope.train.weights.packed import OPTIONAL, Codes, PackedLayout, layout_of
 from bytescope.train.weights.quantized import matrices_of
 
 
@@ -33,7 +33,7 @@ class PackedFolder:
 
     folder: Folder
     base: str
-    layout: Layout
+    layout: PackedLayout
     group: int
     names: Mapping[str, str]
     wide: Mapping[str, Leaf]
