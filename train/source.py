@@ -100,9 +100,9 @@ def holds_model(folder: Path) -> bool:
 
 
 def title_of(name: str) -> str:
-    """Returns how reports and run directories call a config: the stem of a file; for `hf:FOLDER` the folder's name.
+    """Returns the title of a config in reports and run directories: the stem of a file, or the folder of `hf:FOLDER`.
 
-    A snapshot in Hugging Face's cache is called by the model, since the folder's own name is a digest.
+    If the folder is a snapshot in Hugging Face's cache, whose own name is a digest, the title is the model's name.
     """
     if not name.startswith(WEIGHTS):
         return Path(name).stem
@@ -113,7 +113,7 @@ def title_of(name: str) -> str:
 
 
 def shipped() -> list[Path]:
-    """The files of the shipped configs, sorted by name."""
+    """Returns the files of the shipped configs, sorted by name."""
     return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
