@@ -36,7 +36,7 @@ class PromptRow:
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, which `flag` named.
+    """Returns the objects of a file of JSON lines. flag: names the file in messages.
 
     Raises:
       UserError: a line is none; there is no line; the file cannot be read.
@@ -67,7 +67,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 class Answers:
-    """The file of answers; a context. What a run that was stopped has left there is kept and not asked again.
+    """The file of answers, as a context. Answers of an earlier, interrupted run are kept and not generated again.
 
     Raises:
       UserError: the file answers other requests, or cannot be written.

@@ -1,4 +1,4 @@
-"""The pool of keys and values: what a device's limit leaves after the weights and the largest compiled step.
+"""The size of the pool of keys and values: the memory that weights and the largest compiled step leave free.
 
     pages = floor((limit - weights - largest step) / bytes of a page)
 
@@ -18,7 +18,7 @@ SLACK = 0.0075
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes on one device, and what they hold.
+    """Bytes on one device, and the pages and sequences that fit.
 
     Fields:
       limit: available to programs. weights: of the model. steps: name of each compiled step -> what it takes beyond
@@ -48,7 +48,7 @@ class Budget:
 
     @property
     def peak(self) -> int:
-        """Bytes of all together."""
+        """Bytes of weights, pool and largest step."""
         return self.weights + self.pool + self.step
 
     @property
@@ -62,16 +62,17 @@ class Budget:
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Sequences of so many positions that the pool holds; more than `sequences` of them wait for a row."""
+        """Returns how many sequences of `length` positions the pool holds; more than `sequences` of them wait for a
+        row."""
         return (self.pages - 1) // -(-length // self.page)
 
     @property
     def left(self) -> int:
-        """Bytes of the limit that nothing takes."""
+        """Bytes of the limit that stay free."""
         return self.limit - self.peak
 
     def to_json(self) -> dict[str, object]:
-        """For --json."""
+        """Returns the fields of --json."""
         lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
         return {
             **dataclasses.asdict(self),
@@ -99,7 +100,7 @@ class GenerationPlan:
 
 
 def lengths_of(longest: int, shortest: int = 256) -> list[int]:
-    """Lengths to show, each twice the one before it up to the longest."""
+    """Returns the lengths to show: powers of two times `shortest`, and `longest` at the end."""
     found, length = [], shortest
     while length < longest:
         found.append(length)
@@ -110,7 +111,7 @@ def lengths_of(longest: int, shortest: int = 256) -> list[int]:
 def settle(
     limit: int, weights: int, page_bytes: int, most: int, measure: Callable[[int], Mapping[str, int]]
 ) -> tuple[int, Mapping[str, int]]:
-    """(pages, bytes of each step with so many) that fit the limit.
+    """Returns (the number of pages that fits the limit, step -> its bytes with this number of pages).
 
     Args:
       most: pages that are of any use. measure: compiles the steps with a number of pages, and gives what each takes

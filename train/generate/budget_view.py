@@ -110,7 +110,8 @@ def budget_page(plan: GenerationPlan) -> str:
 
 
 def drawing(found: Budget) -> dict[str, Any]:
-    """The curve: points of sequences by length, ticks of both axes, and the rows of a step as a line across."""
+    """Returns the curve of sequences by length: its points, ticks of both axes, and the rows of a step as a line
+    across."""
     shortest, longest = found.page, max(found.length, 2 * found.page)
     most = max(found.at_once(shortest), found.sequences, 2)
 

@@ -1,4 +1,4 @@
-"""The engine: in every step pieces of prompts, or one token of each sequence under way, whatever there is to do.
+"""The engine: each step computes pieces of prompts, or the next token of each running sequence.
 
 Prompts go through in chunks, so that a long one does not hold up the others for long (Agrawal et al. 2023, arXiv
 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). Where pages run out, the sequence that came
@@ -23,7 +23,7 @@ PATIENCE = 4
 
 
 class Engine:
-    """Generates. `submit` requests, then `step` until none is left, or iterate over `answers`.
+    """Generates tokens: `submit` requests, then call `step` until none is left, or iterate over `answers`.
 
     Args:
       steps: the programs. params: the model's parameters, as `steps.model.shapes`. sizes: of everything.
@@ -70,18 +70,18 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is left."""
+        """Whether any request waits or runs."""
         return bool(self._waiting or self.running)
 
     def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
-        """Each request as it ends."""
+        """Submits the requests and yields each as it ends."""
         for request in requests:
             self.submit(request)
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
     def finish(self, one: Running) -> None:
-        """Ends a request that somebody has seen enough of: "text"."""
+        """Ends a request early, with `ended` "text"."""
         if not one.ended:
             one.ended = "text"
         if one in self.running:
@@ -91,7 +91,7 @@ class Engine:
         self.pages.take(one.pages)
 
     def preempt(self, one: Running) -> None:
-        """Takes the pages of a request under way; it is computed again, first of those that wait."""
+        """Takes the pages of a running request. The request waits at the front of the queue and is computed again."""
         self.running.remove(one)
         self.pages.take(one.pages)
         one.computed = one.known = 0
@@ -101,8 +101,8 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs a step: pieces of prompts, or one token of each sequence under way, which waits for PATIENCE steps
-        of prompts at most. Returns the requests that have one token more."""
+        """Runs one step: pieces of prompts, or one token of each running sequence, which waits for at most PATIENCE
+        steps of prompts. Returns the requests that got a token."""
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
         ready = [one for one in self.running if one.missing == 1]
@@ -129,8 +129,8 @@ class Engine:
         )
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Tokens of a piece, so that a step of them computes as many tokens of these prompts as it can; wide ones where
-        it does not matter, since the tokens of a piece read the pages of their sequence together."""
+        """Returns the width of the pieces with which a step computes the most tokens of these prompts. Of several such
+        widths it is the largest, since the tokens of a piece read the pages of their sequence together."""
 
         def useful(width: int) -> int:
             left, found = self.sizes.chunk // width, 0
@@ -142,7 +142,7 @@ class Engine:
         return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
-        """Lets those that wait begin, first come first served, where there are rows and pages for their prompt."""
+        """Starts waiting requests in their order while there are rows, and pages for the next prompt."""
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
@@ -153,7 +153,8 @@ class Engine:
             self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
-        """Pages for sequences, number -> positions; if need be those of sequences that came after it, or its own."""
+        """Gives sequences the pages for `wanted`, number -> positions. If pages run out, the last sequence is
+        preempted."""
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # it may be preempted for one before it
                 try:
@@ -163,8 +164,8 @@ class Engine:
                     self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each sequence from a place on; adds the next token to those of which all are
-        computed."""
+        """Computes up to `width` tokens of each (sequence, start), and adds the next token to each sequence whose
+        tokens are all computed. Returns these sequences."""
         if not pieces:
             return []
         rows = self.sizes.rows(len(pieces), width)
@@ -204,7 +205,7 @@ class Engine:
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """How the tokens of these rows are chosen; rows of nobody take the likeliest."""
+    """Returns the sampling settings of these rows; unused rows take the most likely token."""
 
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)

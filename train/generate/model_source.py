@@ -44,7 +44,7 @@ Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on some devices, described only.
+    """A model on devices, described by shapes and shardings without any array.
 
     Fields:
       config: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
@@ -176,7 +176,7 @@ def _source_of_folder(path: Path) -> Source:
 def describe_model(
     config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1, dtype: str = "", base: str = WIDE
 ) -> Model:
-    """The model of a config on fsdp x tensor devices.
+    """Describes the model of a config on fsdp x tensor devices.
 
     dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere. base: how the
     weights of its blocks are stored, a row of FORMATS.
@@ -223,7 +223,8 @@ def describe_model(
 
 
 def precision_of(dtype: str, platform: str) -> Precision:
-    """Parameters float32, computed in this dtype, a row of DTYPES; "" for float32 on a CPU and bfloat16 elsewhere."""
+    """Returns the precision of float32 parameters that are computed in `dtype`, a key of DTYPES; "" stands for float32
+    on a CPU and bfloat16 elsewhere."""
     settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
     return Precision.of(settings)

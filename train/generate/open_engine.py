@@ -1,4 +1,4 @@
-"""Weights on the devices that are here, with the engine that fits beside them."""
+"""Opens an engine or a scorer: weights on the available devices, and the pool of pages that fits beside them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def budget(
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Budget, dict[str, ReportRecord]]:
-    """The pool that fits the limit with these steps, which are compiled; and the report of each.
+    """Compiles the steps; returns the budget with the pool that fits the limit, and step -> its memory report.
 
     drawing: whether tokens are drawn; both where nobody knows yet.
 
@@ -106,13 +106,13 @@ def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.D
 
 
 def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
-    """Bytes of a device that may be used: what --limit says, else all, of a CPU's memory half."""
+    """Returns the bytes of a device that may be used: --limit, or by default all, and half of a CPU's memory."""
     available = limit_bytes(device)
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
 def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
-    """The memory of generating from a config's model on a target, which may be a described one.
+    """Returns the memory of generating from a config's model on a target, which may be a described one.
 
     Raises:
       DoesNotFit: no page is left. UserError: what the user can mend.
@@ -136,7 +136,8 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
-    """An engine for requests of up to `needed` positions, its weights loaded. A terminal is told its memory before.
+    """Opens an engine for requests of up to `needed` positions, with its weights loaded. On a terminal it first prints
+    the memory.
 
     count: how many requests there are, None where more may come. drawing: whether any of them draws.
 
@@ -169,7 +170,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
 
 
 def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
-    """Programs that score texts of up to `longest` tokens, and the weights.
+    """Opens (the programs that score texts of up to `longest` tokens, the weights).
 
     Raises:
       DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.

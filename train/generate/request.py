@@ -54,13 +54,13 @@ class Running:
 
     @property
     def answer(self) -> Sequence[int]:
-        """The tokens that were generated, a stop left out."""
+        """The generated tokens without a stop token."""
         made = self.tokens[len(self.request.tokens) :]
         return made[:-1] if self.ended == "stop" else made
 
     @property
     def missing(self) -> int:
-        """Tokens whose keys and values are not there yet."""
+        """Number of tokens whose keys and values are still to be computed."""
         return len(self.tokens) - self.computed
 
     def take(self, token: int) -> None:

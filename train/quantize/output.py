@@ -1,4 +1,4 @@
-"""The folder that is written: its tensors at their places, layer by layer, so that a run that was cut off goes on.
+"""The folder that is written layer by layer, so that an interrupted quantization can go on.
 
 It is made beside its place, as `.OUT.partial`, and moved there when it is complete. `progress.json` in it says which
 layers are written, and for which settings.
@@ -42,7 +42,8 @@ COMPONENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the folder: `dtype` is the format's name of it; `path`: our parameter; `part`: of a packed weight."""
+    """A tensor of the folder. dtype: the format's name, such as "F16". path: our parameter. part: name of the tensor
+    among those of a packed weight, else ""."""
 
     name: str
     dtype: str
@@ -57,12 +58,12 @@ class Stored:
 
     @property
     def layer(self) -> int:
-        """Of which layer, -1 for none."""
+        """The number of the layer; -1 for a parameter outside the layers."""
         return int(self.path.split(".")[1]) if self.path.startswith("blocks.") else -1
 
 
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
-    """The tensors of the folder: tables and norm first, then layer by layer."""
+    """Returns the tensors of the folder: tables and norm first, then layer by layer."""
     model, found = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
@@ -94,7 +95,7 @@ def _component(path: str) -> str:
 
 
 class Output:
-    """The folder under way.
+    """The folder while it is written.
 
     Args:
       settings: what decides the numbers in it; a folder of others is not gone on with. force: start over.
@@ -165,7 +166,8 @@ class Output:
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Notes that the next layer is written, with a row for people. Raises OSError: the disk."""
+        """Records that the next layer is written, with the row of its errors. Raises OSError: the disk cannot be
+        written."""
         self._files.sync()
         beside = self.folder / f".{PROGRESS}"
         beside.write_text(json.dumps({"settings": self._settings, "layers": [*self.done, row]}))
@@ -173,7 +175,7 @@ class Output:
         self.done.append(dict(row))
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
-        """What `write` wrote of a layer: (parameters float32, packed ones), by their path in it."""
+        """Reads what `write` wrote for a layer: (float32 parameters, packed weights), by their path in the layer."""
         sizes = sizes_of(self._origin.model)
         params: dict[str, np.ndarray] = {}
         packed: dict[str, dict[str, np.ndarray]] = {}
@@ -201,7 +203,7 @@ class Output:
         move_into_place(self.folder, self._out)
 
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
-        """A parameter of ours as it lies on disk, without the padding of the vocabulary."""
+        """A parameter in float16 and in its layout on disk, without the padding of the vocabulary."""
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
         pattern, sizes = Pattern.of(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]

@@ -1,4 +1,4 @@
-"""What runs on the device: embedding, one block, head, and the search, each compiled once for one device.
+"""The programs on the device: embedding, one block, head, and the search for scales, each compiled once.
 
 The device may be a described one; then nothing can be run, and `peak_bytes` says what it would take.
 """
@@ -77,7 +77,7 @@ class Programs:
         return self._array(self.sizes.rows, self.sizes.length, dtype=jnp.int32)
 
     def inputs_of(self, fold: Fold) -> int:
-        """Numbers of an input of a fold's products."""
+        """Returns the number of inputs of a fold's weights."""
         return self.matrices[fold.weights[0]].sizes[0]
 
     @property
@@ -184,7 +184,7 @@ class Programs:
     def peak_bytes(
         self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
     ) -> dict[str, int]:
-        """Name of a program -> bytes on the device while it runs, those of what lies beside it included."""
+        """Returns program -> bytes on the device while it runs, including arrays that other programs keep there."""
 
         def of(name: str, compilation: Compilation, beside: int = 0) -> int:
             tell(name)
@@ -203,7 +203,7 @@ class Programs:
 
 
 def put(flat: Mapping[str, Any], like: Any) -> Any:
-    """Arrays of the host, by dotted path, as a tree on the device of `like`, in its dtypes."""
+    """Puts arrays of the host, by dotted path, on the device of `like`; returns them as a tree with its dtypes."""
     return jax.tree.map(
         lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False), shape.sharding),
         unflatten_dict(flat, sep="."),

@@ -68,7 +68,7 @@ class QuantizationResult:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """(of all weights in 16 bits, of those in the folder)."""
+        """(bytes of all weights in 16 bits, bytes in the folder)."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
 
     @property
@@ -77,6 +77,6 @@ class QuantizationResult:
         return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> str:
-        """For --json."""
+        """Returns the text of --json."""
         found = dataclasses.asdict(self)
         return json.dumps({**found, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"

@@ -114,7 +114,7 @@ def result_page(result: QuantizationResult) -> str:
 
 
 def _differ(result: QuantizationResult) -> bool:
-    """Whether what was written is other than plain rounding."""
+    """Whether any written weight differs from plain rounding."""
     return any(one["error"] != one["rounding"] for row in result.layers for one in row["weights"])
 
 
@@ -131,7 +131,8 @@ def page_data(result: QuantizationResult) -> dict[str, Any]:
 
 
 def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """A row for each layer: the error of each weight, its share of the largest, and the power of its scales."""
+    """Returns a row for each layer: the error of each weight, its share of the largest error, and the power of its
+    scales."""
     most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
     return [
         {
