@@ -108,7 +108,7 @@ class Files:
         return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
 
     def _place(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
-        """(what a file begins with, its bytes in all)."""
+        """Returns (the beginning of a file up to its tensors, the size of the file)."""
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for tensor in shard:
@@ -165,7 +165,7 @@ class Files:
 
 
 def _is_begun(path: Path, begin: bytes, size: int) -> bool:
-    """Whether a file is there that begins so and has this size."""
+    """Whether a file exists that has this beginning and this size."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
@@ -173,7 +173,7 @@ def _is_begun(path: Path, begin: bytes, size: int) -> bool:
 
 
 def _split(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
-    """The tensors in files, in order."""
+    """Divides the tensors into files, in order."""
     shards: list[list[TensorToWrite]] = [[]]
     room = most
     for tensor in tensors:

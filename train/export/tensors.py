@@ -1,4 +1,4 @@
-"""Our parameters as the tensors of a family: what each is called, and its bytes, made in pieces."""
+"""Our parameters as the tensors of a family: their names, and their values in pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PIECE = 2**20  # most numbers of a parameter in memory at a time
 
 @dataclasses.dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to write; `dtype`: the format's name; `parts`: of our parameters that share it, in order."""
+    """A tensor to write. dtype: the format's name, such as "BF16". parts: (path, row) of each of our parameters that
+    share it, in order."""
 
     name: str
     dtype: str
@@ -41,7 +42,7 @@ class OutputTensor:
 
 
 def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:
-    """The tensors of a model: tables and norm first, then layer by layer.
+    """Returns the tensors of a model: tables and norm first, then layer by layer.
 
     dtype_of: name of a tensor -> the format's name of the dtype to write.
 
@@ -75,12 +76,12 @@ def _shape(parts: list[tuple[str, TensorRow]], sizes: Sizes) -> tuple[int, ...]:
 
 
 def _axis(row: TensorRow) -> int:
-    """The axis along which parameters share a tensor; 0 where they do not."""
+    """Returns the axis along which parameters share a tensor; 0 if the tensor has one parameter."""
     return Pattern.of(row.pattern).axis_of(row.parts[row.part])[0] if row.parts else 0
 
 
 class Parameters:
-    """The parameters of a run by our dotted path with the numbers of layer and expert, without adapters.
+    """The parameters of a run without adapters, by our dotted path with the numbers of layer and expert.
 
     They are those of the checkpoint, and of a run that trains some alone the others, from the folder that it began
     from. What the run quantized is dequantized: what it trained belongs to those numbers.
@@ -113,12 +114,12 @@ class Parameters:
             self._leaves = _frozen(run, model, folder, missing)
 
     def _stored(self, path: str) -> Place | None:
-        """Where the checkpoint has a parameter; None where it does not."""
+        """Returns the place of a parameter in the checkpoint; None if it is not there."""
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """A parameter in our layout; of the checkpoint nothing is read until it is sliced, and it is verified when all
-        slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
+        """Returns a parameter in our layout. A parameter of the checkpoint is read when it is sliced, and verified
+        when all slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
         if leaf := self._leaves.get(path):
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
@@ -131,7 +132,7 @@ class Parameters:
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
-    """The parameters that the run does not train."""
+    """Returns the parameters that the run does not train, as lazy views of the folder."""
     if folder is None:
         raise UserError(
             f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
@@ -146,8 +147,8 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
 def arrays(
     tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
 ) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
-    """Each tensor with its values as they lie on disk, in pieces that follow each other; they have to be taken before
-    the next tensor is. Those of one name come layer by layer, so that each stack of layers is decoded once.
+    """Yields each tensor with its values on disk, in pieces that follow each other. Take all pieces before the next
+    tensor. Tensors of one name come layer by layer, so that each stack of layers is decoded once.
 
     Raises:
       UserError: a value that the dtype does not hold.

@@ -1,4 +1,4 @@
-"""What a model needs besides weights to read and write text: the run's tokenizer, and ids of its ends."""
+"""The files beside the weights that a model needs for text: the tokenizer, and ids that begin and end a text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPANIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunTokenizer:
-    """How a run reads text.
+    """The tokenizer of a run.
 
     tokenizer: the path of its tokenizer.json, "bytes", or "" where it is not here. end: the id that ends a document,
     None where there is none. note: a line for people.
@@ -45,7 +45,7 @@ class RunTokenizer:
 
 
 def text_of(config: ConfigDict) -> RunTokenizer:
-    """The tokenizer of a run with this config, which may be recorded beside its token shards."""
+    """Returns the tokenizer of a run with this config, which may be recorded beside its token shards."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
         name = _recorded(index)
@@ -62,7 +62,7 @@ def text_of(config: ConfigDict) -> RunTokenizer:
 
 
 def _recorded(index: Path) -> str:
-    """The tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
+    """Returns the tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
     try:
         name = json.loads(index.read_text()).get("tokenizer")
     except (OSError, ValueError, AttributeError):
@@ -99,7 +99,7 @@ def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: 
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer.json that gives every text the ids of its UTF-8 bytes, as ByteTokenizer does."""
+    """Returns a tokenizer.json with which every text has the ids of its UTF-8 bytes, as ByteTokenizer gives them."""
     # The byte-level alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -111,7 +111,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def special_ids(text: RunTokenizer) -> dict[str, int | None]:
-    """What config.json says of ids that begin and end a text, so that no default of a family does."""
+    """Returns the ids that begin and end a text for config.json, so that no default of a family is used."""
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 
 

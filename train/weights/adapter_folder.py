@@ -45,7 +45,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """What peft calls a half, "a" or "b", of the adapter beside a tensor of the model."""
+    """Returns peft's name of a half, "a" or "b", of the adapter of a tensor."""
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
 
@@ -91,8 +91,8 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
 
 
 def origin(adapter: str, base: str) -> str:
-    """Where adapters come from, in words, with the base that they name where it is another by its name: of weights of
-    equal shapes nothing else tells."""
+    """Returns in words where adapters come from, and the base model that they name if its name differs from ours: for
+    weights of equal shapes only the name can tell."""
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")
     if not isinstance(theirs, str) or not theirs:
@@ -144,7 +144,7 @@ def adapter_leaves(
 
 
 def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
-    """Name on disk of each matrix that may have an adapter of its own -> our dotted path, its row."""
+    """Returns name on disk of each matrix that may have an adapter -> (our dotted path, its row)."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
     return {
         row.tensor.replace(LAYER, str(layer)): (ours.replace(LAYER, str(layer)), row)
@@ -154,7 +154,8 @@ def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
 
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
-    """The targets of the adapters that a folder has, by the names of its tensors: `target_modules` may be patterns."""
+    """Returns the targets of a folder's adapters, from the names of its tensors, since `target_modules` may be
+    patterns."""
     known = {
         tensor_name(name, half): path.rpartition(".w_")[2]
         for name, (path, _) in _matrices(family, layers).items()

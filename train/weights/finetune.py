@@ -35,7 +35,8 @@ OWN = ("init_std", "dropout")
 
 
 def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[str] = ()) -> ConfigDict:
-    """The config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings to train it further.
+    """Returns the config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings for
+    fine-tuning.
 
     given: dotted keys of the command line, which win. leave_out: keys of config.json that the caller sees to.
 

@@ -64,7 +64,7 @@ MAX_NUMBER = 2**63 - 1  # in a header
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The object in the config.json of a folder. Raises UserError: there is none, or it is damaged."""
+    """Reads the object in the config.json of a folder. Raises UserError if it is missing or damaged."""
     return _config(_folder(path))[0]
 
 
@@ -86,8 +86,8 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A verified folder: `config` is the object of its config.json; `tensors`: by name; `fingerprint`: of all of it,
-    from names, sizes, headers, config.json and the ends of each file; `states`: of each file when it was verified."""
+    """A verified folder. config: the object of its config.json. tensors: by name. fingerprint: hash of names, sizes,
+    headers, config.json and the ends of each file. states: size and time of each file when it was verified."""
 
     path: Path
     config: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
-        """The folder at `path`; only its headers are read.
+        """Opens the folder at `path`; only config.json, index and headers are read.
 
         Raises:
           UserError: something is missing, truncated, damaged, or nothing that weights should be in.
@@ -130,7 +130,7 @@ class Folder:
 
     @classmethod
     def open_adapter(cls, path: str | Path) -> Folder:
-        """The folder of an adapter as peft saves it; `config` is that of adapter_config.json.
+        """Opens the folder of an adapter as peft saves it; `config` is the object of adapter_config.json.
 
         Raises:
           UserError: as `open`; or it holds a pickled adapter, or a model.
@@ -146,7 +146,7 @@ class Folder:
         return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """These spans of a tensor, in the dtype of the file; nothing else of it is read.
+        """Reads these spans of a tensor, in the dtype of the file.
 
         Raises:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
@@ -173,8 +173,8 @@ class Folder:
         return piece
 
     def _same(self, name: str) -> State:
-        """The state of a file, which has to be that which was verified: files are mapped, and to read behind the end of
-        one that was shortened would end the process (SIGBUS). Raises UserError otherwise."""
+        """Returns the state of a file. Raises UserError if the file has changed since it was verified: files are
+        mapped, and reading behind the end of a shortened file would end the process with SIGBUS."""
         path = self.path / name
         try:
             now = _state(path)
@@ -211,14 +211,14 @@ def _state(path: Path) -> State:
 
 @functools.lru_cache(maxsize=2)
 def _opened(path: str, state: State) -> Any:
-    """The mapped file; `state`: no older one at the same path is meant."""
+    """Maps a file. state: makes a changed file at the same path another entry of the cache."""
     from safetensors import safe_open
 
     return safe_open(path, "numpy")
 
 
 def close() -> None:
-    """Closes the files that were read last, so that their pages count no more."""
+    """Closes the files that were read last, so that their mapped pages no longer count as this process's memory."""
     _opened.cache_clear()
 
 
@@ -240,7 +240,7 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
 
 
 def _file(root: Path, name: str) -> Path:
-    """A file of the folder. Raises UserError unless it is a regular file that lies there."""
+    """Returns the path of a file in the folder. Raises UserError unless it is a regular file inside the folder."""
     if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
         raise UserError(f"{root / INDEX} names {_shown(name)}, which is not the name of a file beside it")
     path = root / name
@@ -257,13 +257,14 @@ def _file(root: Path, name: str) -> Path:
 
 
 def _inside(root: Path) -> list[Path]:
-    """Where the files of a folder may be: in it; for a snapshot of Hugging Face's cache among its blobs, too."""
+    """Returns the folders in which files may really lie: the folder itself, and the blobs of Hugging Face's cache if
+    the folder is one of its snapshots."""
     real = Path(os.path.realpath(root))
     return [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
 
 
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
-    """The object in a JSON file of the folder, and its bytes."""
+    """Reads (the object in a JSON file of the folder, the bytes of the file)."""
     path = _file(root, name)
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise UserError(f"{path} has {size:,} bytes: no such file is that long, download it again")
@@ -278,7 +279,8 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
 
 
 def _config(root: Path) -> tuple[dict[str, Any], bytes]:
-    """The object of config.json, and its bytes; where there is none, the error says what is there instead."""
+    """Reads (the object of config.json, its bytes). If there is no config.json, the error names what is there
+    instead."""
     if not os.path.lexists(root / CONFIG) and (found := _others(root, UNREADABLE)):
         raise UserError(f"{root} has {found[0]} and no {CONFIG}: {found[1]}")
     return _read_json(root, CONFIG)
@@ -297,14 +299,14 @@ def _index(root: Path) -> dict[str, str]:
 
 
 def _nothing(root: Path) -> UserError:
-    """The error of a folder without weights that can be read."""
+    """Returns the error for a folder without weights that can be read."""
     if found := _others(root, (*UNREADABLE, UNNAMED)):
         return UserError(f"{root} has {found[0]} and no {SINGLE}: {found[1]}")
     return UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
 
 
 def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    """(file, why it is not read) of what stands in the place of weights; None where nothing does."""
+    """Returns (a file that the folder has instead of weights, why it is not read); None if there is no such file."""
     try:
         names = sorted(os.listdir(root))
     except OSError:  # not ours to read
@@ -342,7 +344,7 @@ def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
 
 
 def _ends(path: Path, begin: int) -> bytes:
-    """The first and the last bytes of a file's data: two models of one shape have the same header."""
+    """Returns the first and the last bytes of a file's data, which tell two models apart that have the same header."""
     with open(path, "rb") as file:
         file.seek(begin)
         first = file.read(SAMPLED)
@@ -409,7 +411,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
-    """The tensor of a header's entry, and where it ends, from the end of the header."""
+    """Returns (the tensor of a header's entry, the offset of its end from the end of the header)."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         whole = [*shape, start, stop]

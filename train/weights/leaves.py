@@ -69,11 +69,13 @@ class Leaf:
 
     @property
     def outer(self) -> int:
-        """The axis of our layout along which neighbours are farthest apart on disk: its pieces are read in order."""
+        """The axis of our layout along which neighbours are farthest apart on disk; pieces along it are read in
+        order."""
         return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A slice in our layout and the dtype of the file, all of it by default; it may be a view in another order.
+        """Reads a slice, by default all, in our layout and in the dtype of the file; the result may be a transposed
+        view.
 
         Args:
           index: a slice without steps for each axis.
@@ -160,14 +162,14 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Tensor
 
 
 def _numbered(tensor: str, path: str) -> str:
-    """The name of a tensor with the numbers of layer and expert that our path has."""
+    """Returns the name of a tensor with the numbers of layer and expert of our path."""
     parts = path.split(".")
     return tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1]) if parts[0] == "blocks" else tensor
 
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Our dotted path, as `checkpoint_leaves` has it -> shape without stacking, the vocabulary padded."""
+    """Returns our dotted path, as in `checkpoint_leaves` -> shape without stacking, with the vocabulary padded."""
     kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
     found = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
     for layer in range(model.n_layers):
@@ -181,7 +183,7 @@ def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
-    """Dotted path -> shape of a model with one layer, which has experts or not."""
+    """Returns dotted path -> shape for a model with one layer, with or without experts."""
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -191,7 +193,8 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
-    """The name on disk of a tensor of the table: a model that was saved without its head has no base in front."""
+    """Returns the function from a tensor's name in the table to its name on disk: a model that was saved without its
+    head leaves out the base in front."""
     based = any(name.startswith(family.base) for name in folder.tensors)
 
     def name_of(name: str) -> str:

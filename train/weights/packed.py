@@ -1,4 +1,4 @@
-"""Folders of weights in 4 bits, as transformers and vLLM read them: what a weight's tensors are called, and their bits.
+"""The layouts of weights in 4 bits that transformers and vLLM read: names of a weight's tensors, and their bits.
 
 Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). Eight codes are in an
 int32. The rows of LAYOUTS write them and read them back; nothing else knows where a code lies.
@@ -37,7 +37,7 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """One layout.
+    """A layout of weights in 4 bits.
 
     config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor ->
     (dtype of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be
@@ -52,8 +52,8 @@ class PackedLayout:
 
 
 def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Eight neighbours along the last axis of uint8 codes in an int32: place p of a word, from the low bits, has the
-    one of number `order[p]`."""
+    """Packs eight neighbours along the last axis of uint8 codes into an int32. Place p of a word, from the low bits,
+    has code number `order[p]`."""
     groups = codes.reshape(*codes.shape[:-1], -1, PER_WORD).astype(np.uint32)
     words = np.zeros(groups.shape[:-1], np.uint32)
     for place, number in enumerate(order):
@@ -62,7 +62,7 @@ def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.
 
 
 def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """The inverse of `pack_words`."""
+    """Returns the uint8 codes of words: the inverse of `pack_words`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     codes = np.empty((*words.shape, PER_WORD), np.uint8)
     for place, number in enumerate(order):
@@ -181,7 +181,7 @@ OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may la
 
 
 def half(scales: np.ndarray) -> np.ndarray:
-    """Scales of a folder as float16, which has to hold them.
+    """Returns the scales of a folder as float16.
 
     Raises:
       UserError: one is beyond what float16 has.
@@ -240,7 +240,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
 
 
 def _weights(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors' config says of weights; {} where it says several things or none."""
+    """Returns the settings of weights in compressed-tensors' config; {} if there are none or several."""
     groups = found.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
