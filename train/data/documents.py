@@ -76,7 +76,7 @@ class Document:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """The open file. Raises UserError if it cannot be read."""
+    """Opens a file. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             yield file
@@ -173,7 +173,7 @@ class TextDocuments:
 
 
 def _without_copies(documents: tuple[Document, ...], of: tuple[Document, ...]) -> tuple[Document, ...]:
-    """The documents without those that have the content of one in `of`; only files of the same size are read."""
+    """Returns the documents whose content differs from all of `of`; only files of the same size are read."""
     sizes = {d.stop - d.start for d in documents} & {d.stop - d.start for d in of}
     contents = {_content(d) for d in of if d.stop - d.start in sizes}
     return tuple(d for d in documents if d.stop - d.start not in sizes or _content(d) not in contents)

@@ -198,7 +198,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """(place, whether the file is held out, content) of each record."""
+    """Yields (place, whether the file is held out, content) of each record."""
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -209,8 +209,8 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Gives (pairs) -> tokens: prompt, completion, the token that ends a text; one that begins it where the tokenizer
-    puts it. The completion and its end are learned."""
+    """Gives the function from pairs to tokens: the tokenizer's begin token if it has one, prompt, completion, end
+    token. The completion and the end token are learned."""
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
 
     def of(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
@@ -233,8 +233,8 @@ def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The id that ends a text: as tokenizer_config.json says, else what the tokenizer puts there itself, else the token
-    whose name says so; () if there is none."""
+    """Returns the id that ends a text: from tokenizer_config.json, else the one that the tokenizer adds itself, else a
+    token with a usual name; () if there is none."""
     if not isinstance(tokenizer, JsonTokenizer):
         return () if tokenizer.separator is None else (tokenizer.separator,)
     names = [named_tokens(tokenizer_config(tokenizer)).get("eos_token"), *ENDS]
@@ -247,7 +247,7 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Gives (conversations) -> tokens, of the text that the chat template makes of each."""
+    """Gives the function from conversations to the tokens of their rendered text."""
     template = find_template(tokenizer, config.chat_template)
     guard = (
         SpecialTokenGuard(tokenizer)
@@ -318,7 +318,7 @@ def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
-    """The special token that the template puts behind an answer; "" if it puts none."""
+    """Returns the special token that the template puts behind an answer; "" if there is none."""
     probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
     (found,) = renderer.render([probe], before=True, up_to=False)
     if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
@@ -329,7 +329,7 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
 
 
 def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
-    """[from, to) of the characters of each answer and of the token that ends its turn.
+    """Returns [from, to) of the characters of each answer, including the token that ends its turn.
 
     What comes before an answer is rendered as it is for generation, and must be the beginning of the whole, in text and
     in ids: else the model would be trained on other tokens than it is asked with. Raises Malformed if it is not.

@@ -1,4 +1,4 @@
-"""`bytescope prepare`: makes of text the token shards that train/data/shards.py reads."""
+"""`bytescope prepare`: tokenizes text into the shards that train/data/shards.py reads."""
 
 import argparse
 import json
@@ -113,7 +113,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _take_back(out: Path) -> None:
-    """Removes what a run that was killed had moved into `out`: its index is there, and shards are still to come."""
+    """Removes the index and shards that a killed run had moved into `out` before it was complete."""
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
