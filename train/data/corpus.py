@@ -120,9 +120,15 @@ def _text(
         return _records(title, key, base, records, [path for path in files if path not in set(records)])
     for path in files:
         size = path.stat().st_size
-        if sniff and size and _is_binary(path):
+        if not size:  # an empty file would only add a second separator
+            continue
+        is_binary = False
+        if sniff:
+            with reading(path) as file:
+                is_binary = b"\0" in file.read(SNIFF_BYTES)
+        if is_binary:
             skipped += 1
-        elif size:  # an empty file would only add a second separator
+        else:
             documents.append(Document(path, path.relative_to(base).as_posix(), 0, size, errors))
     if not documents:
         found = f"no text, only binary files ({skipped:,})" if skipped else "no text"
@@ -150,15 +156,12 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
     """Yields the files below `root`, without hidden ones and compiled Python."""
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in skipped and n != "__pycache__" and not n.startswith(".")]
-        yield from (p for n in names if not n.startswith(".") and (p := Path(folder, n)).is_file())
+        for name in names:
+            if not name.startswith(".") and Path(folder, name).is_file():
+                yield Path(folder, name)
 
 
 def _fixed_part(pattern: Path) -> Path:
     """Returns the folder in front of the first wildcard: names are taken from there."""
     folders = pattern.parts[:-1]
     return Path(*takewhile(lambda part: not glob.has_magic(part), folders))
-
-
-def _is_binary(path: Path) -> bool:
-    with reading(path) as file:
-        return b"\0" in file.read(SNIFF_BYTES)

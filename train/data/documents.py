@@ -131,7 +131,10 @@ class TextDocuments:
             first = (replace(document, stop=cut),) if document.start < cut else ()
             rest = (replace(document, start=cut),) if cut < document.stop else ()
             return replace(self, documents=first), replace(self, documents=rest)
-        marks = {document.name: _mark(document.name) for document in self.documents}
+        marks = {}
+        for document in self.documents:  # by the name alone, so that adding a file changes nothing for the others
+            name = document.name.encode(errors="surrogateescape")  # names need not be UTF-8
+            marks[document.name] = int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
         if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
             chosen = {min(marks, key=marks.__getitem__)}
@@ -140,8 +143,10 @@ class TextDocuments:
         return train.without(held_out), held_out
 
     def without(self, other: "TextDocuments") -> "TextDocuments":
-        """Returns this text without copies of documents of the other."""
-        kept = _without_copies(self.documents, other.documents)
+        """Returns this text without copies of documents of the other; only files of the same size are read."""
+        sizes = {d.stop - d.start for d in self.documents} & {d.stop - d.start for d in other.documents}
+        contents = {_content(d) for d in other.documents if d.stop - d.start in sizes}
+        kept = tuple(d for d in self.documents if d.stop - d.start not in sizes or _content(d) not in contents)
         return replace(self, documents=kept, copies=len(self.documents) - len(kept))
 
     def training_part(self) -> "TextDocuments":
@@ -172,25 +177,12 @@ class TextDocuments:
         return f"{n:,} document" if n == 1 else f"{n:,} documents"
 
 
-def _without_copies(documents: tuple[Document, ...], of: tuple[Document, ...]) -> tuple[Document, ...]:
-    """Returns the documents whose content differs from all of `of`; only files of the same size are read."""
-    sizes = {d.stop - d.start for d in documents} & {d.stop - d.start for d in of}
-    contents = {_content(d) for d in of if d.stop - d.start in sizes}
-    return tuple(d for d in documents if d.stop - d.start not in sizes or _content(d) not in contents)
-
-
 def _content(document: Document) -> bytes:
     digest = blake2b(digest_size=16)
     with reading(document.path) as file:
         while chunk := file.read(PIECE_BYTES):
             digest.update(chunk)
     return digest.digest()
-
-
-def _mark(name: str) -> int:
-    """Returns a number that depends on the name alone, so that adding a file changes nothing for the others."""
-    # Names need not be UTF-8.
-    return int.from_bytes(blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
 
 
 def _cut(document: Document) -> int:

@@ -184,15 +184,15 @@ def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
     with _tables(path) as arrow, arrow.memory_map(str(path)) as file:
         reader = arrow.ipc.open_stream(file)
         columns = _columns(path, reader.schema.names, fields)
-        yield from _rows(
-            path,
-            (
-                batch.slice(start, ROWS)
-                for whole in reader
-                for batch in [whole.select(columns)]
-                for start in range(0, batch.num_rows, ROWS)
-            ),
-        )
+        yield from _rows(path, _slices(reader, columns))
+
+
+def _slices(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """Yields these columns of the batches of an Arrow stream, at most ROWS rows at a time."""
+    for whole in reader:
+        batch = whole.select(columns)
+        for start in range(0, batch.num_rows, ROWS):
+            yield batch.slice(start, ROWS)
 
 
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:

@@ -63,21 +63,13 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     found = []
     for name, parts in sorted(named.items(), key=place):
         parts.sort(key=lambda part: part[1].part)
-        found.append(OutputTensor(name, dtype_of(name), _shape(parts, sizes), tuple(parts)))
+        shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
+        shape, first = list(shapes[0]), parts[0][1]
+        if first.parts:  # they share the tensor along this axis
+            axis, _ = Pattern.of(first.pattern).axis_of(first.parts[first.part])
+            shape[axis] = sum(each[axis] for each in shapes)
+        found.append(OutputTensor(name, dtype_of(name), tuple(shape), tuple(parts)))
     return found
-
-
-def _shape(parts: list[tuple[str, TensorRow]], sizes: Sizes) -> tuple[int, ...]:
-    shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
-    axis = _axis(parts[0][1])
-    return tuple(
-        sum(shape[axis] for shape in shapes) if place == axis else size for place, size in enumerate(shapes[0])
-    )
-
-
-def _axis(row: TensorRow) -> int:
-    """Returns the axis along which parameters share a tensor; 0 if the tensor has one parameter."""
-    return Pattern.of(row.pattern).axis_of(row.parts[row.part])[0] if row.parts else 0
 
 
 class Parameters:

@@ -46,24 +46,21 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
         check_readable(path, pipes=True)
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    found.append(_object(line, f"{path} line {number}"))
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if not isinstance(row, dict):
+                    raise UserError(f'{path} line {number} is no JSON object: write rows such as {{"text": "Once"}}')
+                found.append(row)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
     if not found:
         raise UserError(f'{flag}={path} has no line: give rows such as {{"text": "Once"}}')
     return found
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise UserError(f'{where} is no JSON object: write rows such as {{"text": "Once"}}')
-    return row
 
 
 class Answers:

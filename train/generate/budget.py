@@ -123,7 +123,12 @@ def settle(
     slack = int(SLACK * limit)
     pages, step = min((limit - weights - slack) // page_bytes, most), slack
     while True:
-        _refuse(pages, limit, weights, step, page_bytes)
+        if pages < 2:
+            raise DoesNotFit(
+                f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
+                f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
+                "--sequences or a smaller --chunk"
+            )
         steps = measure(pages)
         step = max(steps.values())
         exact = min((limit - weights - step) // page_bytes, most)
@@ -131,12 +136,3 @@ def settle(
             return pages, steps
         # Steps hardly depend on the pool; where one grows with it, less than what is left is taken.
         slack, pages = 2 * slack, exact
-
-
-def _refuse(pages: int, limit: int, weights: int, step: int, page_bytes: int) -> None:
-    if pages < 2:
-        raise DoesNotFit(
-            f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
-            f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
-            "--sequences or a smaller --chunk"
-        )

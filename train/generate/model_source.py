@@ -191,11 +191,11 @@ def describe_model(
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[: fsdp * tensor]))
     platform = devices[0].platform
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
-    if keys["experts"] and keys["moe_kernel"] == "capacity":
-        keys["moe_kernel"] = "auto"  # rows beyond the capacity would be dropped by what else is in the batch
-    model = ModelConfig.from_dict(ConfigDict(keys))
-    if model.experts:
-        model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
+    if keys["experts"]:
+        if keys["moe_kernel"] == "capacity":  # it drops rows beyond the capacity, so answers would depend on the batch
+            keys["moe_kernel"] = "auto"
+        keys["moe_kernel"], _ = choose_moe_kernel(ModelConfig.from_dict(keys), platform)
+    model = ModelConfig.from_dict(keys)
     if base != WIDE and (model.experts or model.attention_kind != "gqa"):
         what = "experts" if model.experts else "latent attention"
         raise UserError(

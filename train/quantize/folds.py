@@ -102,6 +102,7 @@ def _norm(name: str):
 
 
 def _values(config: ModelConfig, found: dict[str, np.ndarray], scale_I: np.ndarray) -> np.ndarray:
+    # Inputs of the output product that read the same values have one scale (`shared`).
     scale_GK = scale_I.reshape(config.n_kv_heads, -1, config.d_head)[:, 0]
     for path in ("attention.w_v", "attention.b_v"):
         if path in found:

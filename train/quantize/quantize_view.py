@@ -104,18 +104,13 @@ def result_page(result: QuantizationResult) -> str:
             HeaderFigure("perplexity", f"{result.after:.3f}", f"{result.before:.3f} before"),
             HeaderFigure("weights", human(after), f"{human(before)} in 16 bits", f"{after:,} bytes"),
         ],
-        weights=[_short(name) for name in result.weights],
+        weights=[path.rsplit(".w_", 1)[-1] for path in result.weights],  # attention.w_q -> q
         heat=heat(result),
         sizes=table(sizes, [*result.components.items(), ("all", result.bytes)]),
         programs=table(programs, list(result.memory.device.items())),
         limit=result.memory.limit,
         host=result.memory.host,
     )
-
-
-def _differ(result: QuantizationResult) -> bool:
-    """Whether any written weight differs from plain rounding."""
-    return any(one["error"] != one["rounding"] for row in result.layers for one in row["weights"])
 
 
 def page_data(result: QuantizationResult) -> dict[str, Any]:
@@ -125,7 +120,8 @@ def page_data(result: QuantizationResult) -> dict[str, Any]:
         "written": [mean_error(row)[1] for row in result.layers],
         "residual stream": [row["stream"] for row in result.layers],
     }
-    if not _differ(result):
+    products = [product for row in result.layers for product in row["weights"]]
+    if all(product["error"] == product["rounding"] for product in products):  # the folder has plain rounding
         del shares["written"]
     return {"layers": [row["layer"] for row in result.layers], "shares": shares}
 
@@ -150,11 +146,6 @@ def heat(result: QuantizationResult) -> list[dict[str, Any]]:
         }
         for row in result.layers
     ]
-
-
-def _short(path: str) -> str:
-    """attention.w_q -> q"""
-    return path.rsplit(".w_", 1)[-1]
 
 
 def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:

@@ -136,8 +136,10 @@ class Folder:
           UserError: as `open`; or it holds a pickled adapter, or a model.
         """
         root = _folder(path, ADAPTER_CONFIG)
-        if not os.path.lexists(root / ADAPTER) and (found := _others(root, NO_ADAPTER)):
-            raise UserError(f"{root} has {found[0]} and no {ADAPTER}: {found[1]}")
+        if not os.path.lexists(root / ADAPTER):
+            other = _others(root, NO_ADAPTER)
+            if other:
+                raise UserError(f"{root} has {other[0]} and no {ADAPTER}: {other[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
         file = _file(root, ADAPTER)
         state = _state(file)
@@ -250,23 +252,20 @@ def _file(root: Path, name: str) -> Path:
         raise UserError(f"{root} has no {_shown(name)}: download it") from None
     if not stat.S_ISREG(mode):
         raise UserError(f"{path} is no regular file: download it")
-    real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(os.path.realpath(inside)) for inside in _inside(root)):
+    real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    allowed = [real_root]
+    if real_root.parent.name == "snapshots":  # of Hugging Face's cache, which links to its blobs
+        allowed.append(Path(os.path.realpath(real_root.parents[1] / "blobs")))
+    if not any(real.is_relative_to(folder) for folder in allowed):
         raise UserError(f"{path} is a link out of the folder, to {real}: put the file itself there")
     return path
-
-
-def _inside(root: Path) -> list[Path]:
-    """Returns the folders in which files may really lie: the folder itself, and the blobs of Hugging Face's cache if
-    the folder is one of its snapshots."""
-    real = Path(os.path.realpath(root))
-    return [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
 
 
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     """Reads (the object in a JSON file of the folder, the bytes of the file)."""
     path = _file(root, name)
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
         raise UserError(f"{path} has {size:,} bytes: no such file is that long, download it again")
     content = path.read_bytes()
     try:
@@ -281,28 +280,26 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
 def _config(root: Path) -> tuple[dict[str, Any], bytes]:
     """Reads (the object of config.json, its bytes). If there is no config.json, the error names what is there
     instead."""
-    if not os.path.lexists(root / CONFIG) and (found := _others(root, UNREADABLE)):
-        raise UserError(f"{root} has {found[0]} and no {CONFIG}: {found[1]}")
+    if not os.path.lexists(root / CONFIG):
+        other = _others(root, UNREADABLE)
+        if other:
+            raise UserError(f"{root} has {other[0]} and no {CONFIG}: {other[1]}")
     return _read_json(root, CONFIG)
 
 
 def _index(root: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index; {} for a folder with one file."""
     if not os.path.lexists(root / INDEX):
-        if not os.path.lexists(root / SINGLE):
-            raise _nothing(root)
-        return {}
+        if os.path.lexists(root / SINGLE):
+            return {}
+        other = _others(root, (*UNREADABLE, UNNAMED))
+        if other:
+            raise UserError(f"{root} has {other[0]} and no {SINGLE}: {other[1]}")
+        raise UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
     found = _read_json(root, INDEX)[0].get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise UserError(f"{root / INDEX} is damaged (weight_map is no object of file names): download it again")
     return found
-
-
-def _nothing(root: Path) -> UserError:
-    """Returns the error for a folder without weights that can be read."""
-    if found := _others(root, (*UNREADABLE, UNNAMED)):
-        return UserError(f"{root} has {found[0]} and no {SINGLE}: {found[1]}")
-    return UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
 
 
 def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:

@@ -151,20 +151,19 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Tensor
     """
     found = {}
     for path in paths:
-        row = family.rows.get(re.sub(r"\.\d+$", f".{EXPERT}", re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)))
+        in_table = re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)
+        in_table = re.sub(r"\.\d+$", f".{EXPERT}", in_table)
+        row = family.rows.get(in_table)
         if row is None:
             raise UserError(
                 f"{family.architecture} has no tensor for our parameter {path}: set the key of "
                 "config.model that adds it as that family has it"
             )
-        found[path] = (row, _numbered(row.tensor, path))
+        tensor, parts = row.tensor, path.split(".")
+        if parts[0] == "blocks":
+            tensor = tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1])
+        found[path] = (row, tensor)
     return found
-
-
-def _numbered(tensor: str, path: str) -> str:
-    """Returns the name of a tensor with the numbers of layer and expert of our path."""
-    parts = path.split(".")
-    return tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1]) if parts[0] == "blocks" else tensor
 
 
 @functools.lru_cache(maxsize=16)
