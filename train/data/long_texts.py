@@ -57,9 +57,10 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
         if held is None:
             held = window
             continue
-        if not waiting and (found := _joint(held, first, window)):
-            yield held.ids[first : found[0]]
-            held, first = window, found[1]
+        joint = None if waiting else _joint(held, first, window)
+        if joint:
+            yield held.ids[first : joint[0]]
+            held, first = window, joint[1]
             continue
         waiting += window.text[held.stop + len(waiting) - window.start :]
         if len(waiting) >= len(held.text):  # twice as long each time: the work stays in proportion to the text

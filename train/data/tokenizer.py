@@ -284,7 +284,8 @@ def _panics_silenced() -> Iterator[None]:
                 os.dup2(screen, 2)
                 os.close(screen)
                 file.seek(0)
-                if not panicked and (printed := file.read()):
+                printed = file.read()
+                if printed and not panicked:
                     os.write(2, printed)
     finally:
         REDIRECTING.release()

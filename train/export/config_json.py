@@ -44,8 +44,10 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
     Raises:
       UserError: no family that transformers has computes this model; the keys that stand in the way.
     """
-    if folder is not None and (raw := _updated(model, folder)) is not None:
-        return raw
+    if folder is not None:
+        updated = _updated(model, folder)
+        if updated is not None:
+            return updated
     others: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
         raw = _written(name, family, model)

@@ -96,11 +96,14 @@ class Parameters:
                 "model alone and cannot be exported with it"
             )
         for path, place in stored.items():
-            # All layers and experts are read, then, and with the last of them each stack is verified.
-            if place and (found := run.arrays[place.array].shape) != (asked := (*place.sizes, *shapes[path])):
+            if place is None:
+                continue
+            # With equal shapes all layers and experts are read, and with the last of them each stack is verified.
+            found, expected = run.arrays[place.array].shape, (*place.sizes, *shapes[path])
+            if found != expected:
                 raise UserError(
                     f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
-                    f"the model in its config.json {list(asked)}: restore config.json"
+                    f"the model in its config.json {list(expected)}: restore config.json"
                 )
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)

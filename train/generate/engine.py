@@ -118,15 +118,11 @@ class Engine:
             left -= taken
             wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
         self._room(wanted)
-        return self._run(
-            [
-                (one, start)
-                for one in behind
-                if one in self.running
-                for start in range(one.computed, wanted[one.number], width)
-            ],
-            width,
-        )
+        pieces = []
+        for one in behind:
+            if one in self.running:  # not preempted for want of pages
+                pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
+        return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
         """Returns the width of the pieces with which a step computes the most tokens of these prompts. Of several such

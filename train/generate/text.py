@@ -61,11 +61,12 @@ class Growing:
         return new + (self.finish() if one.ended else "")
 
     def _show(self, whole: str, final: bool) -> str:
-        found = [place for stop in self.stops if (place := whole.find(stop)) >= 0]
-        if found:
-            self.stopped, end = True, min(found)
-        else:
-            end = len(whole) if final else len(whole) - max((_begun(whole, stop) for stop in self.stops), default=0)
+        stops = [whole.find(stop) for stop in self.stops if stop in whole]
+        end = len(whole)
+        if stops:
+            self.stopped, end = True, min(stops)
+        elif not final:  # what may become a stop string is held back
+            end -= max((_begun(whole, stop) for stop in self.stops), default=0)
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
 

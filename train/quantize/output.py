@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,13 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
 
 
 def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
-    """Component -> (bytes of its weights in 16 bits, bytes in the folder)."""
-    wide: dict[str, int] = {}
+    """Returns component -> (bytes of its weights in 16 bits, bytes in the folder)."""
+    sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
-        size = 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes_of(origin.model)))
-        wide[_component(path)] = wide.get(_component(path), 0) + size
-    return {
-        name: (size, sum(one.nbytes for one in tensors if _component(one.path) == name)) for name, size in wide.items()
-    }
+        unquantized[_component(path)] += 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes))
+    for tensor in tensors:
+        written[_component(tensor.path)] += tensor.nbytes
+    return {name: (size, written[name]) for name, size in unquantized.items()}
 
 
 def _component(path: str) -> str:

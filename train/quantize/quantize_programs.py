@@ -83,11 +83,11 @@ class Programs:
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Checkpoint name of an input -> sum of |x| [I], X'X [I, I]."""
-        return {
-            fold.input: (self._array(size), self._array(size, size))
-            for fold in self.folds
-            for size in [self.inputs_of(fold)]
-        }
+        sums = {}
+        for fold in self.folds:
+            size = self.inputs_of(fold)
+            sums[fold.input] = self._array(size), self._array(size, size)
+        return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Sums of no tokens, on the device."""

@@ -195,13 +195,10 @@ class Quantization:
         """The written parameters outside the layers, on the device; the padding of the vocabulary is zeros."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
-        return put(
-            {
-                path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
-                for path, array in stored.items()
-            },
-            like,
-        )
+        padded = {}
+        for path, array in stored.items():
+            padded[path] = np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
+        return put(padded, like)
 
     def _embed(self, shell: Any, tokens_NL: np.ndarray) -> np.ndarray:
         rows = self.programs.sizes.rows

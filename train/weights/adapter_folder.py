@@ -97,9 +97,9 @@ def origin(adapter: str, base: str) -> str:
     theirs = folder.config.get("base_model_name_or_path")
     if not isinstance(theirs, str) or not theirs:
         return f"from {folder.path}"
-    name, places = PurePath(theirs).name, (Path(base).absolute(), Path(base).resolve())
+    name, folders = PurePath(theirs).name, (*Path(base).absolute().parts, *Path(base).resolve().parts)
     # A cache of downloads has the name in a folder above, behind that of its owner.
-    if any(part == name or part.endswith(f"--{name}") for place in places for part in place.parts):
+    if any(part == name or part.endswith(f"--{name}") for part in folders):
         return f"from {folder.path}"
     return f"from {folder.path}, trained over {_shown(theirs)} by their {ADAPTER_CONFIG}, here over {base}"
 
@@ -146,21 +146,20 @@ def adapter_leaves(
 def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
     """Returns name on disk of each matrix that may have an adapter -> (our dotted path, its row)."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
-    return {
-        row.tensor.replace(LAYER, str(layer)): (ours.replace(LAYER, str(layer)), row)
-        for layer in range(layers)
-        for ours, row in rows.items()
-    }
+    matrices: dict[str, tuple[str, TensorRow]] = {}
+    for layer in map(str, range(layers)):
+        for ours, row in rows.items():
+            matrices[row.tensor.replace(LAYER, layer)] = (ours.replace(LAYER, layer), row)
+    return matrices
 
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
     """Returns the targets of a folder's adapters, from the names of its tensors, since `target_modules` may be
     patterns."""
-    known = {
-        tensor_name(name, half): path.rpartition(".w_")[2]
-        for name, (path, _) in _matrices(family, layers).items()
-        for half in "ab"
-    }
+    known: dict[str, str] = {}
+    for name, (path, _) in _matrices(family, layers).items():
+        for half in "ab":
+            known[tensor_name(name, half)] = path.rpartition(".w_")[2]
     if surplus := sorted(set(folder.tensors) - set(known)):
         raise UserError(
             f"{folder.path} has tensor {_shown(surplus[0])}, which is no adapter of a matrix of our blocks "

@@ -308,8 +308,11 @@ def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[s
         names = sorted(os.listdir(root))
     except OSError:  # not ours to read
         return None
-    found = ((name, why) for ends, why in kinds for name in names if name.endswith(ends))
-    return next(((_shown(name), why) for name, why in found), None)
+    for ends, why in kinds:
+        for name in names:
+            if name.endswith(ends):
+                return _shown(name), why
+    return None
 
 
 _PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"

@@ -207,9 +207,10 @@ def _leaf(
 ) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
-        if ".experts." in name and (fused := next((one for one in folder.tensors if one.endswith(FUSED)), "")):
+        fused = [one for one in folder.tensors if one.endswith(FUSED)]
+        if ".experts." in name and fused:
             raise UserError(
-                f"{folder.path} has the experts of a layer in one tensor, {fused}: load it in transformers "
+                f"{folder.path} has the experts of a layer in one tensor, {fused[0]}: load it in transformers "
                 "and save it with save_pretrained, which gives each expert its own"
             )
         raise UserError(

@@ -67,21 +67,21 @@ def load_leaves(
     held = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {dotted(path): _Target(like) for path, like in flat}
-    parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
-    jobs: list[_Job | QuantizedJob] = [
-        job
-        for path, _ in flat
-        if (name := dotted(path)) not in parts
-        for job in _jobs(targets[name], _held(name, held))
-    ]
+    jobs: list[_Job | QuantizedJob] = []
+    parts: set[str] = set()  # arrays of quantized weights
     for name, (base, matrix) in quantized.items():
-        own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
-        jobs += [
-            QuantizedJob(
-                leaf, base, matrix, {part: target.shards for part, target in own.items()}, next(iter(index), None)
-            )
-            for index, leaf in _held(name, held).items()
-        ]
+        shards = {part: targets[f"{name}.{part}"].shards for part in parts_of(base, matrix)}
+        parts.update(f"{name}.{part}" for part in shards)
+        for index, leaf in _held(name, held).items():
+            jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
+    for name, target in targets.items():
+        if name in parts:
+            continue
+        for shard in target.shards:
+            for index, leaf in _held(name, held).items():
+                # The leading spans of the shard are those of layers and experts.
+                if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
+                    jobs.append(_Job(leaf, shard, index))
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -209,16 +209,6 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
 def dotted(path: Sequence[Any]) -> str:
     """Returns a jax path of keys as a dotted path."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-
-
-def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
-    """Returns the jobs that fill one array. held: its leaves by their index in the leading axes."""
-    return [
-        _Job(leaf, shard, index)
-        for shard in target.shards
-        for index, leaf in held.items()
-        if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans))
-    ]
 
 
 def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:

@@ -70,10 +70,10 @@ def by_row(
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
     """Returns `arrays` with their indices changed to the rows of stacks. order: stack -> the layer of each row, -1 for
     an unused row."""
-    rows = {
-        stack: [row for _, row in sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)]
-        for stack, layers in order.items()
-    }
+    rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
+    for stack, layers in order.items():
+        used = [row for row, layer in enumerate(layers) if layer >= 0]
+        rows[stack] = sorted(used, key=layers.__getitem__)
     found = dict(arrays)
     for array, parts in arrays.items():
         stack, _, rest = array.partition(".")
