@@ -38,7 +38,7 @@ from bytescope.train.weights.stacks import by_array
 
 # A dtype to compute in -> the row of precisions that has it.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-WIDE = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
+UNQUANTIZED = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
 Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to read
 
 
@@ -79,7 +79,7 @@ class Source:
     begin: tuple[int, ...]
     ends: frozenset[int]
     length: int
-    base: str = WIDE
+    base: str = UNQUANTIZED
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
@@ -169,12 +169,17 @@ def _source_of_folder(path: Path) -> Source:
         begin=tokenizer.around[0] if tokenizer else (),
         ends=frozenset(ends),
         length=min(config.model.max_seq_len, window or config.model.max_seq_len),
-        base=packed.base if packed else WIDE,
+        base=packed.base if packed else UNQUANTIZED,
     )
 
 
 def describe_model(
-    config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1, dtype: str = "", base: str = WIDE
+    config: ConfigDict,
+    devices: Sequence[jax.Device],
+    fsdp: int = 1,
+    tensor: int = 1,
+    dtype: str = "",
+    base: str = UNQUANTIZED,
 ) -> Model:
     """Describes the model of a config on fsdp x tensor devices.
 
@@ -196,7 +201,7 @@ def describe_model(
             keys["moe_kernel"] = "auto"
         keys["moe_kernel"], _ = choose_moe_kernel(ModelConfig.from_dict(keys), platform)
     model = ModelConfig.from_dict(keys)
-    if base != WIDE and (model.experts or model.attention_kind != "gqa"):
+    if base != UNQUANTIZED and (model.experts or model.attention_kind != "gqa"):
         what = "experts" if model.experts else "latent attention"
         raise UserError(
             f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave --weights out"

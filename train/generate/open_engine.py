@@ -23,7 +23,7 @@ from bytescope.model.quantized.quantized_formats import format_of
 from bytescope.train.generate.budget import Budget, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.generate_flags import KV
-from bytescope.train.generate.model_source import WIDE, Source, describe_model
+from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.source import title_of
@@ -118,14 +118,14 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
       DoesNotFit: no page is left. UserError: what the user can mend.
     """
     devices = target.devices()
-    base = args.weights or WIDE
+    base = args.weights or UNQUANTIZED
     steps = _steps(args, config, devices, base)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
     found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(steps.model.precision.compute).name
-    if base != WIDE:
+    if base != UNQUANTIZED:
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",

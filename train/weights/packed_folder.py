@@ -28,7 +28,7 @@ class PackedFolder:
 
     Fields:
       base: the row of FORMATS that its weights are stored as. names: our path of a weight -> its tensor's name without
-      what the layout adds. wide: all other parameters.
+      what the layout adds. unquantized: all other parameters.
     """
 
     folder: Folder
@@ -36,7 +36,7 @@ class PackedFolder:
     layout: PackedLayout
     group: int
     names: Mapping[str, str]
-    wide: Mapping[str, Leaf]
+    unquantized: Mapping[str, Leaf]
 
     @classmethod
     def open(cls, folder: Folder, model: ModelConfig) -> PackedFolder | None:
@@ -121,7 +121,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
                 last = weight, _arrays(packed.read(weight))
             array = last[1][part].reshape(like.shape)
         else:
-            array = packed.wide[path].read().astype(like.dtype)
+            array = packed.unquantized[path].read().astype(like.dtype)
         made.append(jax.device_put(array, like.sharding))
         done += made[-1].nbytes
         tell(done, total)
