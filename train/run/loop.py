@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bytescope.memory.devices.live import predicted_in_use, sample
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.checkpoints.workdir import METRICS, Identity, claimed
+from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
 from bytescope.train.launch.failures import explained
@@ -38,6 +38,7 @@ from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_eval
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
+from bytescope.train.source import METRICS
 from bytescope.train.step.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.step.routing import loads_by_layer, routing_row
 from bytescope.train.step.state import TrainState
