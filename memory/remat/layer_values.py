@@ -122,11 +122,18 @@ def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, orde
     graph = LayerGraph(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
     graph = with_names(graph, worth_deciding(graph) | {value.label for value in counted.values() if value.name})
     values = {}
-    for one in counted.values():
-        if one.label in graph.names:
-            kinds = tuple(dict.fromkeys(one.kinds))
-            values[one.label] = Value(
-                one.label, kinds, one.name, one.key, one.place, one.type, one.count, one.bytes, one.where
+    for value in counted.values():
+        if value.label in graph.names:
+            values[value.label] = Value(
+                value.label,
+                tuple(dict.fromkeys(value.kinds)),
+                value.name,
+                value.key,
+                value.place,
+                value.type,
+                value.count,
+                value.bytes,
+                value.where,
             )
     return LayerValues(graph, values, tuple(orders), known)
 
