@@ -7,20 +7,21 @@ on every device, and the masked part of causal attention does not count. `memory
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.cost.host_transfers import TO_DEVICE, TO_HOST
 from bytescope.memory.cost.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
-from bytescope.memory.records.report_record import STEP_PHASES, Collective, ReportRecord
+from bytescope.memory.records.report_record import STEP_PHASES, Collective, Transfer
 
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
 def by_phase(
-    report: ReportRecord,
+    collectives: Iterable[Collective],
+    transfers: Iterable[Transfer],
     kernel_bytes: Mapping[str, Mapping[str, int]],
     flops: Mapping[tuple[str, str], float],
     mesh: Axes,
@@ -29,7 +30,7 @@ def by_phase(
     """Phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
 
     Args:
-        report: its collectives and transfers are read.
+        collectives, transfers: of the program.
         kernel_bytes: phase -> bytes, from `memory.cost.kernel_costs.find`.
         flops: (phase, unit) -> FLOPs of one device.
         mesh: names and sizes of the mesh axes, the last axis over neighbouring devices.
@@ -49,17 +50,17 @@ def by_phase(
         }
     for (phase, unit), count in flops.items():
         out[phase]["flops"][unit] = count
-    for item in report.collectives:
+    for item in collectives:
         hosts = hosts_of(item.axes, item.group, mesh, per_host)
         kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
         out[_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_sent(item, hosts))
-    for row in report.transfers:
+    for row in transfers:
         out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
     return out
 
 
 def _phase(name: str) -> str:
-    """The phase of the work: what carries no mark of a transformation is done before and for the forward pass."""
+    """The phase of the work; an operation without the mark of a transformation belongs to the forward pass."""
     return name if name in STEP_PHASES else "forward"
 
 
@@ -69,9 +70,12 @@ _EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
 
 def _sent(item: Collective, hosts: int) -> float:
-    """Bytes that a device sends at least over the slowest link of a collective: in a host those on the wire, over hosts
-    those through the network card beside it. A ring over a group crosses from host to host once for all its devices
-    there, so each of their cards carries a share (NCCL runs as many rings)."""
+    """Minimum bytes that a device sends over the slowest link of a collective: on the wire within a host, through its
+    network card between hosts.
+
+    A ring crosses from host to host once for all devices of the host, so each of their network cards carries a share
+    (NCCL runs one ring per card).
+    """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:
         return WIRE[item.kind](hosts) * item.bytes / inside
@@ -81,8 +85,8 @@ def _sent(item: Collective, hosts: int) -> float:
 
 
 def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
-    """Over how many hosts of `per_host` devices, counted row by row, a group of devices along `axes` of a mesh is
-    spread at most; without the mesh's axes, how many `group` devices need.
+    """Maximum number of hosts that a group of devices along `axes` of a mesh spans; hosts have `per_host` devices each,
+    counted row by row. If the mesh's axes are unknown, the number of hosts that `group` devices need.
     """
     if not per_host:
         return 1

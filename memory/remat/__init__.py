@@ -9,7 +9,7 @@ there. Two modules build the graph of a problem, both from jax's own derivative 
 of a model that names its values, `layer_values` for the layers of any loss. Third-party losses need more:
 `layer_discovery` finds their layers, `jaxpr_sharding` says over how many devices a value is sharded, `recognition`
 recognizes values without names, and `loss_gradient` is the training step whose policies can be exchanged;
-`memory/report/remat_plan.py` uses them.
+`memory/report/remat_planning.py` uses them.
 
 To give the search more choices: name another value of the block with `checkpoint_name`; names are read from the jaxpr.
 """

@@ -70,13 +70,6 @@ EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
     ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
 }
-# Imports for type checkers that close a circle inside one room; each is to be removed.
-CLOSING = {
-    ("memory.peak.logits", "memory.peak.buffer_rules"),
-    ("memory.report.remat_account", "memory.report.remat_plan"),
-}
-# Folders that import their parent folder and are imported by it; each is to be separated.
-WITHIN = {"memory.report.notebook": "memory.report"}
 
 
 def declared() -> set[str]:

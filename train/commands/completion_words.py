@@ -135,8 +135,8 @@ def _keys() -> dict[str, str]:
     """Config key -> kind of its value."""
     from bytescope.configs import base
     from bytescope.train.parallel.xla_options import TABLE
-    from bytescope.train.program.checks import CHOICES, OF_THE_MODEL
     from bytescope.train.program.config_files import flatten
+    from bytescope.train.program.valid_values import CHOICES, OF_THE_MODEL
 
     tables: dict[str, Any] = {
         **CHOICES,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,8 @@ def _report_step(args: argparse.Namespace) -> int:
     flat, target = configs.flatten(config), targets.parse(args.target)
     program = build_program(config, target)
     prepared = prepare_program(program, target, flat)
-    report, compilation = report_command.make_report(prepared, subject_of(args.config, args.overrides, prepared))
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+    report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}

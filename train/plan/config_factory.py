@@ -156,9 +156,10 @@ def config_mistakes() -> Iterator[None]:
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
     from bytescope.train.program.checks import check_without_devices
+    from bytescope.train.program.program_settings import read_settings
 
     with config_mistakes():
-        check_without_devices(configs.load(name, overrides))
+        check_without_devices(read_settings(configs.load(name, overrides)))
 
 
 def build_program(config: ConfigDict, target: Target) -> Program:
@@ -207,10 +208,10 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     )
 
 
-def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram) -> Subject:
-    """What the report of a config's step calls it, without its model FLOPs.
+def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
+    """Returns what the report of a config's step calls it.
 
-    name, overrides: as the command line gives them.
+    name, overrides: as the command line gives them. model_flops: of one call, over all devices.
     """
     return Subject(
         name=configs.title_of(name),
@@ -219,6 +220,7 @@ def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: Prepare
         policy=program.policy,
         tokens=program.tokens_per_update or 0,
         calls=program.calls_per_update,
+        model_flops=model_flops,
     )
 
 

@@ -289,11 +289,11 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
     if config["remat.policy"] == "auto":
         return ()
-    from bytescope.model.remat.policies import POLICIES, RematPlan
+    from bytescope.model.remat.policies import POLICIES, LayerPolicies
 
     save, offload, ranges = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
     segments = []
-    for part in RematPlan(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
+    for part in LayerPolicies(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
         policy, row = part.name if part.name in POLICIES else "custom", part.policy
         saved = [name for name in row.names if name not in row.moved]
         segments.append(segment(policy, part.stop - part.start, part.groups, saved, row.moved))
