@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescope.memory.cost import flops
-from bytescope.model.fp8.fp8_kernel import scaled_product
-from bytescope.model.fp8.fp8_products import MAX, TILE, Linear, dequantize, emulated, linear, quantize, rows
+from bytescope.model.fp8 import MAX, TILE, Linear, dequantize, emulated, linear, quantize, rows, scaled_product
 from bytescope.model.placement import HERE
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout

@@ -20,7 +20,7 @@ from bytescope.model.remat.policies import (
     MATMULS,
     OUTSIDE_CORE,
     POLICIES,
-    RematPlan,
+    LayerPolicies,
 )
 from bytescope.train.program.program import build
 from support.exhaustive import exhaustive
@@ -276,12 +276,12 @@ def test_square_root_checkpointing_keeps_a_third_of_full_at_64_layers():
 
 def test_groups_are_the_divisor_nearest_the_root():
     for layers, groups in ((64, 8), (32, 4), (48, 6), (13, 1), (12, 3)):
-        assert RematPlan("sqrt").segments(layers)[0].groups in (groups, layers // groups), layers
-    assert RematPlan("full").segments(64)[0].groups == 1
+        assert LayerPolicies("sqrt").segments(layers)[0].groups in (groups, layers // groups), layers
+    assert LayerPolicies("full").segments(64)[0].groups == 1
 
 
 def test_ranges_cover_all_layers_in_order():
-    found = [(s.start, s.stop, s.name) for s in RematPlan("full", layers=("8-10:dots", "0-2:none")).segments(12)]
+    found = [(s.start, s.stop, s.name) for s in LayerPolicies("full", layers=("8-10:dots", "0-2:none")).segments(12)]
     assert found == [(0, 2, "none"), (2, 8, "full"), (8, 10, "dots"), (10, 12, "full")]
 
 

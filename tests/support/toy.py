@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig
-from bytescope.model.fp8.fp8_products import TILE
+from bytescope.model.fp8 import TILE
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.pipeline.layer_order import reordered

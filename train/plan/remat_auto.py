@@ -24,9 +24,10 @@ from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, most_ranges
 from bytescope.train.plan.remat_keys import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
-from bytescope.train.program.checks import check_values
+from bytescope.train.program.checks import check
 from bytescope.train.program.config_files import flatten, override
-from bytescope.train.program.program import Program, build
+from bytescope.train.program.program import Program, assemble, build
+from bytescope.train.program.program_settings import Settings, read_settings
 from bytescope.train.user_errors import DoesNotFit
 
 # Peaks of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
@@ -134,17 +135,18 @@ def settled_program(
     Its arguments are those of `settle`, and it raises what `settle` and `train.program.program.build` raise.
     """
     devices = jax.devices() if devices is None else list(devices)
-    config, decided = settle(config, devices, tell, agree)
-    return dataclasses.replace(build(config, devices), decided=decided)
+    settings, decided = settle(read_settings(config), devices, tell, agree)
+    return assemble(check(settings, devices), decided)
 
 
 def settle(
-    config: ConfigDict,
+    settings: Settings,
     devices: Sequence[jax.Device],
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
-) -> tuple[ConfigDict, str]:
-    """The config with `remat.policy=auto` replaced by a plan, and the plan in a line; without it the config and "".
+) -> tuple[Settings, str]:
+    """Returns the settings with `remat.policy=auto` replaced by a plan, and the plan in a line; without `auto` the
+    settings and "".
 
     Processes that train together need the same program: each of them searches, with the budget of process 0, and takes
     the plan of process 0.
@@ -155,38 +157,38 @@ def settle(
 
     Raises:
       DoesNotFit: no plan fits the budget.
-      ValueError: a value that is in no table, a budget that is not a valid size, or a config that cannot run.
+      ValueError: the policy is not that of process 0, or the config cannot run.
     """
-    check_values(config)
-    first = agree(config.remat.policy)
-    if first != config.remat.policy:
+    policy = settings.remat.policy
+    first = agree(policy)
+    if first != policy:
         raise ValueError(
-            f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
-            "processes the same config"
+            f"remat.policy={policy} differs from process 0, which has {first}: give all processes the same config"
         )
-    if config.remat.policy != AUTO:
-        return config, ""
-    return _decide(config, devices, tell, agree)
+    if policy != AUTO:
+        return settings, ""
+    keys, line = _decide(settings, devices, tell, agree)
+    return read_settings(with_keys(settings.config, keys)), line
 
 
 def _decide(
-    config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None], agree: Callable[[Any], Any]
-) -> tuple[ConfigDict, str]:
-    """The config with a plan in the place of `auto`, and the plan in a line; raises as `settle` does."""
-    if config.remat.granularity != "block":
+    settings: Settings, devices: Sequence[jax.Device], tell: Callable[[str], None], agree: Callable[[Any], Any]
+) -> tuple[dict[str, str], str]:
+    """Returns the keys of the plan, dotted key -> text, and the plan in a line; raises as `settle` does."""
+    remat = settings.remat
+    if remat.granularity != "block":
         raise ValueError(
-            f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
+            f"remat.granularity={remat.granularity} with remat.policy=auto, which chooses what a "
             "whole block keeps; set remat.granularity=block"
         )
-    for key in ("layers", "save", "offload"):
-        if config.remat[key]:
+    for key, names in (("layers", remat.layers), ("save", remat.save), ("offload", remat.offload)):
+        if names:
             raise ValueError(
-                f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses it: "
-                "give one of the two"
+                f"remat.{key}={','.join(names)} with remat.policy=auto, which chooses it: give one of the two"
             )
-    compiler = Compiler(config, devices)
+    compiler = Compiler(settings.config, devices)
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
-    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
+    budget = budget_of(remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 
     def show(tried: CompiledPlan) -> None:
         compiled = tried.compiled
@@ -214,5 +216,4 @@ def _decide(
             "batch.micro with more accumulation, or try bytescope fit",
             advice.lines(full, advice.open_levers(full), []),
         )
-    keys, line = found
-    return with_keys(config, keys), line
+    return found

@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.formulas import reconcile, rematerialized
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
+from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, gpt
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
 from bytescope.train.program.program import build
