@@ -313,7 +313,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         partwise=partwise,
         fused=_make_fused(choices, graph, weights, partwise, abstract.drops),
         routed=choices.model.routed,
-        bias_rate=_bias_rate(choices),
+        bias_rate=_bias_rate(choices, abstract),
         pipeline=pipeline,
     )
     return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
@@ -428,9 +428,9 @@ def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> t
     return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
 
 
-def _bias_rate(choices: Choices) -> float:
+def _bias_rate(choices: Choices, abstract: Transformer) -> float:
     """By how much an update moves the routers' biases; 0 without biases, or if their routers are frozen."""
-    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(choices.abstract()))
+    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 
