@@ -33,15 +33,14 @@ from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
-from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.optimizer.host_offload import hosted_state, in_turns
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
 from bytescope.train.step.optimizer.trainable import stored_frozen
-from bytescope.train.step.parts import Loss, StepParts
 from bytescope.train.step.state import TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
+from bytescope.train.step.train_step import ACCUMULATION, Loss, StepParts, eval_step, fused_step
 
 
 @dataclasses.dataclass(frozen=True)
