@@ -118,7 +118,7 @@ def _kind(action: argparse.Action) -> str:
 
 def _lists() -> dict[str, str]:
     """Flags that take several names with commas between them."""
-    from bytescope.memory.formulas.adapter_formulas import TARGETS
+    from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
     from bytescope.train.plan.fit import fit_space

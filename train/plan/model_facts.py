@@ -11,12 +11,9 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
+from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule

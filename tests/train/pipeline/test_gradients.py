@@ -69,7 +69,6 @@ def plain():
         (2, 1, {"pipeline.schedule": "v"}),
         *exhaustive(
             (4, 2, {}),
-            (8, 1, {}),
             (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
         ),
     ],
