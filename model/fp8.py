@@ -96,7 +96,7 @@ def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Arra
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """The same product in the GPU's fp8 units."""
+    """Returns the product of `emulated`, computed by the GPU's fp8 units."""
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 

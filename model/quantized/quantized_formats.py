@@ -51,9 +51,9 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a weight is stored. Names of arrays are keys of the dicts.
+    """How a weight is stored. Keys of the dicts are names of arrays.
 
-    block: inputs that share a scale; 0 for all. parts: what a weight is stored as.
+    block: inputs that share a scale; 0 for all. parts: shapes of the arrays of a weight.
     on_device: weights [inputs, outputs] -> the arrays, output dimensions flattened.
     decode: the arrays -> float32 weights [inputs, ...], output dimensions as they are.
     """
@@ -111,7 +111,9 @@ INT8_MAX, INT8_STEP = np.float32(127), np.float32(1 / 127)
 
 
 def encode_int8(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; 0 for zeros alone."""
+    """Returns codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; an output
+    of zeros has scale 0.
+    """
     x = w_OI.astype(np.float32, order="C")
     largest = np.maximum(x.max(-1), -x.min(-1))
     x *= (INT8_MAX / np.where(largest > 0, largest, 1))[:, None]

@@ -50,11 +50,11 @@ class Scaling:
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def factor(self, state: LossScale) -> jax.Array:
-        """What the summed loss is multiplied by, float32."""
+        """Returns the factor of the summed loss, float32."""
         return state.scale / 2.0 ** math.ceil(math.log2(self.positions))
 
     def after(self, state: LossScale, finite: jax.Array) -> LossScale:
-        """The state after an update whose gradients were `finite` or not (a boolean array of no dimensions)."""
+        """Returns the state after an update whose gradients were `finite` or not (a boolean scalar)."""
         good = jnp.where(finite, state.good + 1, 0)
         grown = good >= self.growth_every
         scale = jnp.where(
