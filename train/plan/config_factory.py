@@ -20,6 +20,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import title_of
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -214,7 +215,7 @@ def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: Prepare
     name, overrides: as the command line gives them. model_flops: of one call, over all devices.
     """
     return Subject(
-        name=configs.title_of(name),
+        name=title_of(name),
         changes=tuple(f"{key}={value}" for key, value in overrides),
         batch=program.batch,
         policy=program.policy,

@@ -19,7 +19,7 @@ class Step:
     """One variant of the walk.
 
     Fields:
-        stage: a key of `train.plan.fit.fit_text.STAGES`. what: the variant in words. keys: dotted key -> text.
+        stage: a key of `train.plan.fit.fit_progress.STAGES`. what: the variant in words. keys: dotted key -> text.
         answer: the worker's (`memory.compare.worker`); its `status` is "ok", or why the variant cannot run.
         fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
         prediction: its seconds; None for a variant that cannot run.

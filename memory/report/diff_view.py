@@ -1,22 +1,30 @@
-"""Two reports against each other as one HTML file that opens offline: both timelines, and what grew and shrank.
+"""Two reports against each other, on the terminal and as a page: both timelines, and what grew and shrank.
 
-What does not move is prepared here for `templates/diff.html`; the timelines and the waterfall are drawn by
-`static/diff.js`.
+The page is one HTML file that opens offline: what does not move is prepared here for `templates/diff.html`; the
+timelines and the waterfall are drawn by `static/diff.js`. `notebook_difference` shows the same columns in a notebook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.records.report_diff import Change, Measure, diff, measures, warnings
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.records.report_diff import Change, Measure, diff, measures, version_changes, warnings
 from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord, TimelinePoint
-from bytescope.memory.report.diff_text import UNITS
 from bytescope.memory.report.report_page import flatten
 from bytescope.memory.units import column_unit, human
-from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, exact, row_name, size, subject, table
+from bytescope.memory.view.elements import HeaderFigure, row_name, subject
+from bytescope.memory.view.figures import exact
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import Items, Prose, blocks
 
+# Buffers that the terminal lists. Figures that differ by less than this share are the same.
+_SHOWN, _SAME = 20, 1e-9
 # Places along the schedule at which both timelines are drawn, and rows of the table, at most.
 MAX_PLACES, MAX_CHANGES = 600, 400
 NOTES = (
@@ -28,7 +36,128 @@ NOTES = (
 )
 
 
-def render(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
+# ---- the tables -----------------------------------------------------------------------------------------------
+
+
+def verdict_of_growth(growth: float) -> str:
+    """The verdict by which a growth is coloured."""
+    if growth > 0:
+        return "exceeds"
+    return "fits" if growth < 0 else "dim"
+
+
+def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
+    """The columns of changes in bytes. title, name: of the column that names them."""
+    return (
+        ColumnView("name", title, "path", read=name),
+        ColumnView("kind", "kind", "text", only=PAGE),
+        ColumnView("before", "before", "bytes"),
+        ColumnView("after", "after", "bytes"),
+        ColumnView(
+            "growth",
+            "change",
+            "growth",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            hover=lambda change: f"{change.growth:+,} bytes",
+        ),
+        ColumnView(
+            "percent_text",
+            "%",
+            "number",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            order=lambda change: round(change.percent, 2) if change.before else 1e9,
+        ),
+    )
+
+
+# Unit of a measure -> how it is written.
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "seconds": lambda seconds: f"{seconds:#.3g} s",
+    "FLOPs": lambda flops: f"{flops / 1e12:,.3g} TFLOP",
+    "bytes": lambda size: human(int(size)),
+}
+
+
+def measured_change(row: Measure) -> float:
+    """The change of a measure; 0 for one so small that it comes from adding the same seconds in another order."""
+    change = row.after - row.before
+    return 0 if abs(change) < _SAME * row.before else change
+
+
+def measured_growth(row: Measure) -> str:
+    """The change in words: "+1.00 s"."""
+    change = measured_change(row)
+    if not change:
+        return "unchanged"
+    return ("+" if change > 0 else "-") + UNITS[row.unit](abs(change))
+
+
+def measured_percent(row: Measure) -> str:
+    """The change in per cent; "new" of what was 0, "" of what is the same."""
+    if not row.before:
+        return "new"
+    change = measured_change(row)
+    return f"{100 * change / row.before:+.1f}" if change else ""
+
+
+MEASURE_COLUMNS = (
+    ColumnView("name", "what", "path", short="seconds, FLOPs of a device, bytes sent"),
+    ColumnView("before", "before", "number", read=lambda row: UNITS[row.unit](row.before)),
+    ColumnView("after", "after", "number", read=lambda row: UNITS[row.unit](row.after)),
+    ColumnView(
+        "change", "change", "number", read=measured_growth, verdict=lambda row: verdict_of_growth(measured_change(row))
+    ),
+    ColumnView("percent", "%", "number", read=measured_percent),
+)
+
+
+def differing(row: tuple[str, str, str]) -> str:
+    """The verdict of a fact of two programs, which stands out where they differ."""
+    return "tight" if row[1] != row[2] and row[0] != "report" else ""
+
+
+# What was compiled: (name, before, after).
+PROGRAM_COLUMNS = (
+    ColumnView("name", path="0"),
+    ColumnView("before", "before", "words", read=lambda row: row[1] or "-", verdict=differing),
+    ColumnView("after", "after", "words", read=lambda row: row[2] or "-", verdict=differing),
+)
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------
+
+
+def render_text(
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN
+) -> RenderableType:
+    """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then the
+    `shown` buffers that changed most, then versions."""
+    sizes = [change for change in changes if change.kind != "buffer"]
+    buffers = [change for change in changes if change.kind == "buffer"]
+    more = len(buffers) - shown
+    told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
+    versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
+    rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
+    measured = measures(before, after)
+    named = change_columns("buffers that changed most", lambda change: change.name)
+    printed = blocks(
+        Group(*told) if told else None,
+        terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
+        terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
+        Group(terminal_table(TableView(named, buffers[:shown])), *rest) if buffers else None,
+        Items(versions, style="dim", separator=";", gap=1) if versions else None,
+    )
+    return printed if printed.renderables else Text("nothing to compare")
+
+
+def _kind_and_name(change: Change) -> str:
+    return f"{change.kind} {change.name}"
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
     """The page of two reports, as text. `names`: what the reports are called, such as their files."""
     changes = diff(before, after)
     parts = [change for change in changes if change.kind != "total"]
@@ -41,10 +170,10 @@ def render(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = (
         figures=_figures(before, after),
         versions="",
         warnings=warnings(before, after),
-        programs=_programs(before, after, names),
-        measures=_measures(measures(before, after)),
+        programs=page_table(_programs(before, after, names)),
+        measures=page_table(TableView(MEASURE_COLUMNS, measures(before, after))),
         same=not _config(before, after),
-        changes=_changes(parts[:MAX_CHANGES]),
+        changes=page_table(_changes(parts[:MAX_CHANGES])),
         left=max(len(parts) - MAX_CHANGES, 0),
         phases=STEP_PHASES,
         notes=NOTES,
@@ -168,22 +297,12 @@ _FACTS = (
 )
 
 
-def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> PageTable:
+def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
     """What was compiled, before and after: what names the programs, then every version and config key that differs."""
     rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
     rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
     rows += _config(before, after)
-    columns = (
-        ("", "name", lambda row: row[0]),
-        ("before", "text", lambda row: _differing(row, 1)),
-        ("after", "text", lambda row: _differing(row, 2)),
-    )
-    return table(columns, [row for row in rows if row[1] or row[2]])
-
-
-def _differing(row: tuple[str, str, str], side: int) -> Cell:
-    """A value, which stands out where the other is not the same."""
-    return Cell(row[side] or "-", kind="tight" if row[1] != row[2] and row[0] != "report" else "")
+    return TableView(PROGRAM_COLUMNS, [row for row in rows if row[1] or row[2]])
 
 
 def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, str]]:
@@ -200,42 +319,6 @@ def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tupl
     return rows
 
 
-# ---- what changed ---------------------------------------------------------------------------------------------
-
-
-def _changes(changes: Iterable[Change]) -> PageTable:
-    columns = (
-        ("what", "name", lambda change: row_name(change.name) or "(no name)"),
-        ("kind", "text", lambda change: change.kind),
-        ("before", "num", lambda change: size(change.before)),
-        ("after", "num", lambda change: size(change.after)),
-        ("change", "num", _change),
-        ("%", "num", _percent),
-    )
-    return table(columns, sorted(changes, key=lambda change: -abs(change.growth)))
-
-
-def _measures(rows: Iterable[Measure]) -> PageTable:
-    columns = (
-        ("what", "name", lambda row: row.name),
-        ("before", "num", lambda row: UNITS[row.unit](row.before)),
-        ("after", "num", lambda row: UNITS[row.unit](row.after)),
-        ("%", "num", lambda row: f"{100 * (row.after / row.before - 1):+.1f}" if row.before else "new"),
-    )
-    return table(columns, list(rows))
-
-
-def _change(change: Change) -> Cell:
-    sign = "+" if change.growth > 0 else "-"
-    return Cell(
-        f"{sign}{human(abs(change.growth))}",
-        f"{change.growth:+,} bytes",
-        "exceeds" if change.growth > 0 else "fits",
-        change.growth,
-    )
-
-
-def _percent(change: Change) -> Cell:
-    if not change.before:
-        return Cell("new", value=1e9)
-    return Cell(change.percent_text, value=round(change.percent, 2))
+def _changes(changes: Iterable[Change]) -> TableView:
+    columns = change_columns("what", lambda change: row_name(change.name) or "(no name)")
+    return TableView(columns, sorted(changes, key=lambda change: -abs(change.growth)))

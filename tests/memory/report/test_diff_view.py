@@ -10,7 +10,7 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.parallel_records import Communication
 from bytescope.memory.records.report_record import Buffer, ReportRecord, Subject, TimelinePoint
-from bytescope.memory.report import diff_page, diff_text
+from bytescope.memory.report import diff_view
 from bytescope.memory.view.console import plain_text
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
@@ -78,7 +78,7 @@ AFTER = make_report(
 
 @pytest.fixture(scope="module")
 def text():
-    return diff_page.render(BEFORE, AFTER, ("a.json", "b.json"))
+    return diff_view.render_page(BEFORE, AFTER, ("a.json", "b.json"))
 
 
 def test_the_page_names_both_programs_and_all_that_differs(text):
@@ -108,12 +108,12 @@ def test_the_page_names_both_programs_and_all_that_differs(text):
     ],
 )
 def test_what_cannot_be_compared_is_said(change, said):
-    words = " ".join(one_file(diff_page.render(BEFORE, make_report(**change))).words)
+    words = " ".join(one_file(diff_view.render_page(BEFORE, make_report(**change))).words)
     assert said in words and words.count("▲") == 1
 
 
 def test_the_waterfall_leads_from_one_total_to_the_other():
-    bars = diff_page.waterfall(BEFORE, AFTER)
+    bars = diff_view.waterfall(BEFORE, AFTER)
     assert [(bar["name"], bar["from"], bar["bytes"]) for bar in bars] == [
         ("before", 0, 15 * GIB),
         ("gradients", 15 * GIB, GIB),
@@ -121,24 +121,24 @@ def test_the_waterfall_leads_from_one_total_to_the_other():
         ("after", 0, 12 * GIB),
     ]
     # A file whose rows do not add up says so in a bar of its own.
-    foreign = diff_page.waterfall(BEFORE, dataclasses.replace(AFTER, allocated_bytes=20 * GIB))
+    foreign = diff_view.waterfall(BEFORE, dataclasses.replace(AFTER, allocated_bytes=20 * GIB))
     assert foreign[-2] == {"row": "unattributed", "name": "not in the rows", "from": 12 * GIB, "bytes": 8 * GIB}
 
 
 @pytest.mark.parametrize("seconds", [10**400, float("nan"), -1, None, "2"])
 def test_seconds_that_are_none_are_left_out(seconds):
-    page = diff_page.render(BEFORE, make_report(roofline={"total": seconds}, prediction={"seconds": seconds}))
+    page = diff_view.render_page(BEFORE, make_report(roofline={"total": seconds}, prediction={"seconds": seconds}))
     assert "predicted update" not in page and "step, at least" not in page
 
 
 def test_without_predictions_the_bounds_are_compared():
-    page = one_file(diff_page.render(BEFORE, make_report(roofline={"total": 1.25}, prediction={})))
+    page = one_file(diff_view.render_page(BEFORE, make_report(roofline={"total": 1.25}, prediction={})))
     assert "step, at least 1.25 s was 1.00 s, +25.0 %" in " ".join(" ".join(page.words).split())
 
 
 def test_both_timelines_reach_their_peaks_at_their_place():
     """Of 40 and of 1000 points, drawn at 600 places."""
-    data = diff_page.page_data(BEFORE, AFTER, ("a", "b"))
+    data = diff_view.page_data(BEFORE, AFTER, ("a", "b"))
     for report, line in zip((BEFORE, AFTER), data["lines"], strict=True):
         assert len(line["bytes"]) == data["places"] == 600
         assert max(line["bytes"]) == report.peak_bytes and 299 <= line["bytes"].index(report.peak_bytes) <= 301
@@ -157,7 +157,7 @@ def test_no_name_can_break_the_page():
         timeline=(TimelinePoint(0, 1, HOSTILE, HOSTILE),),
         buffers=(Buffer(HOSTILE, 3, category=HOSTILE, end=9, phase="argument"),),
     )
-    page = one_file(diff_page.render(BEFORE, hostile, (HOSTILE, "b")))
+    page = one_file(diff_view.render_page(BEFORE, hostile, (HOSTILE, "b")))
     assert literally(page) > 10 and HOSTILE in page.data["lines"][1]["phase"]
 
 
@@ -194,7 +194,7 @@ def test_the_browser_draws_it_and_sorts_and_searches(text, tmp_path):
 
 
 def test_reports_with_nothing_in_them_give_a_page(tmp_path):
-    empty = diff_page.render(ReportRecord(0, 0, {}), ReportRecord(0, 0, {}))
+    empty = diff_view.render_page(ReportRecord(0, 0, {}), ReportRecord(0, 0, {}))
     assert "Nothing changed" in empty and 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))
 
 
@@ -236,8 +236,8 @@ def test_seconds_flops_and_traffic_are_compared():
         "recomputed FLOPs": ("FLOPs", 0.5e12, 1e12),
         "sent by all-gather over fsdp": ("bytes", 7, 21),
     }
-    printed = plain_text(diff_text.render(before, after, report_diff.diff(before, after)), 100)
+    printed = plain_text(diff_view.render_text(before, after, report_diff.diff(before, after)), 100)
     assert re.search(r"update, predicted +2.00 s +3.00 s +\+1.00 s +\+50.0\n", printed)
     assert re.search(r"spent on products +1.00 s +1.00 s +unchanged\n", printed)
-    page = diff_page.render(before, after)
+    page = diff_view.render_page(before, after)
     assert "sent by all-gather over fsdp" in page and "+200.0" in page
