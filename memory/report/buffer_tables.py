@@ -1,4 +1,4 @@
-"""The largest buffers at the peak as a table for the terminal, and the names of buffers in every list."""
+"""The largest buffers at the peak, as text and as a table object, and the names of buffers in every list."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, shorten
+from bytescope.memory.view.object_table import Table
+from bytescope.memory.view.table_model import ColumnView
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, path, place
 
 SHOWN = 10
-# Columns of what a buffer is and of its type, at most.
+# Maximum characters of a buffer's name and of its type.
 _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
-# What tells layers apart.
+# The number of a layer in a name.
 _NUMBER = re.compile(r"(\d+)")
-# What a notebook's kernel calls the file of a cell.
+# The file name that a notebook's kernel gives a cell.
 _CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
+# Columns of the table that `Report.table` returns.
+TABLE_COLUMNS = (
+    ColumnView("what", "largest at the peak", "path"),
+    ColumnView("times", "", "times"),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("type", "type", "text"),
+    ColumnView("row", "row", "text"),
+    ColumnView("line", "line", "place"),
+)
 
 
 def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
@@ -46,6 +58,40 @@ def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
         name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
         table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
     return Group(table, Prose(of_all(report, found), "dim"))
+
+
+def largest_table(report: ReportRecord, n: int = 10) -> Table:
+    """Returns the `n` largest buffers at the peak as a table. Buffers that differ only in a layer's number are one row.
+
+    Keys of a row: what (path of an argument, else scopes and operation), times (number of buffers), bytes (of one),
+    dtype, shape, type (dtype and shape as text), row (of the breakdown), phase, scope (the named scopes),
+    checkpoint_name, line ("file.py:line", shortened), source (as the compiler has it), name (the compiler's).
+
+    Raises ReportError if `n` is not an integer of 1 or more.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
+    found = largest(report, n)
+    return Table(TABLE_COLUMNS, tuple(map(_cells, found)), note=of_all(report, found))
+
+
+def _cells(alike: Alike) -> dict[str, Any]:
+    one = alike.one
+    return {
+        "what": alike.name,
+        "times": alike.times,
+        "bytes": one.bytes,
+        "dtype": one.dtype,
+        "shape": tuple(one.shape),
+        "type": array_type(one),
+        "row": one.category,
+        "phase": one.phase,
+        "scope": one.module,
+        "checkpoint_name": one.checkpoint_name,
+        "line": line(one.source),
+        "source": one.source,
+        "name": one.name,
+    }
 
 
 class Alike(NamedTuple):

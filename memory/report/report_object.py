@@ -87,9 +87,9 @@ class Report(report_record.ReportRecord):
 
     def table(self, n: int = 10) -> Table:
         """Returns the `n` largest buffers at the peak: bytes, dtype, shape, description and source line of each."""
-        from bytescope.memory.report.largest import largest
+        from bytescope.memory.report.buffer_tables import largest_table
 
-        return largest(self, n)
+        return largest_table(self, n)
 
     def to_html(self, path: str | Path) -> None:
         """Writes the page that `bytescope report --html` writes: one file that opens offline.
