@@ -22,7 +22,7 @@ from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import state_rows
 from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
-from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.plan.model_facts import BATCH_AXES, experts_of, mesh_of
+from bytescope.train.plan.config_facts import BATCH_AXES, experts_of, mesh_of
 
 # Keys of a config to change: dotted key -> text.
 Keys = Mapping[str, str]

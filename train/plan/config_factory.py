@@ -78,7 +78,7 @@ class ConfigFactory(ProgramFactory):
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """What the published formulas give for a row, a `formulas.reconcile.Formula` as JSON."""
         from bytescope.memory.formulas import reconcile
-        from bytescope.train.plan.model_facts import model_facts
+        from bytescope.train.plan.config_facts import model_facts
 
         platform = answer["target"].get("platform", "")
         found = reconcile.formula_of(model_facts(resolved, answer["settled"], platform=platform), platform)
@@ -118,12 +118,12 @@ def making_programs() -> tuple[ModuleType, ...]:
     from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
-    from bytescope.train.plan import block_description, config_factory, model_facts, run_peak, state_rows
+    from bytescope.train.plan import block_description, config_factory, config_facts, run_peak, state_rows
 
     return (
         *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
         *(parallel, pipeline, program, step, batch_algebra),
-        *(block_description, config_factory, model_facts, state_rows, run_peak),
+        *(block_description, config_factory, config_facts, state_rows, run_peak),
     )
 
 
@@ -179,7 +179,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     """
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
-    from bytescope.train.plan.model_facts import model_facts
+    from bytescope.train.plan.config_facts import model_facts
     from bytescope.train.plan.run_peak import loop_overhead
 
     settled = settle(program)

@@ -21,7 +21,7 @@ from bytescope.memory.formulas import reconcile
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.plan.config_case import Case, Keys, case_of
-from bytescope.train.plan.model_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
+from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
 from bytescope.train.plan.open_levers import Lever, flags, open_levers
 
 # Of the share from which logits are a finding, what a smaller chunk should leave.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.records.report_record import Finding
-from bytescope.train.plan.model_facts import CAPACITY
+from bytescope.train.plan.config_facts import CAPACITY
 
 # The load-balance coefficient of Switch (arXiv 2101.03961), and by how much room for rows is raised.
 BALANCE, MORE_ROOM = 0.01, 1.5

@@ -24,7 +24,7 @@ from bytescope.train.checkpoints.workdir import (
     new_workdir,
 )
 from bytescope.train.export.out_folder import refuse_used
-from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
 from bytescope.train.user_errors import UserError

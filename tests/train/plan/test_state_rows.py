@@ -10,7 +10,7 @@ from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.layers import MLPS
 from bytescope.model.remat import policies
 from bytescope.train.parallel.axes import AXES, BATCH, STRATEGIES
-from bytescope.train.plan import model_facts, state_rows
+from bytescope.train.plan import config_facts, state_rows
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def test_strategies(name):
 
 
 def test_axes():
-    assert tuple(model_facts.ROLES) == AXES and model_facts.BATCH_AXES == BATCH
+    assert tuple(config_facts.ROLES) == AXES and config_facts.BATCH_AXES == BATCH
 
 
 def test_optimizers():

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.train.plan.config_facts import BATCH_AXES
 from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
 from bytescope.train.plan.lever_catalogue import SAVINGS
-from bytescope.train.plan.model_facts import BATCH_AXES
 
 Keys = dict[str, str]
 
