@@ -20,7 +20,7 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
-from bytescope.train.plan import state_rows
+from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shard norms and the residual stream over the tensor-parallel ranks too",
     )
     for flag, choices, summary in (
-        ("optimizer", state_rows.OPTIMIZERS, "the optimizer"),
-        ("precision", state_rows.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
+        ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
+        ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
         ("attention", transformer_formulas.ATTENTION, "whether attention scores are kept in memory"),
         ("offload", training_state.OFFLOAD, "what is kept in host memory"),
     ):
@@ -192,9 +192,9 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         layout["sequence"] = args.sequence_parallel
     rest: dict[str, Any] = {name: value for name in ("attention", "offload") if (value := getattr(args, name))}
     if args.optimizer:
-        rest["optimizer"] = state_rows.OPTIMIZERS[args.optimizer]
+        rest["optimizer"] = config_facts.OPTIMIZERS[args.optimizer]
     if args.precision:
-        rest["precision"] = state_rows.PRECISIONS[args.precision]
+        rest["precision"] = config_facts.PRECISIONS[args.precision]
     if args.fused is not None:
         rest["fused"] = args.fused
     for field, flag in (("sequence", "length"), ("batch", "batch")):

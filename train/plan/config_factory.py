@@ -118,12 +118,12 @@ def making_programs() -> tuple[ModuleType, ...]:
     from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
-    from bytescope.train.plan import block_description, config_factory, config_facts, run_peak, state_rows
+    from bytescope.train.plan import block_description, config_factory, config_facts, run_peak
 
     return (
         *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
         *(parallel, pipeline, program, step, batch_algebra),
-        *(block_description, config_factory, config_facts, state_rows, run_peak),
+        *(block_description, config_factory, config_facts, run_peak),
     )
 
 

@@ -1,7 +1,13 @@
 """A config as `memory` takes it: the facts beside a program, and the question of the calculator.
 
 In: the flat config (dotted key -> value) and how the trainer settled it. Out: `ModelFacts` for reports and formulas, a
-`Question` for `bytescope estimate`. The names of the tables are in state_rows.py.
+`Question` for `bytescope estimate`.
+
+The tables say how the formulas of memory/formulas count each precision, optimizer, strategy and kernel, under the name
+that the config uses. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` are rows of `bytescope estimate` only. To add
+an optimizer or a precision: a row here, with its source, beside the trainer's own. tests/train/plan/test_config_facts.py
+compares the rows with the arrays of the trainer's programs. The command line lists these names, so this module imports
+no jax.
 """
 
 from __future__ import annotations
@@ -16,23 +22,11 @@ from bytescope.memory.formulas.expert_formulas import ExpertShape
 from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
+from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
 from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
-from bytescope.train.plan.state_rows import (
-    ATTENTION_KINDS,
-    GATED,
-    GATHERED,
-    KERNELS,
-    NAMED_POLICIES,
-    NESTED_POLICIES,
-    OPTIMIZERS,
-    PRECISIONS,
-    PRODUCT_POLICIES,
-    SENT_GRADIENTS,
-    ZERO_STAGES,
-)
 
 # Axis of the mesh -> what its devices are to a step, in the order in which the axes lie over the devices.
 ROLES = {
@@ -51,6 +45,75 @@ CAPACITY = 1.25
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
 # The pipeline whose stages all hold the same, and its chunks of a stage.
 EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
+
+# ---- tables of names ------------------------------------------------------------------------------------------------
+
+_SUMMED = MIXED._replace(
+    name="mixed_fp32_grads", summary="mixed, with float32 gradients in addition", gradients=MIXED.gradients + 4
+)
+# Float32 copies of the gradients raise the 16 bytes per parameter to 20, as in Megatron-style runs. Gradient
+# accumulators of other kinds are left out.
+PRECISIONS: Mapping[str, PrecisionBytes] = {
+    row.name: row
+    for row in (
+        PrecisionBytes("fp32", "everything float32", 4, 4, 0, 4, 4),
+        PrecisionBytes("bf16", "float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
+        MIXED,
+        _SUMMED,
+        PrecisionBytes("pure_bf16", "everything 16-bit", 2, 2, 0, 2, 2),
+        PrecisionBytes(
+            "bf16_params", "16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2
+        ),
+        PrecisionBytes("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
+        # One float32 scale for 128 elements of an activation (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+        PrecisionBytes("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
+        MIXED._replace(name="bf16_grads"),
+        _SUMMED._replace(name="fp32_grads"),
+    )
+}
+
+OPTIMIZERS: Mapping[str, OptimizerBytes] = {
+    row.name: row
+    for row in (
+        OptimizerBytes("sgd", "no state", 0),
+        OptimizerBytes("momentum", "one velocity", 1),
+        ADAM,
+        OptimizerBytes("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
+        # A float32 scale for each 128 moments (64 in heads of 64); norms and biases in float32 left out.
+        OptimizerBytes("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
+        # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
+        OptimizerBytes("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
+        OptimizerBytes("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
+        OptimizerBytes("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
+        OptimizerBytes("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
+        # AdamW's second moment of tables, norms and biases is left out.
+        OptimizerBytes("muon", "one momentum (Jordan et al. 2024)", 1),
+    )
+}
+
+# mesh.strategy -> stage of ZeRO.
+ZERO_STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+# model.attention -> kernel of the formulas; all but the naive one keep no scores. "": follows from the device.
+KERNELS: Mapping[str, str] = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# model.attention_kind that have formulas.
+ATTENTION_KINDS = ("gqa", "mla")
+# model.mlp with a gate: three matrices.
+GATED = ("swiglu", "geglu")
+
+# precision.preset -> bytes of a gradient on its way to other devices, where it differs from the dtype of the products;
+# collectives under other presets than those of GATHERED have no formula.
+SENT_GRADIENTS: Mapping[str, int] = {"bf16_grads": 2, "fp32_grads": 4}
+GATHERED = ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
+
+# Rows of remat.policy whose kept tensors follow from shapes: those that keep names, and those that keep the products
+# with weights, on the device or in host memory. The others have no formula.
+NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
+PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
+# Those that checkpoint groups of layers around the layers.
+NESTED_POLICIES = ("sqrt",)
+
+# ---- facts and question ---------------------------------------------------------------------------------------------
 
 
 def model_facts(

@@ -16,8 +16,8 @@ from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import ZERO
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.plan.config_case import Case, Keys, case_of, schedule
+from bytescope.train.plan.config_facts import ZERO_STAGES
 from bytescope.train.plan.lever_catalogue import BATCH_ROWS, SAVINGS
-from bytescope.train.plan.state_rows import ZERO_STAGES
 
 # Rows of the breakdown that are state of the parameters.
 _STATE_ROWS = ("params", "frozen", "optimizer", "accumulator", "gradients")

@@ -18,8 +18,7 @@ from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
 from bytescope.memory.formulas.training_state import ADAM
 from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
-from bytescope.train.plan.config_facts import question_of
-from bytescope.train.plan.state_rows import PRECISIONS
+from bytescope.train.plan.config_facts import PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick
