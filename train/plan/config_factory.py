@@ -130,9 +130,9 @@ def making_programs() -> tuple[ModuleType, ...]:
 def choosing_plans() -> tuple[ModuleType, ...]:
     """The modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
     from bytescope.memory import remat, seconds
-    from bytescope.train.plan import remat_auto, remat_keys
+    from bytescope.train.plan import config_grid, remat_auto
 
-    return remat, seconds, remat_auto, remat_keys
+    return remat, seconds, config_grid, remat_auto
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -5,9 +5,8 @@ In: the flat config (dotted key -> value) and how the trainer settled it. Out: `
 
 The tables say how the formulas of memory/formulas count each precision, optimizer, strategy and kernel, under the name
 that the config uses. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` are rows of `bytescope estimate` only. To add
-an optimizer or a precision: a row here, with its source, beside the trainer's own. tests/train/plan/test_config_facts.py
-compares the rows with the arrays of the trainer's programs. The command line lists these names, so this module imports
-no jax.
+an optimizer or a precision: a row here, with its source, beside the trainer's own. A test compares the rows with the
+arrays of the trainer's programs. The command line lists these names, so this module imports no jax.
 """
 
 from __future__ import annotations

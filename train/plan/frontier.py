@@ -32,8 +32,7 @@ from bytescope.memory.compare.grids import as_text
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.seconds import ranking
-from bytescope.train.plan.config_grid import POLICY, ConfigRow
-from bytescope.train.plan.remat_keys import plan_keys
+from bytescope.train.plan.config_grid import POLICY, ConfigRow, plan_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
 # Fields of a row that stand for a fixed policy in the JSON.

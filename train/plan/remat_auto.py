@@ -22,7 +22,7 @@ from bytescope.memory.units import human
 from bytescope.model.remat.policies import AUTO, POLICIES
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, most_ranges
-from bytescope.train.plan.remat_keys import plan_keys
+from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override

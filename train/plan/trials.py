@@ -21,7 +21,7 @@ from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.remat_keys import plan_keys, remat_keys
+from bytescope.train.plan.config_grid import plan_keys, remat_keys
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.remat.remat_search import FULL
+from bytescope.train.plan.config_grid import remat_keys
 from bytescope.train.plan.fit.fit_step import Step, judged
 from bytescope.train.plan.fit.fit_walk import Walk
-from bytescope.train.plan.remat_keys import remat_keys
 from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried beside the config's.

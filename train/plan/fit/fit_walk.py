@@ -23,9 +23,9 @@ from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, RematSearch
 from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
+from bytescope.train.plan.config_grid import plan_keys, remat_keys
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, words
 from bytescope.train.plan.fit.fit_step import Step, judged
-from bytescope.train.plan.remat_keys import plan_keys, remat_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
