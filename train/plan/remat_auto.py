@@ -52,8 +52,8 @@ def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
     return {name: None if moving else row.names or None for name, row in rows.items()}
 
 
-def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
-    """A copy of the config with the values of `keys`, dotted key -> text."""
+def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
+    """Returns a copy of the config with the values of `keys`, dotted key -> text."""
     out = ConfigDict(config.to_dict())
     for key, text in keys.items():
         override(out, key, text)

@@ -24,7 +24,7 @@ from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import forget_peak, return_freed_memory
 from bytescope.train.launch.signals import Stop
-from bytescope.train.plan import remedies
+from bytescope.train.plan import refusal
 from bytescope.train.plan.remat_auto import settled_program
 from bytescope.train.program.checks import doubtful, doubtful_data
 from bytescope.train.program.program import Program
@@ -315,7 +315,7 @@ def run(
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report
         with explained(
-            report, program.mesh.local_devices[0], lambda: remedies.advice_without_compiling(report, command)
+            report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
         ):
             _train_and_sample(
                 program, data, checkpoints, compiled, workdir, console, processes, asked, command, began, stop, prompts

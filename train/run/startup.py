@@ -30,7 +30,7 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
-from bytescope.train.plan import remedies
+from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
@@ -235,7 +235,7 @@ def compile_or_refuse(
     """
 
     def advice() -> list[str]:
-        return remedies.advice_without_compiling(remedies.before_the_report(program), command)
+        return refusal.advice_without_compiling(refusal.report_without_compiling(program), command)
 
     try:
         with explained(None, program.mesh.local_devices[0], advice):
@@ -248,7 +248,7 @@ def compile_or_refuse(
     summary.show(console, [("report", str(page))])
     if compiled.report.fits is False:
         with told(console, "compiling what might fit", True) as tell:
-            remedies.refuse(compiled.report, program, command, tell, compiled.seconds)
+            refusal.refuse(compiled.report, program, command, tell, compiled.seconds)
     return compiled
 
 
