@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.train.plan.config_facts import BATCH_AXES
-from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
 from bytescope.train.plan.lever_catalogue import SAVINGS
 
 Keys = dict[str, str]
@@ -38,6 +37,9 @@ ONE_AXIS = {
     "mesh.sequence_parallel": "false",
     "pipeline.virtual": "1",
 }
+# Stages of a pipeline that are tried beside one on each host, and chunks of layers of each stage. Several chunks have the
+# smallest bubble, a V has the smallest stash (train/pipeline).
+STAGES, CHUNKS = (2, 4, 8), 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +241,52 @@ class Space:
         throughout and the lever `precision` is free; else none."""
         wide = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
         return {"precision.preset": "bf16"} if wide and self.narrow and "precision" in self.levers else {}
+
+
+def stage_meshes(
+    flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
+) -> Iterator[dict[str, str]]:
+    """The keys of each mesh with stages; none where a config, or a key of the command line, cannot be combined with
+    stages."""
+    held = {"pipeline.schedule", "pipeline.virtual"}.intersection(given)
+    if held or ("batch.mode" in given and flat["batch.mode"] != "scan") or not _allows_stages(flat):
+        return
+    hosts, layers = n_devices // per_host, flat["model.n_layers"]
+    sizes = sorted(size for size in {*STAGES, hosts} - {1} if n_devices % size == 0 and size <= layers)
+    for size in sizes:
+        chunks = CHUNKS if CHUNKS * size <= layers else 1
+        yield _mesh(size, "interleaved" if chunks > 1 else "1f1b", chunks)
+    folded = [size for size in sizes if CHUNKS * size <= layers]
+    if folded:
+        yield _mesh(folded[-1], "v", CHUNKS)
+    heads = math.gcd(flat["model.n_heads"], flat["model.n_kv_heads"])
+    if hosts in folded and hosts > 1 and heads % per_host == 0:
+        yield {**_mesh(hosts, "interleaved", CHUNKS), "mesh.tensor": str(per_host), "mesh.sequence_parallel": "true"}
+
+
+def _mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
+    return {
+        "mesh.stage": str(size),
+        "mesh.strategy": "zero3",
+        "mesh.fsdp": "-1",
+        "pipeline.schedule": schedule,
+        "pipeline.virtual": str(chunks),
+    }
+
+
+def _allows_stages(flat: Mapping[str, Any]) -> bool:
+    """Whether the trainer runs a config of these keys with stages."""
+    refused = (
+        flat["optimizer.fused_backward"],
+        flat["offload.params"],
+        flat["model.experts"] and flat["model.moe_every"] > 1,
+    )
+    return bool(flat["model.scan"]) and not any(refused)
+
+
+def takes(schedule: str, stages: int, micro_batches: int) -> bool:
+    """Whether a schedule runs so many micro-batches an update, and not mostly its bubble."""
+    return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
