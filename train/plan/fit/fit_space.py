@@ -37,8 +37,8 @@ ONE_AXIS = {
     "mesh.sequence_parallel": "false",
     "pipeline.virtual": "1",
 }
-# Stages of a pipeline that are tried beside one on each host, and chunks of layers of each stage. Several chunks have the
-# smallest bubble, a V has the smallest stash (train/pipeline).
+# Numbers of pipeline stages that are tried in addition to one stage per host, and chunks of layers per stage. Several
+# chunks have the smallest bubble, the V schedule has the smallest stash (train/pipeline).
 STAGES, CHUNKS = (2, 4, 8), 2
 
 
