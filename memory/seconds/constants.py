@@ -9,7 +9,7 @@ on 256 H200, Pax GPT-126M, 5B and 175B on 64 and 256 A100 and H100 (2024-04), Al
 (median 1.00) and all with these (1.02); of the 12 that are not V100's 87.5 % (0.95) and all (1.00). With a source left
 out of the fit its rows are all within (Pax 0.95, dgxc 1.01, Llama3.1-70B 1.00, Alpa 1.10) but for MaxText 7B, 0.84.
 The bounds on MEMORY and COLLECTIVES were set after a first fit without them. Runs in fp8 are another program than ours
-(`validation.decoder.refused`), left out after they had been predicted: with them it was 84.6 %.
+(`validation.measured_rows.refused`), left out after they had been predicted: with them it was 84.6 %.
 """
 
 # Seconds of products in a training step over those of the same products alone: power limits lower the clock under a

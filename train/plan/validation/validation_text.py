@@ -13,20 +13,20 @@ from bytescope.memory.view.text_layout import Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, value
 from bytescope.train.plan.validation import validation_score
 from bytescope.train.plan.validation.cohorts import BYTES_WITHIN, Cohort
-from bytescope.train.plan.validation.validation_result import Result
-from bytescope.train.plan.validation.validation_score import Pairs, Scored
+from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.plan.validation.validation_score import Pairs, ScoredRun
 
 _WORST = 10
 # Pairs below which a share of them says nothing.
 _FEW = 5
 
 
-def show(found: Result, *, console: Console | None = None) -> None:
+def show(found: ValidationResult, *, console: Console | None = None) -> None:
     """Prints a validation, to stdout when no console is given."""
     put(render(found), console)
 
 
-def render(found: Result) -> RenderableType:
+def render(found: ValidationResult) -> RenderableType:
     """Head, scores over models where they are pooled, seconds and order by model and GPUs, bytes, the worst rows, rows
     that are known to differ, and what is not compared, with the reasons."""
     return blocks(
@@ -44,7 +44,7 @@ def render(found: Result) -> RenderableType:
     )
 
 
-def _head(found: Result) -> RenderableType:
+def _head(found: ValidationResult) -> RenderableType:
     title = Text.assemble(
         (f"{found.set}: {len(found.scored)} measured runs", "bold"), f", {found.compiled} compiled now"
     )
@@ -92,7 +92,7 @@ def _cohorts(some: Sequence[Cohort], title: str) -> RenderableType | None:
     )
 
 
-def _cohort_bytes(found: Result) -> RenderableType | None:
+def _cohort_bytes(found: ValidationResult) -> RenderableType | None:
     sized = [one for one in found.sources if one.bytes_rows]
     if not sized:
         return None
@@ -122,7 +122,7 @@ def _cohort_bytes(found: Result) -> RenderableType | None:
     return Group(Prose("our allocated bytes over the measured ones, by source:"), table, *_doubted(found))
 
 
-def _seconds(found: Result) -> RenderableType:
+def _seconds(found: ValidationResult) -> RenderableType:
     hosts = any(one.row.host_bound for one in found.scored)
     table = FigureTable(
         label("model"),
@@ -151,7 +151,7 @@ def _seconds(found: Result) -> RenderableType:
     )
 
 
-def _order(found: Result) -> RenderableType | None:
+def _order(found: ValidationResult) -> RenderableType | None:
     """Of groups with pairs; where models are pooled, of those with a few of them."""
     groups = [group for group in found.groups if group.pairs.count >= (_FEW if found.cohorts else 0)]
     if not groups:
@@ -182,7 +182,7 @@ def _order(found: Result) -> RenderableType | None:
     )
 
 
-def _across(found: Result) -> RenderableType | None:
+def _across(found: ValidationResult) -> RenderableType | None:
     """The order of runs that differ in their stages."""
     groups = [(group, group.across) for group in found.groups if group.across and group.across.count]
     if not groups:
@@ -213,7 +213,7 @@ def _pairs(pairs: Pairs) -> tuple[str, ...]:
     )
 
 
-def _bytes(found: Result) -> RenderableType | None:
+def _bytes(found: ValidationResult) -> RenderableType | None:
     groups = [group for group in found.groups if group.bytes_rows]
     if not groups:
         return None
@@ -227,9 +227,9 @@ def _bytes(found: Result) -> RenderableType | None:
     return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *_doubted(found))
 
 
-def _doubted(found: Result) -> list[Prose]:
+def _doubted(found: ValidationResult) -> list[Prose]:
     """Bytes that are not compared, and why."""
-    apart: dict[str, list[Scored]] = {}
+    apart: dict[str, list[ScoredRun]] = {}
     for one in found.scored:
         if one.row.bytes_reason:
             apart.setdefault(one.row.bytes_reason, []).append(one)
@@ -239,12 +239,12 @@ def _doubted(found: Result) -> list[Prose]:
     ]
 
 
-def _named_bytes(one: Scored) -> str:
+def _named_bytes(one: ScoredRun) -> str:
     held, measured = (human(count) if count else "unknown" for count in (one.allocated_bytes, one.row.measured_bytes))
     return f"{one.row.model} on {one.row.gpus}, {one.row.setup}: {held} for {measured}"
 
 
-def _worst(found: Result) -> RenderableType | None:
+def _worst(found: ValidationResult) -> RenderableType | None:
     rows = validation_score.worst(found.scored, _WORST)
     if not rows:
         return None
@@ -264,7 +264,7 @@ def _worst(found: Result) -> RenderableType | None:
     return table
 
 
-def _worst_cells(one: Scored) -> tuple[str, ...]:
+def _worst_cells(one: ScoredRun) -> tuple[str, ...]:
     row = one.row
     held, measured = (human(count) if count else "" for count in (one.allocated_bytes, row.measured_bytes))
     return (
@@ -280,9 +280,9 @@ def _worst_cells(one: Scored) -> tuple[str, ...]:
     )
 
 
-def _differing(found: Result) -> RenderableType | None:
+def _differing(found: ValidationResult) -> RenderableType | None:
     """Rows by what is known to set them apart."""
-    why: dict[str, list[Scored]] = {}
+    why: dict[str, list[ScoredRun]] = {}
     for one in found.scored:
         if one.row.differs and one.ratio:
             why.setdefault(one.row.differs, []).append(one)
@@ -300,10 +300,10 @@ def _differing(found: Result) -> RenderableType | None:
     )
 
 
-def _reasons(found: Result) -> RenderableType | None:
+def _reasons(found: ValidationResult) -> RenderableType | None:
     """What is likely to part the rows predicted worst, outside `score.WITHIN`, from what was measured."""
     low, high = validation_score.WITHIN
-    by_reason: dict[str, list[Scored]] = {}
+    by_reason: dict[str, list[ScoredRun]] = {}
     for one in validation_score.worst(found.scored, len(found.scored)):
         if one.ratio and not low <= one.ratio <= high:
             by_reason.setdefault(one.row.differs or "no reason is known", []).append(one)
@@ -318,7 +318,7 @@ def _reasons(found: Result) -> RenderableType | None:
     return Group(*lines)
 
 
-def _unsaid(found: Result) -> RenderableType | None:
+def _unsaid(found: ValidationResult) -> RenderableType | None:
     if not found.unsaid:
         return None
     lines: list[RenderableType] = [Text("not compared", style="bold")]

@@ -9,9 +9,9 @@ from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.validation import cohorts, validation_score
 from bytescope.train.plan.validation import validation_page as page
 from bytescope.train.plan.validation import validation_text as text
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_result import Result
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.plan.validation.validation_score import ScoredRun
 from support.browser import Page, one_file
 from support.pages.sweep import check_page
 
@@ -22,7 +22,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
-    row = Row(
+    row = MeasuredRow(
         "s",
         str(number),
         "llama",
@@ -43,7 +43,7 @@ def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
         differs=differs,
     )
     seconds = validation_score.launched(predicted, row)
-    return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
+    return ScoredRun(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
@@ -55,7 +55,7 @@ def found(left=()):
         one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"),
     )
     unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
-    return Result(
+    return ValidationResult(
         "playbook", scored, tuple(validation_score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"}
     )
 
