@@ -173,8 +173,8 @@ def test_a_damaged_identity_is_one_line(tmp_path, damage):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bytescope.train.launch.lock import take
-held = take(Path(sys.argv[1]))
+from bytescope.train.checkpoints.workdir import take_lock
+held = take_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
