@@ -33,7 +33,7 @@ from bytescope.train.run import profile, startup, summary, wandb_run
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
 from bytescope.train.run.feed import feed, local_rows
-from bytescope.train.run.initial_weights import fingerprint_of_adapter, fingerprint_of_weights
+from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.run_directory import PAGE
@@ -359,7 +359,7 @@ def _train_and_sample(
     return_freed_memory()  # what compiling has freed
     forget_peak()
     before = sample(device)
-    state, position = startup.start_state(program, checkpoints, console)
+    state, position = start_state(program, checkpoints, console)
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what restoring has freed
     keeps_answers = processes.first and bool(prompts.texts)
