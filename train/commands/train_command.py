@@ -111,10 +111,10 @@ def _train(args: argparse.Namespace) -> int:
     if args.show_data:
         return _show_data(config)
     from bytescope.train.checkpoints.workdir import check_path
-    from bytescope.train.run.profile import NOTHING, Asked
+    from bytescope.train.run.profile import NOTHING, ProfiledUpdates
 
     check_path(args.workdir or Path("runs"))
-    asked = NOTHING if args.profile is None else Asked.parse(args.profile)
+    asked = NOTHING if args.profile is None else ProfiledUpdates.parse(args.profile)
     from bytescope.train.launch.processes import find, start
     from bytescope.train.launch.runtime import prepare
 

@@ -255,7 +255,7 @@ def run(
     extend: bool,
     console: Console,
     processes: Processes = ALONE,
-    asked: profile.Asked = profile.NOTHING,
+    asked: profile.ProfiledUpdates = profile.NOTHING,
     command: Command = UNKNOWN,
     stop: Stop | None = None,
 ) -> None:
@@ -348,7 +348,7 @@ def _train_and_sample(
     workdir: Path,
     console: Console,
     processes: Processes,
-    asked: profile.Asked,
+    asked: profile.ProfiledUpdates,
     command: Command,
     began: float,
     stop: Stop,
