@@ -145,10 +145,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         question = assumed(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
-    found = estimate(check(_spread(question, args)))
-    found = dataclasses.replace(found, notes=notes + found.notes)
-    show(found)
-    _write(args, found, recompute)
+    estimated = estimate(check(_spread(question, args)))
+    noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
+    show(noted)
+    _write(args, noted, recompute)
     return 0
 
 
@@ -184,28 +184,33 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """The question with what the flags say of the batch, devices, precision, optimizer, attention and offload."""
-    layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
+    """Returns the question with what the flags say of batch, devices, precision, optimizer, attention and offload."""
+    given = vars(args)
+    layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}
     if args.expert_parallel is not None:
-        layout["expert"] = number(vars(args), "expert-parallel")
+        layout["expert"] = number(given, "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
-    rest: dict[str, Any] = {name: value for name in ("attention", "offload") if (value := getattr(args, name))}
+    changes: dict[str, Any] = {name: given[name] for name in ("attention", "offload") if given[name]}
     if args.optimizer:
-        rest["optimizer"] = config_facts.OPTIMIZERS[args.optimizer]
+        changes["optimizer"] = config_facts.OPTIMIZERS[args.optimizer]
     if args.precision:
-        rest["precision"] = config_facts.PRECISIONS[args.precision]
+        changes["precision"] = config_facts.PRECISIONS[args.precision]
     if args.fused is not None:
-        rest["fused"] = args.fused
-    for field, flag in (("sequence", "length"), ("batch", "batch")):
-        if (value := number(vars(args), flag)) is not None:
-            rest[field] = value
-    if (tokens := number(vars(args), "logit-tokens", 0)) is not None:
-        rest["logit_tokens"] = tokens or None
-    if (tokens := number(vars(args), "mlp-tokens", 0)) is not None:
-        rest["mlp_tokens"] = tokens
-    rest["model"] = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
-    return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
+        changes["fused"] = args.fused
+    for field, flag, least in (
+        ("sequence", "length", 1),
+        ("batch", "batch", 1),
+        ("logit_tokens", "logit-tokens", 0),
+        ("mlp_tokens", "mlp-tokens", 0),
+    ):
+        value = number(given, flag, least)
+        if value is not None:
+            changes[field] = value
+    if changes.get("logit_tokens") == 0:
+        changes["logit_tokens"] = None  # all tokens have logits at once
+    model = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
+    return dataclasses.replace(question, model=model, layout=dataclasses.replace(question.layout, **layout), **changes)
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:

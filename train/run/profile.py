@@ -59,7 +59,10 @@ class ProfiledUpdates:
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
-        """Returns the updates to trace in a run that is at `start` of `steps`. Raises UserError for others than it runs."""
+        """Returns the updates to trace in a run that is at `start` of `steps`.
+
+        Raises UserError if the run does not do all of them.
+        """
         if not self.text:
             return range(0)
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
