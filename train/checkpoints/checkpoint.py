@@ -34,6 +34,7 @@ from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import stderr_held
 from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError
 
 # Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
@@ -91,8 +92,8 @@ class Position:
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began, but for the
-    biases of routers, which updates move; they stand among `params`."""
+    """The part of a TrainState that a checkpoint holds. Frozen parameters are not in it, because the run reads them
+    again from where they came; router biases are, among `params`, because updates move them."""
 
     step: jax.Array
     params: Any
@@ -101,11 +102,11 @@ class Saved:
     loss_scale: Any
 
 
-def portable(state: Any) -> Saved:
-    """`state` without its frozen parameters and what only its way of accumulation needs, so that a run can go on with
-    another.
+def portable(state: TrainState) -> Saved:
+    """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`, so that a run
+    can be resumed with another way of accumulation.
 
-    Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
+    Between updates the accumulator is zero, and its counters follow from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     _, biases = parted(state.frozen, router_biases(state.frozen))
@@ -118,23 +119,21 @@ def portable(state: Any) -> Saved:
     )
 
 
-def complete(saved: Saved, abstract: Any) -> Any:
-    """The inverse of `portable`, for a program whose abstract state is `abstract`; of frozen parameters
-    with the biases of routers alone, None without."""
+def complete(saved: Saved, abstract: TrainState) -> TrainState:
+    """The inverse of `portable`, for a program whose abstract state is `abstract`. Frozen parameters are the router
+    biases alone, None without any."""
     params, biases = parted(saved.params, router_biases(saved.params))
-    state = dataclasses.replace(abstract, **{**vars(saved), "params": params, "frozen": biases})
-    wrapped = abstract.opt_state
-    if not isinstance(wrapped, optax.MultiStepsState):
-        return state
-    rest = wrapped._replace(inner_opt_state=())
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest),
-    )()
-    # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
-    return dataclasses.replace(
-        state, opt_state=zeros._replace(inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step)
-    )
+    opt_state = saved.opt_state
+    if isinstance(abstract.opt_state, optax.MultiStepsState):
+        shapes = abstract.opt_state._replace(inner_opt_state=())
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
+        )()
+        # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
+        steps = zeros.gradient_step + saved.step
+        opt_state = zeros._replace(inner_opt_state=saved.opt_state, gradient_step=steps)
+    return TrainState(saved.step, params, opt_state, saved.tally, saved.loss_scale, biases)
 
 
 def describe(state: Any) -> dict[str, str]:
