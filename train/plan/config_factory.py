@@ -92,8 +92,7 @@ class ConfigFactory(ProgramFactory):
         it keeps, null if only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
         `tokens_per_update`: over all devices.
         """
-        from bytescope.train.plan.block_description import describe_block, most_ranges
-        from bytescope.train.plan.remat_auto import fixed_policies
+        from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
 
         name, pairs = split({**overrides, "model.scan": "true"})
         program = build_program(configs.load(name, pairs), target)
