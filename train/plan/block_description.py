@@ -1,4 +1,4 @@
-"""A program as the search for the least recomputation sees it: the graph of a block, and the policies to choose from."""
+"""A program as the search for the least recomputation sees it: the graph of a block, and the policies to choose."""
 
 import dataclasses
 import math
