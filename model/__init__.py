@@ -15,7 +15,7 @@ Start with `block.py`, whose forward pass fits one screen; `transformer.py` puts
 
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.precision import PRECISIONS, Precision
-from bytescope.model.remat.policies import POLICIES, RematPlan
+from bytescope.model.remat.policies import POLICIES, LayerPolicies
 from bytescope.model.transformer import Transformer
 
-__all__ = ["POLICIES", "PRECISIONS", "ModelConfig", "Precision", "RematPlan", "Transformer"]
+__all__ = ["POLICIES", "PRECISIONS", "LayerPolicies", "ModelConfig", "Precision", "Transformer"]

@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from bytescope.model.adapters import Lora, add_adapters
-from bytescope.model.attention.kinds import KINDS
+from bytescope.model.attention.grouped_query import Attention
+from bytescope.model.attention.latent import LatentAttention
 from bytescope.model.experts.expert_layer import Experts, Load
 from bytescope.model.layers import dropout, fold
 from bytescope.model.mlp import Mlp
@@ -18,6 +19,9 @@ from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
 from bytescope.model.remat.tile import count_tiles, tiled
 from bytescope.model.segments import Packed
+
+# model.attention_kind -> the module that makes queries, keys and values.
+KINDS = {"gqa": Attention, "mla": LatentAttention}
 
 
 class Block(nnx.Module):

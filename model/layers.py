@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from bytescope.model.fp8.fp8_products import Linear, linear
+from bytescope.model.fp8 import Linear, linear
 from bytescope.model.names import tag
 from bytescope.model.placement import HERE, Axes, Placement
 from bytescope.model.quantized.quantized_formats import Matrix, dequantize
@@ -248,7 +248,7 @@ def enter(
       again: keep for the gradient `x` and the parameters as they are stored, and gather and cast them again in the
         backward pass. Autodiff would keep the gathered ones of every layer. Inside a checkpoint it keeps them for one
         layer only, and one gather serves the recomputation and the gradient.
-      matmul: "wide", or a row of PRODUCTS (model/fp8/fp8_products.py): such products keep `x` quantized.
+      matmul: "wide", or a row of PRODUCTS (model/fp8.py): such products keep `x` quantized.
       name: with what the checkpoint names of the quantized `x` begin.
     """
     if matmul != "wide":

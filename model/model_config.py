@@ -29,12 +29,8 @@ NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Frozen description of the architecture; the fields are those of `config.model`.
-
-    Raises:
-      ValueError: sizes that cannot be built, with the value and the remedy.
-    """
+class ModelKeys:
+    """The group `model` of a config, not yet checked; configs/base.py says what each key means."""
 
     d_model: int
     n_layers: int
@@ -89,6 +85,20 @@ class ModelConfig:
     moe_kernel: str
     capacity_factor: float
     mlp_chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(ModelKeys):
+    """Frozen description of the architecture; the fields are those of `config.model`.
+
+    Raises:
+      ValueError: sizes that cannot be built, with the value and the remedy.
+    """
+
+    @classmethod
+    def of(cls, keys: ModelKeys) -> "ModelConfig":
+        """Returns the checked architecture of these keys."""
+        return cls(**{**vars(keys), "rope_scaling": tuple(keys.rope_scaling)})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":

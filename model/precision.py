@@ -28,7 +28,7 @@ class Precision:
     rounding: of updated parameters to `param`: a row of ROUNDINGS.
     cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
     matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands. In a program's own precision
-      `fp8` is replaced by the row of PRODUCTS (model/fp8/fp8_products.py) that its device runs.
+      `fp8` is replaced by the row of PRODUCTS (model/fp8.py) that its device runs.
     loss_scale: `none` or `dynamic` (train/step/optimizer/loss_scale.py).
     """
 
@@ -84,10 +84,9 @@ ROLES: Mapping[str, Mapping[str, Any]] = {
     "accumulator": WIDE,
     "norm": WIDE,
     "logits": NARROW,
-    **{
-        role: {name: name for name in names}
-        for role, names in (("rounding", ROUNDINGS), ("cast", CASTS), ("loss_scale", LOSS_SCALES))
-    },
+    "rounding": {name: name for name in ROUNDINGS},
+    "cast": {name: name for name in CASTS},
+    "loss_scale": {name: name for name in LOSS_SCALES},
 }
 
 PRECISIONS = {

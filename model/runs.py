@@ -16,7 +16,7 @@ BLOCKS, DENSE = "blocks", "dense_blocks"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Layers [start, stop) of `segment`, of one kind.
 
     stack: BLOCKS or DENSE, the stack of parameters that they are part of where layers are scanned; first: the place of
@@ -48,9 +48,9 @@ def layers_of(config: ModelConfig, stack: str) -> list[int]:
     return [layer for layer in range(config.n_layers) if stack_of(config, layer) == stack]
 
 
-def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[Run]:
+def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
     """The runs of all layers, in order; `segments`: ranges of layers with their policies, which cover all layers."""
-    runs: list[Run] = []
+    runs: list[LayerRun] = []
     done = {BLOCKS: 0, DENSE: 0}
     for segment in segments:
         start = segment.start
@@ -58,7 +58,7 @@ def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[Run]:
             stack = stack_of(config, layer)
             if layer + 1 == segment.stop or stack_of(config, layer + 1) != stack:
                 part = dataclasses.replace(segment, start=start, stop=layer + 1)
-                runs.append(Run(part, stack, done[stack]))
+                runs.append(LayerRun(part, stack, done[stack]))
                 done[stack] += runs[-1].size
                 start = layer + 1
     return runs

@@ -21,11 +21,11 @@ from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
-from bytescope.model.remat.policies import RematPlan, Segment
-from bytescope.model.runs import BLOCKS, DENSE, Run, layers_of, of_stack, runs_of, split_layers, stacked
+from bytescope.model.remat.policies import LayerPolicies, Segment
+from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, of_stack, runs_of, split_layers, stacked
 from bytescope.model.segments import Packed, token_positions
 
-KEEP_ALL = RematPlan()
+KEEP_ALL = LayerPolicies()
 
 
 class Transformer(nnx.Module):
@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         config: ModelConfig,
         precision: Precision,
         *,
-        remat: RematPlan = KEEP_ALL,
+        remat: LayerPolicies = KEEP_ALL,
         place: Placement = HERE,
         ahead: int = 1,
         base: str = "bf16",
@@ -170,11 +170,11 @@ class Transformer(nnx.Module):
             return dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LayerRun]:
         """The layers by kind and remat policy, in order."""
         return runs_of(self.config, self.remat.segments(self.config.n_layers))
 
-    def layers(self) -> list[tuple[Run, Callable[..., tuple[jax.Array, Load | None]]]]:
+    def layers(self) -> list[tuple[LayerRun, Callable[..., tuple[jax.Array, Load | None]]]]:
         """For each run of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B, packed)
         -> (x_BLD, load) under the run's remat policy."""
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
@@ -237,7 +237,7 @@ class Transformer(nnx.Module):
 
     def _block(
         self,
-        run: Run,
+        run: LayerRun,
         graph: nnx.GraphDef,
         whole_N: nnx.State | None = None,
     ) -> Callable[..., tuple[jax.Array, Load | None]]:
@@ -267,7 +267,7 @@ class Transformer(nnx.Module):
 
     def _scan_run(
         self,
-        run: Run,
+        run: LayerRun,
         graph: nnx.GraphDef,
         state_N: nnx.State,
         x_BLD: jax.Array,
@@ -290,7 +290,7 @@ class Transformer(nnx.Module):
         return x_BLD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), load)
 
     def _unroll_run(
-        self, run: Run, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
+        self, run: LayerRun, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None
     ) -> tuple[jax.Array, Load | None]:
         segment = run.segment
 

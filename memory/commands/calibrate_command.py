@@ -40,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.commands import calibration_text
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
-    from bytescope.memory.seconds.calibration import measure
+    from bytescope.memory.seconds.calibration import cases, measure
 
     choose_platform()
     target = targets.parse("local")
     here = [device for device in target.devices() if device.process_index == device.client.process_index()]
-    cases = measure.cases_of(here, target, measure.sizes_of(target))
+    todo = cases.cases_of(here, target, cases.sizes_of(target))
     with progress(math.ceil(args.seconds), "measuring") as tell:
-        found = measure.measure(cases, target, len(here), args.seconds, tell)
+        found = measure.measure(todo, target, len(here), args.seconds, tell)
     calibration_text.show(found, target)
     if args.out:
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.rates.to_json().items())

@@ -27,7 +27,7 @@ from bytescope.memory.seconds.calibration.cases import (
     TO_HOST,
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
-from bytescope.memory.seconds.kernel_seconds import seconds
+from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.step_schedule import PRODUCT, ScheduledKernel
 from bytescope.memory.units import human
@@ -158,7 +158,7 @@ def _by_cubes(sample: Sample, rates: DeviceRates) -> str:
         ScheduledKernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
         for size in ((1, m, n, k), (1, m, k, n))
     )
-    return _time(sum(seconds(kernel, rates) for kernel in pair))
+    return _time(sum(kernel_seconds(kernel, rates) for kernel in pair))
 
 
 _WAYS = {"forward": "attention fwd", "backward": "attention bwd"}

@@ -1,12 +1,12 @@
 """FLOPs of a program, counted from its jaxpr: all of them, and those that are recomputed.
 
-A compiler's own count sees the body of a loop once and gives none for a GPU that is not here; a jaxpr has the trip
-counts, and its name stacks say where an equation is from: `jax.checkpoint` writes RECOMPUTED on what it recomputes, a
-kernel with a gradient of its own writes KERNEL_RECOMPUTED.
+A compiler counts the body of a loop once and gives no count for an absent GPU. A jaxpr has the trip counts, and its
+name stacks mark recomputed equations: `jax.checkpoint` marks them with RECOMPUTED, a kernel with its own gradient marks
+them with KERNEL_RECOMPUTED.
 
-Counted are matrix products, convolutions and known attention kernels, a multiply-add as two. Left out are
-elementwise work, reductions and transcendental functions, as MFU does (Chowdhery et al. 2022, arXiv 2204.02311,
-appendix B). What XLA merges or splits afterwards is not seen.
+Matrix products, convolutions and known attention kernels are counted, a multiply-add as two. Elementwise work,
+reductions and transcendental functions are not, as in MFU (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The
+count is before XLA merges or splits operations.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
 from bytescope.memory.hlo.loops import MEAN_TURNS
+from bytescope.memory.jaxprs import bodies, opened
 
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
-# Name stack -> phase, the first that matches; the forward pass carries no mark of its own.
+# Mark in a name stack -> phase, first match wins; the forward pass has no mark.
 _PHASES = (
     (re.compile(r"\boptimizer\b"), "optimizer"),
     (RECOMPUTED, "recompute"),
@@ -32,16 +33,17 @@ _PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """FLOPs of one call of the global program, over all devices; every recomputed one is also in `total`.
+    """FLOPs of one call of the global program, over all devices.
 
     Fields:
-        total: executed.
-        recomputed: by `jax.checkpoint`.
-        kernel_recomputed: inside the gradient of an attention or loss kernel; none is in `recomputed`.
-        notes: what could not be counted exactly, a sentence each.
-        by: (phase, dtype) -> FLOPs, which add up to `total`; no part of equality. Phases are forward, recompute,
-            backward and optimizer; dtypes those of `Target.peak_flops`. A float32 product that may be rounded to
-            less is "tf32", one that may not "fp32" (see `_narrowed`).
+        total: all executed FLOPs, recomputed ones included.
+        recomputed: FLOPs that `jax.checkpoint` recomputes.
+        kernel_recomputed: FLOPs recomputed inside the gradient of an attention or loss kernel; not in `recomputed`.
+        notes: a sentence for each operation that could not be counted exactly.
+        by: (phase, dtype) -> FLOPs, which add up to `total`; not compared by ==. Phases are forward, recompute,
+        backward
+            and optimizer; dtypes are those of `Target.peak_flops`. A float32 product whose operands may be rounded is
+            "tf32", otherwise "fp32" (see `_PRECISIONS`).
         replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, also in `by`; not compared by ==. XLA
             cannot partition a foreign kernel, so each device of the program computes all of these FLOPs.
     """
@@ -69,7 +71,7 @@ class FlopCount:
         )
 
     def times(self, trips: int | Fraction) -> FlopCount:
-        """The count of a loop of `trips`, which may be a mean: `count` rounds the sums."""
+        """The count of a loop with `trips` iterations, which may be a mean: `count` rounds the sums."""
         runs = cast(int, trips)
         return FlopCount(
             runs * self.total,
@@ -82,12 +84,12 @@ class FlopCount:
 
     @property
     def model_flops(self) -> int:
-        """FLOPs without any recomputation: the numerator of MFU."""
+        """FLOPs without recomputation: the numerator of MFU."""
         return self.total - self.recomputed - self.kernel_recomputed
 
     @property
     def hardware_flops(self) -> int:
-        """FLOPs that are executed: the numerator of HFU."""
+        """Executed FLOPs: the numerator of HFU."""
         return self.total
 
     @property
@@ -118,73 +120,61 @@ def count(jaxpr: Any) -> FlopCount:
 
 
 def of_equation(equation: Any) -> FlopCount:
-    """Counts one equation of a jaxpr, what it calls included."""
+    """Counts one equation of a jaxpr, including what it calls."""
     return _equation(equation, str(equation.source_info.name_stack))
 
 
 def _count(jaxpr: Any, stack: str) -> FlopCount:
-    """`stack`: the name stacks of the equations around; one inside a jaxpr is relative to it."""
-    return sum(
-        (_equation(equation, f"{stack}/{equation.source_info.name_stack}") for equation in jaxpr.eqns), FlopCount()
-    )
+    """Counts a jaxpr; `stack`: the name stack around it, because the stacks inside are relative to it."""
+    total = FlopCount()
+    for equation in jaxpr.eqns:
+        total += _equation(equation, f"{stack}/{equation.source_info.name_stack}")
+    return total
 
 
 def _equation(equation: Any, stack: str) -> FlopCount:
     name = equation.primitive.name
     if name in KERNELS:
         flops, recomputed = KERNELS[name](equation)
-        return _marked(flops, recomputed, stack, {(_phase(stack), _dtype(equation)): flops})
+        return _marked(flops, recomputed, stack, _unit(equation))
     if name in OPAQUE:
         return FlopCount(notes=(f"{name}: what a foreign kernel computes is not counted",))
     return CONTROL.get(name, _call)(equation, stack)
 
 
-def _marked(flops: int, recomputed: int, stack: str, by: Mapping[tuple[str, str], int]) -> FlopCount:
-    """`flops` under the marks of `stack`; `recomputed` of them are the kernel's own recomputation whatever it says."""
+def _marked(flops: int, recomputed: int, stack: str, unit: str) -> FlopCount:
+    """The count of a kernel of `flops` in a unit, by the marks of its stack.
+
+    `recomputed`: FLOPs that the kernel recomputes itself under any mark.
+    """
+    phase = next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
+    by = {(phase, unit): flops}
     if RECOMPUTED.search(stack):
         return FlopCount(flops, recomputed=flops, by=by)
     return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else recomputed, by=by)
 
 
-def _phase(stack: str) -> str:
-    return next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
-
-
 # dtype of an operand -> unit, the widest operand's counts; every other dtype is taken for float32.
 _UNITS = {"bfloat16": "bf16", "float16": "fp16"}
 _WIDTHS = ("fp8", "bf16", "fp16", "fp32")
+# Word in the precision of a float32 product -> unit, first match wins; without a match TF32. By default, and at "high",
+# XLA gives cuBLAS float32 operands as TF32 on every GPU that has it, and a TPU rounds them to bfloat16; "highest"
+# forbids both (jax.lax.Precision). An algorithm (jax.lax.DotAlgorithmPreset) names its operands.
+_PRECISIONS = (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", "fp32"), ("F32_F32", "fp32"))
 
 
-def _dtype(equation: Any) -> str:
-    """The unit that multiplies, by the wider of the two operands and, in float32, the precision asked for."""
+def _unit(equation: Any) -> str:
+    """The unit that multiplies, by the wider of the two operands and, in float32, by the precision of the product."""
     names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
     widest = max(units, key=_WIDTHS.index)
-    return _narrowed(equation.params.get("precision")) if widest == "fp32" else widest
+    if widest != "fp32":
+        return widest
+    precision = str(equation.params.get("precision")).upper()
+    return next((unit for word, unit in _PRECISIONS if word in precision), "tf32")
 
 
-def _narrowed(precision: Any) -> str:
-    """The unit of a float32 product. By default, and at "high", XLA gives cuBLAS float32 operands as TF32 on every
-    card that has it, and a TPU rounds them to bfloat16; "highest" forbids both (jax.lax.Precision). An algorithm
-    (jax.lax.DotAlgorithmPreset) names its operands."""
-    names = str(precision).upper()
-    return next(
-        (
-            unit
-            for word, unit in (
-                ("TF32", "tf32"),
-                ("BF16", "bf16"),
-                ("F16", "fp16"),
-                ("HIGHEST", "fp32"),
-                ("F32_F32", "fp32"),
-            )
-            if word in names
-        ),
-        "tf32",
-    )
-
-
-# ---- equations that compute: (FLOPs, of which the kernel's own recomputation) ------------------------------
+# ---- equations that compute: (FLOPs, FLOPs among them that the kernel recomputes itself) --------------------------
 
 
 def _dot(equation: Any) -> tuple[int, int]:
@@ -195,13 +185,15 @@ def _dot(equation: Any) -> tuple[int, int]:
 
 
 def _ragged_dot(equation: Any) -> tuple[int, int]:
-    """A grouped product: every row meets one group's matrix, 2 x rows x contracted x columns, groups apart."""
+    """A grouped product, in which every row is multiplied by the matrix of one group: 2 x rows x contracted x columns.
+
+    The left operand has the batch, the rows and the contracted dimensions.
+    """
     numbers = equation.params["ragged_dot_dimension_numbers"]
-    (left_axes, right_axes), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     left, right = (variable.aval.shape for variable in equation.invars[:2])
-    apart = {*right_axes, *right_batch, *numbers.rhs_group_dimensions}
-    columns = math.prod(size for axis, size in enumerate(right) if axis not in apart)
-    del left_axes, left_batch  # every axis of the left is walked once: batch, rows, contracted
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    columns = math.prod(size for axis, size in enumerate(right) if axis not in others)
     return 2 * math.prod(left) * columns, 0
 
 
@@ -215,7 +207,7 @@ def _convolution(equation: Any) -> tuple[int, int]:
 
 
 def _attention(equation: Any) -> int:
-    """B L S H K of a cuDNN attention call; the masked half of a causal one is counted, as the literature does."""
+    """B L S H K of a cuDNN attention call; the masked half of causal attention is counted, as in the literature."""
     query, key = (variable.aval.shape for variable in equation.invars[:2])
     heads_first = equation.params["layout"] == 1  # jax's AttentionLayout: 0 is B L H K, 1 is B H L K
     return math.prod(query) * key[2 if heads_first else 1]
@@ -233,7 +225,7 @@ def _attention_backward(equation: Any) -> tuple[int, int]:
 
 KERNELS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "dot_general": _dot,
-    "fp8_tile_product": _dot,  # within the kernel of model/fp8/fp8_kernel.py
+    "fp8_tile_product": _dot,  # within the kernel of model/fp8.py
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
 } | {
@@ -249,18 +241,13 @@ OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_c
 # ---- equations that contain others --------------------------------------------------------------------------
 
 
-def _inner(value: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameter, closed ones opened."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _inner(item)
-    elif hasattr(value, "eqns"):
-        yield getattr(value, "jaxpr", value)
+def _sum(jaxprs: Iterable[Any], stack: str) -> FlopCount:
+    return sum((_count(opened(jaxpr), stack) for jaxpr in jaxprs), FlopCount())
 
 
 def _call(equation: Any, stack: str) -> FlopCount:
-    """jit, checkpoint, custom_jvp_call, custom_vjp_call and whatever else has one body that runs once."""
-    return sum((_count(jaxpr, stack) for value in equation.params.values() for jaxpr in _inner(value)), FlopCount())
+    """jit, checkpoint, custom_jvp_call, custom_vjp_call and every other equation with one body that runs once."""
+    return _sum(bodies(equation), stack)
 
 
 def _scan(equation: Any, stack: str) -> FlopCount:
@@ -268,47 +255,49 @@ def _scan(equation: Any, stack: str) -> FlopCount:
 
 
 def _while(equation: Any, stack: str) -> FlopCount:
-    once = _call(equation, stack)
-    if said := MEAN_TURNS.search(stack):
-        return once.times(Fraction(int(said[1]), int(said[2])))
+    once, mean = _call(equation, stack), MEAN_TURNS.search(stack)
+    if mean:
+        return once.times(Fraction(int(mean[1]), int(mean[2])))
     note = ("a while loop has no known trip count: its body is counted once",) if once.total else ()
     return once + FlopCount(notes=note)
 
 
 def _cond(equation: Any, stack: str) -> FlopCount:
-    branches = [_count(jaxpr, stack) for jaxpr in _inner(equation.params["branches"])]
+    branches = [_count(opened(branch), stack) for branch in equation.params["branches"]]
     return max(branches, key=lambda branch: branch.total)
 
 
 def _linear_call(equation: Any, stack: str) -> FlopCount:
-    """Its other jaxpr is the transpose, which does not run."""
-    return sum((_count(jaxpr, stack) for jaxpr in _inner(equation.params["callee"])), FlopCount())
+    """Counts only the callee, because the other jaxpr is the transpose, which does not run."""
+    return _count(opened(equation.params["callee"]), stack)
 
 
 def _shard_map(equation: Any, stack: str) -> FlopCount:
     mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
-    body = dataclasses.replace(_call(equation, stack), replicated={})
-    return body.times(math.prod(size for axis, size in mesh.shape.items() if axis in manual))
+    shards = math.prod(size for axis, size in mesh.shape.items() if axis in manual)
+    return _partitioned(equation, stack).times(shards)
 
 
-def _custom_partitioning(equation: Any, stack: str) -> FlopCount:
-    """Counts a function that defines its own partitioning: none of its kernels is replicated."""
+def _partitioned(equation: Any, stack: str) -> FlopCount:
+    """A function that defines its own partitioning: none of its kernels is replicated."""
     return dataclasses.replace(_call(equation, stack), replicated={})
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
-    """What the kernel's `cost_estimate` says, in the dtype of most of its body's products; without one the body for
-    every point of the grid, where what it skips by its own conditions is counted."""
-    if estimate := equation.params["cost_estimate"]:
-        by = _call(equation, stack).by
-        dtype = max(by, key=by.__getitem__)[1] if by else _dtype(equation)
-        count = _marked(estimate.flops, 0, stack, {(_phase(stack), dtype): estimate.flops})
+    """Counts the kernel's `cost_estimate`, in the dtype of most products of its body.
+
+    Without an estimate the body counts once for every point of the grid, including parts that it skips by its own
+    conditions.
+    """
+    body, estimate = _call(equation, stack), equation.params["cost_estimate"]
+    grid = equation.params["grid_mapping"].grid
+    if estimate:
+        unit = max(body.by, key=body.by.__getitem__)[1] if body.by else _unit(equation)
+        count = _marked(estimate.flops, 0, stack, unit)
+    elif all(isinstance(size, int) for size in grid):
+        count = body.times(math.prod(grid))
     else:
-        grid, count = equation.params["grid_mapping"].grid, _call(equation, stack)
-        if all(isinstance(size, int) for size in grid):
-            count = count.times(math.prod(grid))
-        else:
-            count += FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))
+        count = body + FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))
     if equation.params["interpret"]:  # lowered to plain operations, which XLA partitions
         return count
     replicated: dict[str, int] = {}
@@ -323,6 +312,6 @@ CONTROL: dict[str, Callable[[Any, str], FlopCount]] = {
     "cond": _cond,
     "linear_call": _linear_call,
     "shard_map": _shard_map,
-    "custom_partitioning": _custom_partitioning,
+    "custom_partitioning": _partitioned,
     "pallas_call": _pallas,
 }

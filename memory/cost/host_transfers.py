@@ -1,8 +1,8 @@
 """What a compiled step moves between device and host memory: bytes by direction and phase, and the link's seconds.
 
-Read from the scheduled module: every copy, slice and update of a slice whose two ends lie in different memories, times
-the trip counts of the loops around it. What a loop without a known trip count moves (state that is updated only in
-some calls) is taken as one pass over the whole array: that of a call that updates.
+Reads the scheduled module: every copy, slice and slice update between different memories, times the trip counts of the
+loops around it. A loop without a known trip count (state that is updated only in some calls) counts as one pass over
+the whole array, as in a call that updates.
 """
 
 from __future__ import annotations
@@ -37,22 +37,17 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 def uncounted(module: Module) -> set[int]:
     """Computations inside loops without a known trip count."""
-    pending = [
-        called
-        for instruction in module.instructions.values()
-        if instruction.opcode == "while" and not loops.trip_count(module, instruction)
-        for called in instruction.called
-    ]
+    pending: list[int] = []
+    for instruction in module.instructions.values():
+        if instruction.opcode == "while" and not loops.trip_count(module, instruction):
+            pending += instruction.called
     found: set[int] = set()
     while pending:
         computation = pending.pop()
         if computation not in found and computation in module.computations:
             found.add(computation)
-            pending += [
-                called
-                for id in module.computations[computation].instructions
-                for called in module.instructions[id].called
-            ]
+            for id in module.computations[computation].instructions:
+                pending += module.instructions[id].called
     return found
 
 
@@ -61,15 +56,16 @@ CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1
 
 
 def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
-    """(direction, bytes of one execution, bytes of the array that they are part of) of what crosses the link."""
+    """Yields (direction, bytes of one execution, bytes of the whole array) if an instruction crosses the host link."""
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":
         source, target = target.leaf((1,)), target.leaf((0,))
-    elif (operand := module.operand(instruction, CROSSING.get(instruction.opcode, -1))) is not None:
-        source = module.shape(operand)
     else:
-        return
+        operand = module.operand(instruction, CROSSING.get(instruction.opcode, -1))
+        if operand is None:
+            return
+        source = module.shape(operand)
     if (source.memory_space == HOST_SPACE) != (target.memory_space == HOST_SPACE):
-        # A slice moves what comes out of it, an update what goes in: the smaller end.
+        # A slice moves its result, an update its operand: the smaller of the two arrays.
         part, whole = sorted((source.bytes, target.bytes))
         yield TO_DEVICE if source.memory_space == HOST_SPACE else TO_HOST, part, whole

@@ -1,10 +1,10 @@
-"""What the kernels of a compiled step read and write in device memory, by phase.
+"""Bytes that the kernels of a compiled step read and write in device memory, by phase.
 
-Each operation of the schedule that is a kernel (a fusion, a product, a reduction, a copy ...) reads its operands and
-writes its results once; one that takes a slice out of an operand reads the slice, one that updates a slice in place
-writes the slice. Loops count by their trips, a conditional by its largest branch. Left out: what caches save, and
-what a kernel reads twice; a loop without a known trip count counts once. Of what goes to host or on-chip memory, or
-comes from there, the end in device memory counts.
+Each kernel of the schedule (a fusion, a product, a reduction, a copy ...) reads its operands and writes its results
+once. A kernel that slices an operand reads the slice; a kernel that updates a slice in place writes the slice. A loop
+counts with its trip count, or once if that is unknown; a conditional counts as its largest branch. Reads that a cache
+saves and operands that a kernel reads twice are not modelled. A copy to or from host or on-chip memory counts only
+with the bytes in device memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 
-# Calls that run on the computations they name; other operations that name one only say how to combine two values.
+# Operations that run the computations they name; in other operations a computation only combines two values.
 _CALLING = frozenset(("while", "call", "conditional", "async-start"))
 PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
 _MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
-# Operations inside a fusion through which only what is asked for is computed.
+# Operations inside a fusion that compute only the elements that are asked for.
 _PASSING = frozenset(("bitcast", "convert", "reshape", "transpose", "copy", "negate"))
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
-# Opcode -> operand that is written over a part of the first one.
+# Opcode -> number of the operand that is written over a part of the first operand.
 _UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 _WORKSPACE = ("int8", "uint8")
 
@@ -35,7 +35,8 @@ Sums = dict[str, list[int]]
 
 
 def find(look: Attribution) -> dict[str, dict[str, int]]:
-    """Phase -> {"product_bytes", "other_bytes"} of one step and device: of kernels with a matrix product, of others."""
+    """Phase -> {"product_bytes", "other_bytes"} of one step and device: kernels with a matrix product, other
+    kernels."""
     walk = _Walk(look)
     sums = walk.computation(look.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
@@ -53,8 +54,9 @@ class _Walk:
         if (id, around) not in self.known:
             sums: Sums = {}
             self.known[id, around] = sums  # a damaged module may call in circles
-            found = self.module.computations.get(id)
-            for instruction in (self.module.instructions[i] for i in found.instructions) if found else ():
+            computation = self.module.computations.get(id)
+            for number in computation.instructions if computation else ():
+                instruction = self.module.instructions[number]
                 phase = phase_of(self.look, instruction, around)
                 if instruction.opcode in _CALLING:
                     _add(sums, self.called(instruction, phase))
@@ -65,11 +67,11 @@ class _Walk:
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
-        """Sums of what an operation calls: of a conditional its largest branch, of a loop all its trips."""
+        """Sums of the computations that an operation calls: the largest branch, all iterations of a loop."""
         inner = [self.computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
-        trips = trip_count(self.module, call) or 1 if call.opcode == "while" else 1
+        trips = (trip_count(self.module, call) or 1) if call.opcode == "while" else 1
         out: Sums = {}
         for sums in inner:
             _add(out, sums, trips)
@@ -77,8 +79,10 @@ class _Walk:
 
 
 def phase_of(look: Attribution, instruction: Instruction, around: str) -> str:
-    """The phase of an operation; one that carries no name, as copies of the compiler's own, is of what calls it:
-    `around`, "" in the entry."""
+    """The phase of an operation; a nameless one, such as the compiler's own copies, has the phase of its caller.
+
+    `around`: the phase of the caller, "" in the entry computation.
+    """
     scope = look.scope(instruction)
     if "optimizer" in scope.path:
         return "optimizer"
@@ -95,7 +99,7 @@ def _add(sums: Sums, other: Sums, times: int = 1) -> None:
 
 
 def is_product(module: Module, instruction: Instruction) -> bool:
-    """Whether a kernel has a matrix product or a convolution in it: its own, its fusion's, a library's by its name."""
+    """Whether a kernel contains a matrix product or a convolution: itself, in its fusion, or by a library's name."""
     if instruction.opcode == "custom-call":
         return bool(_PRODUCT_CALLS.search(instruction.target))
     if instruction.opcode == "fusion":
@@ -109,7 +113,7 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """(`moved`, `is_product`) of an operation, found once for a module; (0, False) for what is not a kernel."""
+    """(`moved`, `is_product`) of an operation, cached in the module; (0, False) if it is not a kernel."""
     known = module.kernels.get(instruction.id)
     if known is None:
         size = moved(module, instruction)
@@ -118,7 +122,7 @@ def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
 
 
 def moved(module: Module, instruction: Instruction) -> int:
-    """Bytes of device memory that one run of an operation reads and writes; 0 for what is not a kernel."""
+    """Bytes of device memory that one run of an operation reads and writes; 0 if it is not a kernel."""
     opcode, result = instruction.opcode, module.shape(instruction)
     if opcode == "copy-start":
         return _held(result.leaf((0,))) + _held(result.leaf((1,)))
@@ -142,7 +146,7 @@ def moved(module: Module, instruction: Instruction) -> int:
 
 
 def _held(shape: HloShape) -> int:
-    """Bytes of an array, or all arrays of a tuple, that lie in device memory."""
+    """Bytes in device memory of an array, or of all arrays of a tuple."""
     return sum(leaf.bytes for _, leaf in leaves(shape) if leaf.memory_space == 0)
 
 
@@ -164,7 +168,7 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
-    """Bytes that a fusion reads and writes: of its operands what the fused operations need."""
+    """Bytes that a fusion reads and writes; of an operand only the part that the fused operations need."""
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
     for id in inside.instructions:
@@ -174,7 +178,8 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
     for i, argument in enumerate(operands):
         parameter = module.instructions.get(inside.parameters.get(i, -1))
         shape = module.shape(argument)
-        read += min(_held(shape), _needed(module, parameter, shape, users, inside.root)) if parameter else _held(shape)
+        whole = _held(shape)
+        read += min(whole, _needed(module, parameter, shape, users, inside.root)) if parameter else whole
     root = module.instructions.get(inside.root)
     result = module.shape(fusion)
     if root is None or result.parts is None:
@@ -192,7 +197,7 @@ def _needed(
     root: int,
     itself: bool = True,
 ) -> int:
-    """Bytes of a fusion's operand that the fused operations ask for; `itself`: the value is the operand still."""
+    """Bytes of a fusion's operand that the fused operations read; `itself`: the value is still the operand."""
     if value.id == root:
         return _held(source)
     total = 0
@@ -200,14 +205,14 @@ def _needed(
         if user.opcode in _PASSING:
             total += _needed(module, user, source, users, root, itself and user.opcode == "bitcast")
         elif user.opcode in _UPDATING and user.operands[0] == value.id and not itself:
-            total += _held(source)  # what is converted first is written anew
+            total += _held(source)  # a converted operand is written as a new array
         else:
             total += sum(_part(module, user, i, source) for i, id in enumerate(user.operands) if id == value.id)
     return total
 
 
 def _written(module: Module, maker: Instruction | None, result: HloShape) -> int:
-    """Bytes of a result that are written: of one that is updated in place, the update."""
+    """Bytes of a result that are written; for an in-place update, the bytes of the update."""
     while maker is not None and maker.opcode == "bitcast":
         maker = module.operand(maker, 0)
     whole = _held(result)

@@ -1,4 +1,4 @@
-"""Every checkpoint name of a traced program: what it names, how large it is, what recomputing it costs."""
+"""The checkpoint names of a traced program: the tensor of each, its bytes, and the FLOPs of recomputing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.jaxprs import bodies
 from bytescope.memory.units import human
 
-# Equations that hand the same elements on.
+# Equations that return the elements of their operand.
 _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "sharding_constraint"))
 
 
@@ -20,12 +20,12 @@ class NamedTensor:
     """One name in one place of the program, over all devices.
 
     Fields:
-        name: as `checkpoint_name` got it; shape, dtype: of the tensor.
-        copies: how often the program makes it: the lengths of the scans around it, multiplied (its layers).
-        flops: matrix-product FLOPs of recomputing one copy from the names before it, all of them kept.
-        read_as: the dtype to which everything that reads the tensor narrows it first, "" when something reads it as
-            it is: saved under this name it takes more bytes than are read.
-        autodiff: whether plain autodiff, without any policy, keeps this very tensor for the backward pass.
+        name: the argument of `checkpoint_name`; shape, dtype: of the tensor.
+        copies: number of tensors with this name: the product of the lengths of the scans around it (layers).
+        flops: matrix-product FLOPs of recomputing one copy if all names before it are saved.
+        read_as: the narrower dtype to which all readers convert the tensor first, "" if a reader does not. Saved under
+            this name, the tensor takes more bytes than are read.
+        autodiff: whether plain autodiff, without a policy, keeps this tensor for the backward pass.
     """
 
     name: str
@@ -61,18 +61,18 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
     Give the jaxpr of the gradient, without any remat policy: some names are born only where a custom gradient
     keeps its residuals.
     """
-    merged: dict[tuple, NamedTensor] = {}
+    alike: dict[tuple[Any, ...], list[NamedTensor]] = {}
     for tensor in _walk(jaxpr.jaxpr, 1):
-        key = (tensor.name, tensor.shape, tensor.dtype, tensor.read_as)
-        known = merged.get(key, dataclasses.replace(tensor, copies=0, autodiff=False))
-        merged[key] = dataclasses.replace(
-            known, copies=known.copies + tensor.copies, autodiff=known.autodiff or tensor.autodiff
-        )
-    return tuple(merged.values())
+        alike.setdefault((tensor.name, tensor.shape, tensor.dtype, tensor.read_as), []).append(tensor)
+    merged = []
+    for group in alike.values():
+        copies, autodiff = sum(each.copies for each in group), any(each.autodiff for each in group)
+        merged.append(dataclasses.replace(group[0], copies=copies, autodiff=autodiff))
+    return tuple(merged)
 
 
 def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """One sentence for each name that, saved, takes more bytes than are read of it."""
+    """One sentence for each name whose saved tensor takes more bytes than are read."""
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
         f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
@@ -82,8 +82,8 @@ def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
     )
 
 
-def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator[NamedTensor]:
-    """The names of one body; `stacked` are the values that a loop keeps of each of its iterations."""
+def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
+    """The names of one body; `stacked`: the variables that a loop keeps for each of its iterations."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
     readers: dict[Any, list[Any]] = {}
@@ -92,36 +92,40 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator
             readers.setdefault(variable, []).append(equation)
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
-            variable, value = equation.outvars[0], equation.outvars[0].aval
+            variable = equation.outvars[0]
+            dtype = variable.aval.dtype
             same, read = _onward(variable, readers)
-            narrow = None if same & outputs else _narrow_dtype(value.dtype, read)
+            narrow = None if same & outputs else _narrow_dtype(dtype, read)
+            in_backward = any("transpose(" in str(reader.source_info.name_stack) for reader in read)
             yield NamedTensor(
-                equation.params["name"],
-                tuple(value.shape),
-                value.dtype.name,
-                value.dtype.itemsize,
-                copies,
-                _cost(equation.invars[0], makers),
-                narrow.name if narrow else "",
-                narrow.itemsize if narrow else 0,
-                bool(same & stacked) or any(map(_is_backward, read)),
+                name=equation.params["name"],
+                shape=tuple(variable.aval.shape),
+                dtype=dtype.name,
+                itemsize=dtype.itemsize,
+                copies=copies,
+                flops=_cost(equation.invars[0], makers),
+                read_as=narrow.name if narrow else "",
+                read_itemsize=narrow.itemsize if narrow else 0,
+                autodiff=bool(same & stacked) or in_backward,
             )
-            continue
-        loop = equation.primitive.name == "scan"
-        for inner in bodies(equation):
-            # What a loop stacks has a dimension more outside than in its body, what it carries has not.
-            kept = _variables(
-                v for v, out in zip(inner.outvars, equation.outvars) if loop and len(out.aval.shape) > len(v.aval.shape)
-            )
-            yield from _walk(inner, copies * (equation.params["length"] if loop else 1), kept)
+        elif equation.primitive.name == "scan":
+            for body in bodies(equation):
+                # An output that the loop stacks has one dimension more outside; a carried one has not.
+                pairs = zip(body.outvars, equation.outvars)
+                kept = [inner for inner, outer in pairs if len(outer.aval.shape) > len(inner.aval.shape)]
+                yield from _walk(body, copies * equation.params["length"], _variables(kept))
+        else:
+            for body in bodies(equation):
+                yield from _walk(body, copies)
 
 
-def _variables(atoms: Iterable[Any]) -> frozenset:
-    return frozenset(atom for atom in atoms if not hasattr(atom, "val"))  # a literal is made and read nowhere
+def _variables(atoms: Iterable[Any]) -> frozenset[Any]:
+    """The variables among the atoms of an equation, without literals."""
+    return frozenset(atom for atom in atoms if not hasattr(atom, "val"))
 
 
-def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset, list[Any]]:
-    """The variables that hold the same elements in another form, itself among them, and what reads any of them."""
+def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset[Any], list[Any]]:
+    """The variables with the same elements in another form, `variable` included, and the equations that read them."""
     same, read, todo = {variable}, [], [variable]
     while todo:
         for equation in readers.get(todo.pop(), ()):
@@ -134,7 +138,7 @@ def _onward(variable: Any, readers: dict[Any, list[Any]]) -> tuple[frozenset, li
 
 
 def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
-    """The dtype in which a value of dtype `own` is read when all its readers narrow it; None when one does not."""
+    """The widest dtype to which readers convert a value of dtype `own`; None if one reads it as wide as it is."""
     dtypes = [
         equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else own
         for equation in readers
@@ -143,14 +147,10 @@ def _narrow_dtype(own: Any, readers: Iterable[Any]) -> Any:
     return widest if widest.itemsize < own.itemsize else None
 
 
-def _is_backward(equation: Any) -> bool:
-    return "transpose(" in str(equation.source_info.name_stack)
-
-
 def _cost(variable: Any, makers: dict[Any, Any]) -> int:
-    """FLOPs of the equations between `variable` and the names (or inputs of the body) it is made from.
+    """FLOPs of the equations between `variable` and the names (or inputs of the body) that it is computed from.
 
-    A loop or call that makes names of its own is such a border too: its names are kept, so is what it gives.
+    A loop or call that contains names is a border too: its names are saved, and so are its results.
     """
     needed: dict[int, tuple[Any, set]] = {}
     todo = [variable]
@@ -162,7 +162,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
         if id(equation) in needed:
             needed[id(equation)][1].add(wanted)
             continue
-        if any(True for body in bodies(equation) for _ in _walk(body, 1)):
+        if any(next(_walk(body, 1), None) is not None for body in bodies(equation)):
             continue
         needed[id(equation)] = equation, {wanted}
         todo += [v for v in equation.invars if not hasattr(v, "val")]  # literals have no maker
@@ -170,7 +170,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
 
 
 def _flops(equation: Any, wanted: set) -> int:
-    """FLOPs of an equation; of a call, only of what makes the outputs that are wanted."""
+    """FLOPs of an equation; for a call, FLOPs of the wanted outputs only."""
     from jax.interpreters import partial_eval
 
     inside = list(bodies(equation))

@@ -1,4 +1,4 @@
-"""What overlaps a collective: the compute between its start and its done in the schedule."""
+"""The compute that overlaps a collective: operations between its start and its done in the schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytescope.memory.hlo.loops import backend_config, trip_count
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.peak.buffer_rules import Attribution
 
-# Opcodes that compute nothing: views, bookkeeping, copies by the DMA engines, the ends of other transfers.
+# Opcodes without compute: views, bookkeeping, copies by the DMA engines, ends of other transfers.
 IDLE = frozenset(
     (
         "parameter",
@@ -39,14 +39,16 @@ IDLE = frozenset(
     )
 )
 _DONE = re.compile(r"-(done|update)$")
-_MOST_DEPTH = 24
+_MAX_UPDATES = 24
 
 
 class Overlap(NamedTuple):
-    """What overlaps a collective.
+    """The compute that overlaps a collective.
 
-    asynchronous: it has a start and a done, and the runtime does not wait at the start. instructions: operations
-    of compute scheduled between the two. flops: matrix-product FLOPs among them, loops between counted in full.
+    Fields:
+        asynchronous: the collective has a start and a done, and the runtime does not wait at the start.
+        instructions: number of compute operations scheduled between the two.
+        flops: matrix-product FLOPs of these operations, with all iterations of loops.
     """
 
     asynchronous: bool
@@ -55,7 +57,7 @@ class Overlap(NamedTuple):
 
 
 def of(look: Attribution, start: Instruction) -> Overlap:
-    """What is scheduled between an asynchronous start and its done, on one device."""
+    """The compute scheduled between an asynchronous start and its done, on one device."""
     module = look.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
@@ -66,18 +68,19 @@ def of(look: Attribution, start: Instruction) -> Overlap:
     done = _done(look, start)
     if start.id not in positions or done is None or done.id not in positions:
         return Overlap(True)
-    inside = [
-        module.instructions[id]
-        for id in order[positions[start.id] + 1 : positions[done.id]]
-        if id in module.instructions
-    ]
-    inside = [item for item in inside if item.opcode not in IDLE and not is_collective(item.opcode)]
-    return Overlap(True, len(inside), sum(flops(module, item) for item in inside))
+    count, total = 0, 0
+    for id in order[positions[start.id] + 1 : positions[done.id]]:
+        instruction = module.instructions.get(id)
+        if instruction is None or instruction.opcode in IDLE or is_collective(instruction.opcode):
+            continue
+        count += 1
+        total += flops(module, instruction)
+    return Overlap(True, count, total)
 
 
 def _done(look: Attribution, start: Instruction) -> Instruction | None:
-    """The end of an asynchronous operation, through its updates."""
-    for _ in range(_MOST_DEPTH):
+    """The done of an asynchronous operation, found through its updates."""
+    for _ in range(_MAX_UPDATES):
         after = [user for user in look.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
             return None
@@ -88,14 +91,14 @@ def _done(look: Attribution, start: Instruction) -> Instruction | None:
 
 
 def flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
-    """Matrix-product FLOPs of one execution: dots, GEMM and attention calls, and what loops and fusions run.
+    """Matrix-product FLOPs of one execution: dots, GEMM and attention calls, also inside loops and fusions.
 
-    A multiply-add counts as two; elementwise work, convolutions and foreign kernels count as nothing. `known`:
-    FLOPs of computations already counted.
+    A multiply-add counts as two; elementwise work, convolutions and foreign kernels are not counted. `known`: FLOPs of
+    computations already counted.
     """
     known = {} if known is None else known
     total = _PRODUCTS[instruction.opcode](module, instruction) if instruction.opcode in _PRODUCTS else 0
-    trips = trip_count(module, instruction) or 1 if instruction.opcode == "while" else 1
+    trips = (trip_count(module, instruction) or 1) if instruction.opcode == "while" else 1
     for called in instruction.called:
         if called not in known and called in module.computations:
             known[called] = 0  # a damaged module may call in circles
@@ -125,8 +128,8 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
 
 
 def _call(module: Module, instruction: Instruction) -> int:
-    """FLOPs of a library's call: a GEMM's settings tell the contracted axes, an attention call's the shape of the
-    scores."""
+    """FLOPs of a library's call; the settings of a GEMM give the contracted axes, those of attention the scores'
+    shape."""
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
     if gemm:

@@ -1,21 +1,22 @@
-"""What a step takes at least, by a roofline: what it computes and moves, over what the target can (Williams, Waterman
-and Patterson 2009, "Roofline", Communications of the ACM 52(4)). `memory.seconds` predicts what it takes.
+"""The minimum seconds of a step by a roofline: its work over the peak rates of the target (Williams, Waterman and
+Patterson 2009, "Roofline", Communications of the ACM 52(4)). `memory.seconds` predicts the actual seconds.
 
-A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `costs.step_work`:
+A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `cost.step_work`:
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
-- `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
-- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends at least over that link in
-  collectives that are not overlapped; `hidden_collective_bytes`: in those with compute between start and done.
-- `to_host_bytes`, `to_device_bytes`: over the host link.
+- `product_bytes`: bytes that kernels with a matrix product read and write in device memory; `other_bytes`: bytes of
+  other kernels.
+- `collective_bytes`: "in_host" and "between_hosts" -> minimum bytes that the device sends over that link in collectives
+  that are not overlapped; `hidden_collective_bytes`: in collectives with compute between start and done.
+- `to_host_bytes`, `to_device_bytes`: bytes over the host link.
 
-A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
-its collectives. Overlapped collectives and transfers run at the same time, each direction of the host link by itself;
-what the longest of them takes longer is waited for. Recompute and backward share one such window.
+A phase takes, one after the other: its products (the longer of FLOPs and bytes), the bytes of its other kernels, its
+collectives. Overlapped collectives and transfers run at the same time, each direction of the host link by itself; the
+device waits if the longest of them takes longer than the phase. Recompute and backward share one such window.
 
-Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
-reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
-Rates are peaks, so no program reaches it.
+Not modelled: kernel launches, power limits and clocks below boost, latency, efficiency of kernels below the peak, reads
+that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices. Rates are
+peaks, so no program reaches this bound.
 """
 
 from __future__ import annotations
@@ -35,21 +36,26 @@ TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
 # Phases that overlap with transfers together.
 _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
-# Keys of `Target.peak_flops`. Where a chip has no unit for a dtype, the next one computes it.
+# Keys of `Target.peak_flops`. If a chip has no unit for a dtype, the next one computes it.
 UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
-# A chip with bfloat16 units alone needs so many passes for float32 (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
+# Passes that a chip with bfloat16 units only needs for float32 (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
 _PASSES = {"fp32": 6}
 DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
-# A machine is measured by a product of matrices of this side and a copy of these bytes, the best of so many runs.
+# A machine is measured by a product of matrices of _SIDE rows and a copy of _COPY bytes, the best of _TIMES runs.
 _SIDE, _COPY, _TIMES = 1024, 2**26, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Rates of one device: FLOP/s by dtype, bytes per second of its memory, of its host link in each direction and of
-    the links to other devices (`LINKS`); `source`: where they are from.
+    """Rates of one device.
 
-    Raises ReportError for a rate that is not a positive number, or a device that computes in no dtype.
+    Fields:
+        peak_flops: dtype -> FLOP/s.
+        hbm_bytes_per_s: of its memory; host_link_bytes_per_s: of its host link in each direction.
+        interconnect_bytes_per_s: link to other devices (`LINKS`) -> bytes per second.
+        source: DATA_SHEET, MEASURED, or a sentence.
+
+    Raises ReportError for a rate that is not a positive number, or a device without any dtype.
     """
 
     peak_flops: Mapping[str, float]
@@ -70,12 +76,11 @@ class Figures:
             raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else the next wider one, else passes of
-        bfloat16."""
-        wider = UNITS[UNITS.index(dtype) :]
-        unit = next((unit for unit in wider if unit in self.peak_flops), None)
-        if unit:
-            return self.peak_flops[unit]
+        """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else of the next wider one, else of several
+        passes of the widest narrower one."""
+        for unit in UNITS[UNITS.index(dtype) :]:
+            if unit in self.peak_flops:
+                return self.peak_flops[unit]
         narrower = next(unit for unit in reversed(UNITS) if unit in self.peak_flops)
         return self.peak_flops[narrower] / _PASSES.get(dtype, 1)
 
@@ -84,8 +89,8 @@ class Figures:
 class Prediction:
     """Seconds of one call of a step. `by_phase` (`records.STEP_PHASES`) and `by_term` (`TERMS`) each add up to `total`.
 
-    host_link: what is waited for transfers that take longer than the compute that overlaps them. bound_by: the term
-    that takes the most. source: of the rates.
+    The term "host_link" is the time that the device waits for transfers longer than the compute that overlaps them.
+    `bound_by`: the term that takes the most; `source`: of the rates.
     """
 
     total: float
@@ -101,8 +106,13 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class AtBest:
-    """What the rates allow at best: `update_seconds` at least, `tokens_per_s` over all devices and `mfu`, the share of
-    the peak rate that the model's own FLOPs use, at most. None for what the trainer did not tell. source: of the rates.
+    """The bound of an update by its roofline.
+
+    Fields:
+        update_seconds: minimum seconds.
+        tokens_per_s: maximum over all devices; mfu: maximum share of the peak rate that the model's own FLOPs use. None
+            if the trainer did not give the figures.
+        source: of the rates.
     """
 
     update_seconds: float
@@ -112,16 +122,17 @@ class AtBest:
 
 
 def at_best(report: ReportRecord) -> AtBest | None:
-    """What the roofline of a report allows at best; None where it has none."""
-    call, of = report.roofline.get("total"), report.subject
+    """The bound of an update by a report's roofline; None if it has no roofline."""
+    call, subject = report.roofline.get("total"), report.subject
     if not call or not call > 0:
         return None
-    rates = figures(report.target) if of.model_flops and report.work else None
     share = None
+    rates = figures(report.target) if subject.model_flops and report.work else None
     if rates:
-        share = mfu(of.model_flops / max(report.target.get("n_devices", 1), 1), report.work, rates, call) or None
-    update = call * of.calls
-    return AtBest(update, of.tokens / update if of.tokens else None, share, report.roofline.get("source", DATA_SHEET))
+        share = mfu(subject.model_flops / max(report.target.get("n_devices", 1), 1), report.work, rates, call) or None
+    update = call * subject.calls
+    tokens_per_s = subject.tokens / update if subject.tokens else None
+    return AtBest(update, tokens_per_s, share, report.roofline.get("source", DATA_SHEET))
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
@@ -138,13 +149,12 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
         wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
         by_term[longest] += wait
         by_phase[window[-1]] += wait
-    return Prediction(
-        sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]), figures.source
-    )
+    bound_by = max(TERMS, key=lambda term: by_term[term])
+    return Prediction(sum(by_phase.values()), by_phase, by_term, bound_by, figures.source)
 
 
 def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
-    """Term -> seconds of one phase, transfers aside."""
+    """Term -> seconds of one phase, without transfers."""
     flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
@@ -154,7 +164,7 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
 
 
 def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Term -> seconds of what the compute of some phases overlaps."""
+    """Term -> seconds of the operations that the compute of some phases overlaps."""
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {
         "collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
@@ -169,23 +179,25 @@ def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
 def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figures, taken: float) -> float:
     """The share of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv 2204.02311).
 
-    The peak rate is that of the dtypes in which the step multiplies. With a roofline's seconds it is the most that can
-    be hoped for, as those are the least.
+    The peak rate is that of the dtypes in which the step multiplies. With the seconds of a roofline, which are a
+    minimum, the result is the maximum MFU.
 
     Args:
-        model_flops: of one device and one call, nothing recomputed.
-        work: of the same (see the module). taken: seconds of the call.
+        model_flops: of one device and one call, without recomputation.
+        work: of one device and one call (see the module); taken: seconds of the call.
     """
     counts = [item for part in work.values() for item in part.get("flops", {}).items()]
-    least, executed = sum(count / figures.flops_per_s(dtype) for dtype, count in counts), sum(n for _, n in counts)
-    return model_flops / executed * least / taken if executed and taken > 0 else 0.0
+    executed = sum(count for _, count in counts)
+    at_peak = sum(count / figures.flops_per_s(dtype) for dtype, count in counts)
+    return model_flops / executed * at_peak / taken if executed and taken > 0 else 0.0
 
 
 def figures(target: Any) -> Figures | None:
-    """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without any.
+    """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without known
+    rates.
 
-    A CPU's are measured, once per process: the devices that it simulates share them, and what they send to each other
-    and to the host are copies of memory.
+    Rates of a CPU are measured once per process: the devices that it simulates share them, and collectives and
+    transfers are copies of memory.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":
@@ -220,7 +232,7 @@ def machine_rates() -> tuple[float, float]:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """The fewest seconds of some runs, a first one aside."""
+    """The minimum seconds of `_TIMES` runs, after one to warm up."""
     run()
     taken = []
     for _ in range(_TIMES):
@@ -233,8 +245,8 @@ def _best(run: Callable[[], Any]) -> float:
 def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
 
-    None where the program was not traced, or the target's rates are not known. Raises ReportError where they are not
-    what `step_work` and `Target.to_json` write.
+    None if the program was not traced, or the target's rates are unknown. Raises ReportError if they are not of the
+    form that `step_work` and `Target.to_json` write.
     """
     if not answer.get("work") or not answer.get("target"):
         return None
@@ -260,7 +272,7 @@ _WORK = {
 
 
 def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The work as it is. Raises ReportError for what is not numbers from 0 up, by phase and key."""
+    """Returns the work unchanged. Raises ReportError unless it has numbers from 0 up, by phase and key."""
     for phase, part in work.items():
         if not isinstance(part, Mapping):
             raise ReportError(f"a damaged report (work.{phase} is {part!r:.40}): write it again")

@@ -59,7 +59,7 @@ def by_phase(
 
 
 def _phase(name: str) -> str:
-    """The phase of the work: what carries no mark of a transformation is done before and for the forward pass."""
+    """The phase of the work; an operation without the mark of a transformation belongs to the forward pass."""
     return name if name in STEP_PHASES else "forward"
 
 
@@ -69,9 +69,12 @@ _EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
 
 def _sent(item: Collective, hosts: int) -> float:
-    """Bytes that a device sends at least over the slowest link of a collective: in a host those on the wire, over hosts
-    those through the network card beside it. A ring over a group crosses from host to host once for all its devices
-    there, so each of their cards carries a share (NCCL runs as many rings)."""
+    """Minimum bytes that a device sends over the slowest link of a collective: on the wire within a host, through its
+    network card between hosts.
+
+    A ring crosses from host to host once for all devices of the host, so each of their network cards carries a share
+    (NCCL runs one ring per card).
+    """
     inside = max(item.group // hosts, 1)
     if hosts > 1 and item.kind in _SHARED:
         return WIRE[item.kind](hosts) * item.bytes / inside
@@ -81,8 +84,8 @@ def _sent(item: Collective, hosts: int) -> float:
 
 
 def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
-    """Over how many hosts of `per_host` devices, counted row by row, a group of devices along `axes` of a mesh is
-    spread at most; without the mesh's axes, how many `group` devices need.
+    """Maximum number of hosts that a group of devices along `axes` of a mesh spans; hosts have `per_host` devices each,
+    counted row by row. If the mesh's axes are unknown, the number of hosts that `group` devices need.
     """
     if not per_host:
         return 1

@@ -13,18 +13,18 @@ from bytescope.memory.units import GIB, MIB
 GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
 
-# What CUDA takes of a card before the first buffer: context, kernels and their local memory, handles of cuBLAS and
-# cuDNN. For CUDA 13 on Hopper; NVML's used bytes less the allocator's pool, after the first jitted call. An estimate,
-# not measured on a card yet: `python tests/gpu/accuracy.py --calibrate` prints the line to put here.
+# Bytes that CUDA takes on a GPU before the first buffer: context, kernels and their local memory, handles of cuBLAS and
+# cuDNN. For CUDA 13 on Hopper: NVML's used bytes less the allocator's pool, after the first jitted call. An estimate,
+# not yet measured on hardware: `python tests/gpu/accuracy.py --calibrate` prints the line to put here.
 CONTEXT_BYTES = 500 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """What XLA's compiler asks about a GPU: sizes in bytes, the clock in GHz.
+    """The properties of a GPU that XLA's compiler reads: sizes in bytes, the clock in GHz.
 
     Source: CUDA C++ Programming Guide, table of technical specifications per compute capability; core count, L2 and
-    boost clock from the card's data sheet.
+    boost clock from the GPU's data sheet.
     """
 
     capability: tuple[int, int]
@@ -43,16 +43,16 @@ class Chip:
     """One accelerator and the host it usually comes in.
 
     Fields:
-        kind: what jax calls `device_kind`.
-        device_memory_bytes: what the driver reports in total (less than the name says: the driver and error
-            correction keep a part). reserved_bytes: what the runtime keeps for itself before any program.
+        kind: jax's `device_kind`.
+        device_memory_bytes: the total that the driver reports, less than the name says, since the driver and error
+            correction keep a part. reserved_bytes: kept by the runtime before any program runs.
         devices_per_host, host_memory_bytes: of one host with all its devices.
-        hbm: bytes per second of the device's memory; host_link: from device to host; in_host, between_hosts:
-            interconnect, per device and direction.
+        hbm: bytes per second of the device's memory; host_link: bytes per second from device to host; in_host,
+            between_hosts: bytes per second of the interconnect, per device and direction.
         peak_flops: dtype -> dense FLOP per second.
-        max_shape: the largest slice a TPU comes in, or (hosts, devices) of a rack that is one NVLink domain; () for
-            other GPUs.
-        sources: figure -> where it was read.
+        max_shape: the largest slice of a TPU, or (hosts, devices) of a rack that is one NVLink domain; () for other
+            GPUs.
+        sources: figure -> its source.
     """
 
     name: str
@@ -94,9 +94,9 @@ _L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 
 _ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
 _L4 = dataclasses.replace(_L40S, cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20)
 _A10G = GpuShape((8, 6), "", 80, 128, 1.71, 6 * 2**20, 100 * 1024, 99 * 1024, 1536)
-_3090, _A5000, _A6000 = (
-    dataclasses.replace(_A10G, cores=cores, clock_ghz=clock) for cores, clock in ((82, 1.695), (64, 1.695), (84, 1.8))
-)
+_3090 = dataclasses.replace(_A10G, cores=82, clock_ghz=1.695)
+_A5000 = dataclasses.replace(_A10G, cores=64, clock_ghz=1.695)
+_A6000 = dataclasses.replace(_A10G, cores=84, clock_ghz=1.8)
 _5090 = GpuShape((12, 0), "ACCELERATED_FEATURES", 170, 128, 2.407, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
 _TURING = GpuShape((7, 5), "", 40, 64, 1.59, 4 * 2**20, 64 * 1024, 64 * 1024, 1024)
 _VOLTA = GpuShape((7, 0), "", 80, 64, 1.53, 6 * 2**20, 96 * 1024, 96 * 1024)
@@ -116,7 +116,7 @@ _A6000_FLOPS = {"fp32": 38.7 * T, "tf32": 77.4 * T, "bf16": 154.8 * T, "fp16": 1
 _4090_FLOPS = {"fp32": 82.6 * T, "tf32": 82.6 * T, "bf16": 165.2 * T, "fp16": 165.2 * T, "fp8": 330.3 * T}
 _3090_FLOPS = {"fp32": 35.6 * T, "tf32": 35.6 * T, "bf16": 71 * T, "fp16": 71 * T}
 _5090_FLOPS = {"fp32": 104.8 * T, "tf32": 104.8 * T, "bf16": 209.5 * T, "fp16": 209.5 * T, "fp8": 419 * T}
-# Tensor cores of these take fp16 alone: bf16 is computed by way of float32.
+# The tensor cores of these GPUs take only fp16; bf16 is computed in float32.
 _T4_FLOPS = {"fp32": 8.1 * T, "fp16": 65 * T}
 _V100_FLOPS = {"fp32": 15.7 * T, "fp16": 125 * T}
 
@@ -134,8 +134,16 @@ def _gpu(
     shape: GpuShape,
     sheet: str,
     host: str,
+    host_link: str = _PCIE,
+    devices_per_host: int = 8,
+    rack_hosts: int = 0,
 ) -> Chip:
-    """A GPU row; eight cards a host. Without NVLink between all of them the cards of a host meet over PCIe."""
+    """Returns a row for a GPU, with units as in `Chip`.
+
+    total_gib: device memory in GiB. nvlink: 0 without NVLink between all GPUs of a host, which then exchange data over
+    PCIe. nic: between hosts. host_link: the source of `link`. rack_hosts: hosts of a rack that is one NVLink domain, 0
+    without one.
+    """
     return Chip(
         name,
         kind,
@@ -146,21 +154,12 @@ def _gpu(
         link,
         nvlink or link,
         nic,
-        8,
+        devices_per_host,
         host_bytes,
         flops,
-        _sources(sheet, host),
+        _sources(sheet, host, link=host_link),
         gpu=shape,
-    )
-
-
-def _rack(chip: Chip, devices_per_host: int, hosts: int, host_link: str) -> Chip:
-    """A GPU whose rack is one NVLink domain of so many hosts; its host link is that of a source of its own."""
-    return dataclasses.replace(
-        chip,
-        devices_per_host=devices_per_host,
-        max_shape=(hosts, devices_per_host),
-        sources={**chip.sources, "host_link_bytes_per_s": host_link},
+        max_shape=(rack_hosts, devices_per_host) if rack_hosts else (),
     )
 
 
@@ -184,7 +183,7 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """A TPU row; hosts are virtual machines of four chips. XLA itself names the usable HBM."""
+    """A row for a TPU. Hosts are virtual machines of four chips; libtpu's compiler states the usable HBM."""
     page = f"Google Cloud documentation, TPU {name} system architecture"
     sources = _sources(
         page, f"{page} and its four-chip machine type", f"{page}; usable part as libtpu's compiler states it", _TPU_LINK
@@ -447,25 +446,23 @@ _CHIPS = (
         "NVIDIA V100 data sheet (SXM2)",
         "NVIDIA DGX-1 data sheet (8 cards, 4 x 100 Gb/s)",
     ),
-    # Two superchips a host: four GPUs, two Grace with 480 GB each; between the 18 hosts of a rack NVLink too.
-    _rack(
-        _gpu(
-            "gb200",
-            "NVIDIA GB200",
-            184.31,
-            8 * T,
-            225 * GB,
-            900 * GB,
-            900 * GB,
-            960 * GB,
-            _GB200_FLOPS,
-            dataclasses.replace(_BLACKWELL, cores=152),
-            "NVIDIA GB200 NVL72 data sheet (per GPU, dense)",
-            "NVIDIA GB200 NVL72 data sheet (a compute tray)",
-        ),
-        4,
-        18,
-        "NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
+    # A host has two superchips: four GPUs, two Grace with 480 GB each. NVLink also joins the 18 hosts of a rack.
+    _gpu(
+        "gb200",
+        "NVIDIA GB200",
+        184.31,
+        8 * T,
+        225 * GB,
+        900 * GB,
+        900 * GB,
+        960 * GB,
+        _GB200_FLOPS,
+        dataclasses.replace(_BLACKWELL, cores=152),
+        "NVIDIA GB200 NVL72 data sheet (per GPU, dense)",
+        "NVIDIA GB200 NVL72 data sheet (a compute tray)",
+        host_link="NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
+        devices_per_host=4,
+        rack_hosts=18,
     ),
     _tpu(
         "v5e",
@@ -509,12 +506,12 @@ _CHIPS = (
 )
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
-# The first GPUs that CUDA 13 compiles for; those before need the compiler of CUDA 12.
+# The lowest compute capability that CUDA 13 compiles for; older GPUs need the compiler of CUDA 12.
 CUDA_13_FROM = (7, 5)
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
-    """XLA's description of a GPU (GpuTargetConfigProto) as text: it lets XLA compile without the card.
+    """XLA's description of a GPU (GpuTargetConfigProto) as text, with which XLA compiles without the GPU.
 
     Only fields that older versions of jax know are used. `runtime` is the CUDA version (major, minor). Raises
     ValueError for a chip that is not a GPU.
@@ -553,7 +550,7 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """What a chip lacks, in words; "" for nothing."""
+    """The limitations of a chip in words, "" for none."""
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

@@ -1,7 +1,7 @@
-"""Compiling with the buffer assignment kept: the one place of the package that makes jax compile.
+"""Compiles programs and keeps their buffer assignment; no other module of the package makes jax compile.
 
-XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only when it really compiles. The dump goes to
-a folder that is gone afterwards, and a copy beside the entry of the persistent cache (`compile_cache`).
+XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only if it compiles. The dump goes to a
+temporary folder, and a copy beside the entry of the persistent cache (`compile_cache`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PACKAGES = (
 
 
 class Retry(NamedTuple):
-    """A failure of XLA, by words of its error, the compiler's options that avoid it, and what a report says then."""
+    """A failure of XLA: a part of its error message, the compiler options that avoid it, and a note for the report."""
 
     error: str
     options: Mapping[str, Any]
@@ -61,22 +61,22 @@ RETRIES = (
     ),
 )
 MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; for more, the CPU's compiler aborts the process
-# XLA's error messages if a size that it computes itself overflows.
+# XLA's error messages if a size that XLA computes overflows.
 OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled program and what the compiler tells of its buffers.
+    """A compiled program and the compiler's records of its buffers.
 
     Fields:
         proto: a serialized HloProto with the buffer assignment, b"" if there is none.
-        module, assignment: else the serialized HloModuleProto and BufferAssignmentProto (may be b"").
-        compiled: the executable, None when only a proto was given.
-        stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
-        signature: what goes in and comes out, None where nobody knows.
-        local: it was compiled for devices that are here. notes: what its report has to say of how it was made.
-        versions: package -> version of what compiled it.
+        module, assignment: without a proto, the serialized HloModuleProto and BufferAssignmentProto (may be b"").
+        compiled: the executable, None if only a proto was given.
+        stats: XLA's memory statistics. jaxpr: of the traced program, for checkpoint names.
+        signature: the leaves of its arguments and results, None if unknown.
+        local: whether it was compiled for devices of this process. notes: on the compilation, for the report.
+        versions: package -> version, of the packages that compiled it.
     """
 
     proto: bytes = b""
@@ -117,8 +117,11 @@ def check_sizes(jaxpr: Any) -> None:
         if id(inside) in seen:
             continue
         seen[id(inside)] = inside
-        results = (variable for equation in inside.eqns for variable in equation.outvars)
-        for variable in (*inside.invars, *inside.constvars, *results):
+        variables = [*inside.invars, *inside.constvars]
+        for equation in inside.eqns:
+            variables += equation.outvars
+            pending += bodies(equation)
+        for variable in variables:
             shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
             sizes = [size for size in shape if isinstance(size, int)]
             if math.prod(sizes) * getattr(dtype, "itemsize", 1) > MAX_BYTES:
@@ -126,8 +129,6 @@ def check_sizes(jaxpr: Any) -> None:
                     f"an array of {' x '.join(map(str, shape))} {dtype} is too large for XLA, which "
                     "counts its bytes in 64 bits: give smaller sizes"
                 )
-        for equation in inside.eqns:
-            pending += bodies(equation)
 
 
 def compile_lowered(
@@ -135,10 +136,12 @@ def compile_lowered(
 ) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
-    An executable that comes out of the persistent cache has no heap trace: its proto is kept beside it. Where none is,
-    with `exact` it is compiled again, which replaces the entry; without, lifetimes are derived from the schedule.
-    `described`: for devices that are not here, whose programs the cache cannot give back. `options`: of the
-    compiler, as `Lowered.compile(compiler_options=)` takes them.
+    An executable from the persistent cache has no heap trace, so its proto is kept beside the entry. If there is no
+    such proto and `exact` is set, the program is compiled again, which replaces the entry; if `exact` is not set,
+    lifetimes are derived from the schedule.
+
+    described: the devices are not present; jax's cache cannot return programs for them. options: compiler options, as
+    in `Lowered.compile(compiler_options=)`.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = signature_of(lowered)
@@ -147,27 +150,26 @@ def compile_lowered(
         if described:
             settings.enter_context(_no_cache())
         made = _made(lowered, options or {}, exact and not described)
-    if not made.proto:
-        found = read_compiled(made.compiled)
-    else:
-        found = Compilation(proto=made.proto, compiled=made.compiled, stats=made.stats, versions=versions())
-    return dataclasses.replace(found, signature=signature, local=not described, notes=made.notes)
+    module, assignment = (b"", b"") if made.proto else _module_of(made.compiled)
+    return Compilation(
+        proto=made.proto,
+        module=module,
+        assignment=assignment,
+        compiled=made.compiled,
+        stats=made.stats,
+        signature=signature,
+        local=not described,
+        notes=made.notes,
+        versions=versions(),
+    )
 
 
 def read_compiled(compiled: CompiledStage) -> Compilation:
-    """What a finished `jax.stages.Compiled` still tells: its module, and on some backends its buffers.
+    """Reads a finished `jax.stages.Compiled`: its module, and on some backends its buffers.
 
     Raises ReportError for an executable that keeps no module.
     """
-    try:
-        modules = compiled.runtime_executable().hlo_modules()
-        module = modules[0].as_serialized_hlo_module_proto()
-    except Exception as error:  # a runtime without HLO raises errors of its own kinds
-        raise ReportError(
-            "an executable that does not keep its program: give the Lowered that it was compiled from"
-        ) from error
-    analysis = compiled.memory_analysis()
-    assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
+    module, assignment = _module_of(compiled)
     return Compilation(
         module=module,
         assignment=assignment,
@@ -178,8 +180,23 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
     )
 
 
+def _module_of(compiled: CompiledStage) -> tuple[bytes, bytes]:
+    """Returns the serialized HloModuleProto of an executable, and its BufferAssignmentProto or b"".
+
+    Raises ReportError for an executable that keeps no module.
+    """
+    try:
+        modules = compiled.runtime_executable().hlo_modules()
+        module = modules[0].as_serialized_hlo_module_proto()
+    except Exception as error:  # a runtime without HLO raises errors of its own kinds
+        raise ReportError(
+            "an executable that does not keep its program: give the Lowered that it was compiled from"
+        ) from error
+    return module, getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", None) or b""
+
+
 def stats_of(compiled: CompiledStage) -> XlaStats | None:
-    """XLA's memory statistics of an executable, None when the backend gives none."""
+    """XLA's memory statistics of an executable, None if the backend has none."""
     try:
         analysis = compiled.memory_analysis()
     except Exception:  # not implemented on some runtimes
@@ -198,7 +215,7 @@ def stats_of(compiled: CompiledStage) -> XlaStats | None:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version of what decides a program's memory, python among them."""
+    """Returns package -> version of python and of all packages that decide a program's memory."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -208,7 +225,7 @@ def versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _CompileResult:
-    """What one compile gave: the executable, the proto that XLA wrote (b"" for one out of the cache), its entry."""
+    """The result of one compile: the executable, XLA's proto (b"" if it came from the cache), and the cache entry."""
 
     compiled: CompiledStage
     proto: bytes = b""
@@ -218,16 +235,19 @@ class _CompileResult:
 
 
 def _made(lowered: LoweredStage, options: Mapping[str, Any], exact: bool) -> _CompileResult:
-    """A program compiled, or out of the cache with the proto that was kept of it; then again, if it has to be exact."""
+    """Compiles a program, or takes it from the cache with its kept proto. If there is no such proto and `exact` is set,
+    it is compiled again."""
     program = compile_cache.digest(lowered)
     made = _compile(lowered, options)
-    if not made.proto and made.entry is not None and (kept := made.entry.kept(program, renamed=not exact)):
-        proto, told = kept
-        stats = XlaStats(**told["stats"]) if told["stats"] else None
-        return dataclasses.replace(made, proto=proto, stats=stats, notes=tuple(told["notes"]))
-    if not made.proto and made.entry is not None and exact:
-        with made.entry.absent() as gone:
-            made = _compile(lowered, options) if gone else made
+    if not made.proto and made.entry is not None:
+        kept = made.entry.kept(program, renamed=not exact)
+        if kept:
+            proto, beside = kept
+            stats = XlaStats(**beside["stats"]) if beside["stats"] else None
+            return _CompileResult(made.compiled, proto, stats, tuple(beside["notes"]), made.entry)
+        if exact:
+            with made.entry.absent() as gone:
+                made = _compile(lowered, options) if gone else made
     if not made.proto and exact:
         with _no_cache():
             return _compile(lowered, options)
@@ -253,52 +273,41 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise
-        made = _compile_once(lowered, {**options, **known.options})
-        return dataclasses.replace(made, notes=(known.note,))
+        return _compile_once(lowered, {**options, **known.options}, notes=(known.note,))
 
 
-def _compile_once(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResult:
+def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tuple[str, ...] = ()) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
     with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
-        proto = _unpacked(protos[-1]) if protos else b""
-    return _CompileResult(
-        compiled, proto if _has_buffers(proto) else b"", stats_of(compiled), entry=entries[-1] if entries else None
-    )
+        proto = _proto_with_buffers(protos[-1]) if protos else b""
+    return _CompileResult(compiled, proto, stats_of(compiled), notes, entries[-1] if entries else None)
 
 
-def _unpacked(path: Path) -> bytes:
-    """A proto that XLA wrote; it is packed where the user's XLA_FLAGS say so."""
-    from bytescope.memory.hlo import dumps
+def _proto_with_buffers(path: Path) -> bytes:
+    """Returns an HloProto that XLA wrote; b"" if it is truncated or has no buffer assignment."""
+    from bytescope.memory.hlo import dumps, wire
 
     try:
-        return dumps.unpacked(path.read_bytes())
+        proto = dumps.unpacked(path.read_bytes())  # gzip if the user's XLA_FLAGS ask for it
+        for field, value in wire.fields(proto, (0, len(proto))):
+            if field == 3 and not isinstance(value, int) and value[1] > value[0]:
+                return proto
     except ReportError:  # a full disk cuts the dump off
-        return b""
-
-
-def _has_buffers(proto: bytes) -> bool:
-    """Whether an HloProto holds a buffer assignment that is not empty."""
-    from bytescope.memory.hlo import wire
-
-    try:
-        return any(
-            field == 3 and not isinstance(value, int) and value[1] > value[0]
-            for field, value in wire.fields(proto, (0, len(proto)))
-        )
-    except ReportError:  # a full disk cuts the dump off
-        return False
+        pass
+    return b""
 
 
 def is_described(device: JaxDevice) -> bool:
-    """Whether a jax device is one that is not here. Nothing public tells; unknown counts as here."""
+    """Whether a jax device is compile-only, that is not present. No public API says so; an unknown device counts as
+    present."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
 
 
 def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
-    """The jax devices that a Lowered or a Compiled is for; () where it does not tell."""
+    """The jax devices of a Lowered or a Compiled; () if it does not say."""
     devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
     if devices:
         return tuple(devices)
@@ -310,7 +319,7 @@ def devices_of(stage: Any) -> tuple[JaxDevice, ...]:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """No persistent compilation cache inside. jax reads the setting once, so what it has read is reset."""
+    """Switches the persistent compilation cache off. jax reads the setting once, so its state is reset."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,31 +1,35 @@
-"""What goes into a program and what comes out of it, as jax's own stages tell it: paths, shapes, donation.
+"""The arguments and results of a program, read from jax's stages: paths, shapes, donation.
 
-A compiled module names its parameters only where the step was a plain function of named arguments, and its results
-never. jax knows both when it lowers; which parameter a leaf became follows from the leaves that were kept.
+A compiled module names its parameters only if the step is a plain function of named arguments, and never its results.
+jax knows both when it lowers; the parameter number of a leaf follows from the leaves that jax kept.
+
+`flax.nnx.jit` passes the numbered leaves of a graph to jax, which names them by their numbers:
+"model.states[0][7]". Their names come from the graph's definition beside them: "model.layers[0].kernel".
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from bytescope.memory.devices import nnx_paths
 from bytescope.memory.hlo.jax_types import LoweredStage
 
-# How jax names leaves whose place in the arguments it forgot: those of pmap, and of other wrappers.
+# jax's name of leaves whose position in the arguments is lost: those of pmap, and of other wrappers.
 _LOST = "flat_args["
+# jax's name of a numbered leaf of an NNX object: the object, and after it the position in its states.
+_NUMBERED = re.compile(r"\.states\[\d+\]\[\d+\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class SignatureLeaf:
-    """One array that goes in or comes out.
+    """One array among the arguments or results.
 
     Fields:
-        path: "state.params['w']" of an argument, "[0].params['w']" of a result; a single result is "".
-        shape, dtype: of the whole array, over all devices. donated: of an argument: its memory may be reused.
-        parameter: the number of the entry parameter that an argument became; -1 for one that nothing uses, and for
-            results.
+        path: "state.params['w']" for an argument, "[0].params['w']" for a result; "" for a single result.
+        shape, dtype: of the whole array, over all devices. donated: the memory of this argument may be reused.
+        parameter: the number of the entry parameter that an argument became; -1 for an unused argument and for results.
     """
 
     path: str
@@ -44,53 +48,105 @@ class Signature:
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
-        """Number of the entry parameter -> its argument."""
+        """Entry parameter number -> argument."""
         return {leaf.parameter: leaf for leaf in self.arguments if leaf.parameter >= 0}
 
 
 def signature_of(lowered: LoweredStage) -> Signature | None:
-    """The signature of a `jax.stages.Lowered`; None where it does not say which leaves it kept.
+    """The signature of a `jax.stages.Lowered`; None if it does not say which leaves it kept.
 
-    Never raises: what is not public in jax is asked for carefully.
+    Never raises, although it reads private attributes of jax.
     """
     from jax.tree_util import keystr, tree_flatten_with_path
 
     try:
         inside, _ = tree_flatten_with_path(lowered.args_info)
         outside, _ = tree_flatten_with_path(lowered.out_info)
-        told = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
-        kept = sorted(told["kept_var_idx"])
+        compile_args = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
+        kept = sorted(compile_args["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
         return None
-    debug = getattr(told.get("all_args_info"), "debug_info", None)
-    plain = [_positional(keystr(path)) for path, _ in inside]
-    names = [
-        own if name.startswith(_LOST) else name
-        for name, own in zip(_named(debug, "arg_names", len(inside)) or plain, plain)
-    ]
-    names = nnx_paths.renamed(names, lowered.args_info)
-    paths = _named(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
-    paths = nnx_paths.renamed(paths, lowered.out_info)
-    # Constants that a newer jax hoists out of the program come first among its parameters.
-    first = max(len(told.get("global_in_avals", ())) - len(kept), 0)
+    debug = getattr(compile_args.get("all_args_info"), "debug_info", None)
+    names = []
+    for path, _ in inside:
+        place = keystr(path)  # [0][1]['w'] in (positional, keyword) arguments
+        names.append(f"args{place[3:]}" if place.startswith("[0]") else place[3:])
+    for number, name in enumerate(_debug_names(debug, "arg_names", len(inside))):
+        if not name.startswith(_LOST):
+            names[number] = name
+    names = _nnx_names(names, lowered.args_info)
+    paths = _debug_names(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
+    paths = _nnx_names(paths, lowered.out_info)
+    # A newer jax hoists constants out of the program, and they come first among its parameters.
+    first = max(len(compile_args.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}
-    arguments = [
-        SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), numbers.get(number, -1))
-        for number, (name, (_, info)) in enumerate(zip(names, inside))
-    ]
-    results = [
-        SignatureLeaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype))
-        for path, (_, info) in zip(paths, outside)
-    ]
+    arguments, results = [], []
+    for number, (name, (_, info)) in enumerate(zip(names, inside)):
+        parameter = numbers.get(number, -1)
+        arguments.append(SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), parameter))
+    for path, (_, info) in zip(paths, outside):
+        results.append(SignatureLeaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype)))
     return Signature(tuple(arguments), tuple(results))
 
 
-def _named(debug: Any, field: str, count: int) -> list[str] | None:
-    """The names that jax keeps for its error messages, if it has one for every leaf."""
+def _debug_names(debug: Any, field: str, count: int) -> list[str]:
+    """The names that jax keeps for its error messages; [] if it has not one for every leaf."""
     names = getattr(debug, field, None)
-    return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else None
+    return list(names) if isinstance(names, Collection) and len(names) == count and all(names) else []
 
 
-def _positional(path: str) -> str:
-    """`[0][1]['w']` of (positional, keyword) arguments as `args[1]['w']`."""
-    return f"args{path[3:]}" if path.startswith("[0]") else path[3:]
+def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
+    """The names of a tree's leaves in order, where leaves inside NNX objects are named by the objects' attributes.
+
+    tree: arguments or results of a program, as in `jax.stages.Lowered`.
+    """
+    import jax
+
+    seen: dict[Any, Any] = {}  # nodes by number: a later argument may share nodes with an earlier one
+    paths: list[str] = []  # of each leaf, inside its NNX object
+    for node in jax.tree.leaves(tree, is_leaf=_is_nnx_object):
+        if not _is_nnx_object(node):
+            paths.append("")
+            continue
+        counts = [len(jax.tree.leaves(state)) for state in node.states[0]]
+        inside = _nnx_paths(node, seen)
+        for number, count in enumerate(counts):
+            paths += [inside[number] if len(inside) == len(counts) else ""] * count
+    renamed = list(names)
+    if len(paths) == len(names):
+        for number, path in enumerate(paths):
+            numbered = list(_NUMBERED.finditer(names[number]))
+            if path and numbered:
+                start, end = numbered[-1].span()
+                renamed[number] = names[number][:start] + path + names[number][end:]
+    return renamed
+
+
+def _is_nnx_object(node: Any) -> bool:
+    """Whether a node of a tree is an NNX object, split into its definition and its numbered leaves."""
+    return (
+        type(node).__name__ == "NodeStates"
+        and type(node).__module__.startswith("flax.")
+        and getattr(node, "_graphdef", None) is not None
+        and len(node.states) == 1
+        and isinstance(node.states[0], (list, tuple))
+    )
+
+
+def _nnx_paths(node: Any, seen: dict[Any, Any]) -> list[str]:
+    """Paths of an NNX object's leaves in order; [] if this version of Flax splits objects in another way."""
+    try:
+        from flax.nnx import graphlib
+
+        whole = graphlib.unflatten(
+            node._graphdef,
+            list(node.states[0]),
+            index_ref=seen,  # type: ignore[arg-type]  # Flax fills any dict
+        )
+        found = []
+        for path in graphlib.flatten(whole, with_paths=True)[1].paths:
+            keys = [f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path]
+            found.append("".join(keys))
+        return found
+    except Exception:  # the API is not public, so it may change; jax's own names remain
+        return []

@@ -1,4 +1,4 @@
-"""What a program is compiled for, by name: the devices at hand, simulated ones, or ones that are not here.
+"""The target of a program by its name: available devices, simulated devices, or described devices that are not present.
 
     local              the default devices of jax
     cpu:8              eight CPU devices of this process (simulated ones share the host)
@@ -6,20 +6,24 @@
     h100:2x8           hosts x devices per host
     v5e:4x4  v5p:2x2x1 a described TPU slice, by its shape in chips
 
-Described names are checked without importing jax; `local` and `cpu:8` ask it.
+The names of described targets are checked without importing jax; `local` and `cpu:8` import it. Described devices come
+from the plugins of jax that compile for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.devices import topologies
-from bytescope.memory.devices.chips import CHIPS, Chip
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, Chip, target_config
+from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
@@ -30,6 +34,18 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
+# jax's CUDA plugins that compile for a described GPU -> the CUDA version that each describes.
+CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
+
+# Without these libtpu looks for a TPU machine and takes a lock file, which a compiler does not need.
+_LIBTPU_QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
 
@@ -161,11 +177,15 @@ def to_compile_for(name: str) -> Target:
     if name.strip().lower() != "local" or accelerator() != "cuda":
         simulate_devices([name.strip().lower()])
         return parse(name)
-    kind, count = topologies.local_gpus()
+    import pynvml
+
+    pynvml.nvmlInit()
+    kind = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))  # a machine has one kind of GPU
+    kind = kind.decode() if isinstance(kind, bytes) else kind
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
         raise ReportError(f"{kind} is not in the table of chips: give --target, one of {', '.join(names())}")
-    return parse(f"{chip.name}:{count}")
+    return parse(f"{chip.name}:{pynvml.nvmlDeviceGetCount()}")
 
 
 def of(devices: Sequence[JaxDevice]) -> Target:
@@ -324,7 +344,7 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
     if base == "local":
         return tuple(_ask(name, jax.devices))
     if base == "cpu":
-        n, here = int(count), _ask(name, lambda: jax.local_devices(backend="cpu"))
+        n, here = int(count), _ask(name, functools.partial(jax.local_devices, backend="cpu"))
         if len(here) < n:
             raise ReportError(
                 f"target {name}: this process has {len(here)} CPU devices; "
@@ -334,7 +354,7 @@ def _devices(name: str) -> tuple[JaxDevice, ...]:
         return tuple(here[:n])
     chip = CHIPS[base]
     shape = _SHAPES[chip.platform](name, chip, _numbers(count))
-    return tuple((topologies.gpu_devices if chip.platform == "cuda" else topologies.tpu_devices)(name, chip, shape))
+    return tuple(gpu_devices(name, chip, shape) if chip.platform == "cuda" else tpu_devices(name, chip, shape))
 
 
 def _ask(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
@@ -344,3 +364,82 @@ def _ask(name: str, devices: Callable[[], list[JaxDevice]]) -> list[JaxDevice]:
     except RuntimeError as error:
         reason = one_line(error, 160)
         raise ReportError(f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS") from error
+
+
+# ---- described devices --------------------------------------------------------------------------------------------
+
+
+def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
+    """Returns described GPUs as compile-only jax devices; `shape` is (hosts, devices per host).
+
+    Raises ReportError if the extra that compiles for them is not installed, or if its compiler refuses them.
+    """
+    if chip.gpu is None:
+        raise ReportError(f"target {name}: the table of chips lacks the shape of this GPU")
+    old = chip.gpu.capability < CUDA_13_FROM
+    able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
+    found = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
+    if not found and old:
+        major, minor = chip.gpu.capability
+        raise ReportError(
+            f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in an environment of "
+            "its own, pip install 'bytescope[cuda12]' (it needs no GPU)"
+        )
+    if not found:
+        raise ReportError(f"target {name}: no CUDA compiler here; pip install 'bytescope[cuda]' (it needs no GPU)")
+    topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
+    config = target_config(chip, CUDA_PLUGINS[found[0]])
+    _register_without_gpu(f"jax_plugins.{found[0]}")
+    return _topology(name, "cuda", topology=topology, target_config=config)
+
+
+def _register_without_gpu(plugin: str) -> None:
+    """Makes jax register a CUDA plugin on a machine without a GPU.
+
+    jax asks libraries that need a driver for their versions, and drops the plugin if they fail, unless JAX_PLATFORMS
+    names only other platforms. If the program has made arrays already, jax has dropped the plugin already.
+    """
+    if accelerator() == "cuda":
+        return
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jax._src import xla_bridge  # no public API lists the registered plugins
+
+    if getattr(xla_bridge, "_plugins_registered", False) and "cuda" not in xla_bridge._backend_factories:
+        importlib.import_module(plugin).initialize()
+
+
+def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:
+    """Returns described TPUs as compile-only jax devices; `shape` is the number of chips along each axis.
+
+    Raises ReportError if the extra that compiles for them is not installed, or if its compiler refuses them.
+    """
+    if not installed("libtpu"):
+        raise ReportError(f"target {name}: no TPU compiler here; pip install 'bytescope[tpu]' (it needs no TPU)")
+    if accelerator() != "tpu":  # on a TPU machine these describe the real one
+        for variable, value in _LIBTPU_QUIET.items():
+            os.environ.setdefault(variable, value)
+    bounds = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(shape) == 1 else {}
+    return _topology(name, "tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", **bounds)
+
+
+def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[JaxDevice]:
+    from jax.experimental import topologies
+
+    with kept_back():
+        try:
+            return topologies.get_topology_desc(name or target, platform=platform, **options).devices
+        except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
+            refused = error
+    reason = one_line(refused, 160)
+    extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
+    raise ReportError(
+        f"target {target}: the {platform} compiler refused it ({reason}); pip install -U 'bytescope[{extra}]'"
+    ) from refused
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that would hold it is missing
+        return False

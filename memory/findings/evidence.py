@@ -1,4 +1,4 @@
-"""What rules look at: shares of the peak, buffers by row, the batch's arguments. Pure."""
+"""Evidence that several rules read: shares of the peak, buffers by row, the arguments of the batch. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import MIB
 
-# Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.
+# Minimum share of the peak (for fragmentation: of the allocated bytes) of a finding.
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
-# Bytes below which a thing is not worth one, whatever its share: of a toy nobody wants to hear, and of what is worth an
-# array's own sharding.
-TOY, LEAST = MIB, 16 * MIB
+# Findings below TOY bytes are ignored, and so is a sharding of one array below MIN_ARRAY bytes.
+TOY, MIN_ARRAY = MIB, 16 * MIB
 STATE = ("params", "frozen", "optimizer", "accumulator")
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a rule found: bytes of one device, and a sentence.
+    """The result of a rule: bytes of one device, and a sentence.
 
     Fields:
-        remedy: in the place of the rule's own in `finding_rules.RULES`, "" for that one.
+        remedy: replaces the remedy of `finding_rules.RULES`; "" keeps that one.
     """
 
     bytes: int
@@ -43,21 +42,21 @@ def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[I
 
 
 def batch(report: ReportRecord, program: PlacedProgram) -> dict[int, Instruction]:
-    """The entry parameters that are the batch, by number."""
+    """The entry parameters in the batch, by number."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
 
 
 def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
-    """A partition spec as people write it: "P(None, 'data')"."""
+    """A partition spec as in source code: "P(None, 'data')"."""
     parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
     return f"P({', '.join(parts)})"
 
 
 def start_of_backward(report: ReportRecord) -> int:
-    """The point at which the backward pass begins, past the end without one.
+    """The point at which the backward pass begins; without a backward pass, the point after the last.
 
-    The compiler moves single operations of one pass into the other; the point has most of each on its side.
+    The compiler moves single operations of one pass into the other. This point separates most operations of the two.
     """
     score, best, start = 0, 0, len(report.timeline)
     for point in reversed(report.timeline):
@@ -72,13 +71,8 @@ def at_peak(report: ReportRecord, category: str) -> list[Buffer]:
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 
 
-def largest(report: ReportRecord, category: str) -> str:
-    """The largest buffer of a category at the peak, as in "the largest bfloat16[8, 1024] at model.py:31"."""
-    first = max(at_peak(report, category), key=lambda b: b.bytes, default=Buffer("", 0))
-    return f"the largest {told(first)}"
-
-
-def told(buffer: Buffer) -> str:
-    """A buffer by its type and the line that makes it, or where that is unknown by the compiler's name of it."""
+def describe_buffer(buffer: Buffer) -> str:
+    """A buffer's type and the line that makes it, as in "bfloat16[8, 1024] at model.py:31"; without a known line, the
+    compiler's name of the buffer."""
     where = f"at {buffer.source.rsplit('/', 1)[-1]}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"

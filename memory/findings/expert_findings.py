@@ -11,7 +11,8 @@ import math
 from typing import NamedTuple
 
 from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
-from bytescope.memory.formulas.expert_formulas import ExpertShape, rows
+from bytescope.memory.formulas.expert_formulas import rows
+from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human

@@ -1,13 +1,17 @@
-"""Rules on the devices of a mesh: what is replicated, what is gathered too long or at once."""
+"""Rules on the devices of a mesh: arrays that are replicated, gathered for too long or too large at once.
+
+`replicated_arrays` finds the activations that every device holds in full although the mesh shards the batch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bytescope.memory.findings.evidence import (
     LARGE,
-    LEAST,
+    MIN_ARRAY,
     NOTABLE,
     SMALL,
     TOY,
@@ -15,20 +19,23 @@ from bytescope.memory.findings.evidence import (
     arguments,
     at_peak,
     batch,
+    describe_buffer,
     spec_words,
     start_of_backward,
-    told,
 )
-from bytescope.memory.findings.replicated_arrays import replicated_arrays
-from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
+from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, flatten, is_collective
 from bytescope.memory.hlo.mesh import ArgumentLayout
-from bytescope.memory.hlo.shapes import leaves
-from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import HloShape, leaves
+from bytescope.memory.hlo.sources import source_line
+from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
+from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.roles import WEIGHTS
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 
-# What tensor parallelism shards and nobody gathers.
+# Roles that tensor parallelism shards and never gathers.
 HELD = (*WEIGHTS, "cache")
 
 
@@ -116,38 +123,34 @@ def replicated_activations(report: ReportRecord, program: PlacedProgram) -> Foun
 
 
 def _data_axes(report: ReportRecord, program: PlacedProgram) -> frozenset[str]:
-    """Axes of the mesh that should shard the batch: all but those of tensor parallelism, which shard parameters or
-    caches that nobody gathers: every device needs all of the activations there."""
+    """Axes of the mesh that should shard the batch: all except those of tensor parallelism.
+
+    Tensor parallelism shards parameters or caches that no collective gathers; there every device needs all activations.
+    """
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
     for item in report.collectives:
-        for axis in item.axes if item.kind.startswith("all-gather") else ():
-            gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
+        if item.kind.startswith("all-gather"):
+            for axis in item.axes:
+                gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
     for number, argument in program.arguments.by_number.items():
         layout = program.layouts.get(number)
         if layout is None or argument.role not in HELD:
             continue
         for axis in layout.axes:
             held[axis] = held.get(axis, 0) + layout.elements
-    return frozenset(
-        axis for axis, size in program.mesh if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis])
-    )
+    tensor = {axis for axis, elements in held.items() if gathered.get(axis, 0) < elements}
+    return frozenset(axis for axis, size in program.mesh if size > 1 and axis not in tensor)
 
 
 def _gathers(report: ReportRecord, program: PlacedProgram) -> bool:
-    """Whether a program whose mesh is unknown brings together what its devices share of parameters or caches, or they
-    share none: else it is tensor parallel."""
-    entry = program.module.computations.get(program.module.entry)
-    held = (
-        [
-            program.module.instructions[entry.parameters[number]]
-            for role in HELD
-            for number in program.arguments.of_role(role)
-        ]
-        if entry
-        else []
-    )
-    return all(map(program.module.replicated, held)) or any("all-gather" in item.kind for item in report.collectives)
+    """Whether a program whose mesh is unknown gathers, or replicates all parameters and caches; if neither, it is
+    tensor parallel."""
+    if any("all-gather" in item.kind for item in report.collectives):
+        return True
+    parameters = program.module.parameters
+    held = [parameters[number] for role in HELD for number in program.arguments.of_role(role) if number in parameters]
+    return all(map(program.module.replicated, held))
 
 
 def lasting_gathers(report: ReportRecord, program: PlacedProgram) -> Found | None:
@@ -183,7 +186,7 @@ _SAME = {"reduce-scatter": "all-reduce", "ragged-all-to-all": "all-to-all", "col
 
 
 def large_collective(report: ReportRecord, program: PlacedProgram) -> Found | None:
-    """One collective's buffer is a good part of the peak."""
+    """A collective whose buffer is a large share of the peak."""
     first = max(at_peak(report, "collectives"), key=lambda b: b.bytes, default=Buffer("", 0))
     if first.bytes <= max(LARGE * report.peak_bytes, TOY):
         return None
@@ -191,40 +194,43 @@ def large_collective(report: ReportRecord, program: PlacedProgram) -> Found | No
     of_state = bool(first.parameter) or first.component == "param_copy"
     known = _SAME.get(kind, kind)
     remedy = _SMALLER.get((known, of_state)) or _SMALLER.get((known, False), "")
-    return Found(first.bytes, f"one {kind or 'collective'} holds {human(first.bytes)}, {told(first)}", remedy)
+    return Found(
+        first.bytes, f"one {kind or 'collective'} holds {human(first.bytes)}, {describe_buffer(first)}", remedy
+    )
 
 
 def _kind(report: ReportRecord, program: PlacedProgram, buffer: Buffer) -> str:
-    """The kind of the collective that a buffer is of, "" for an unknown one."""
-    by_name = {item.name: item.kind for item in report.collectives}
-    found = by_name.get(buffer.name) or next((kind for kind in COLLECTIVES if buffer.name.startswith(kind)), "")
-    if found:
-        return found
-    flow = Flow(program.module)
-    made = next((i for i in program.module.instructions.values() if i.name == buffer.name), None)
-    for maker in flow.makers(made, ()) if made is not None else ():
-        if is_collective(maker.opcode):
-            return maker.opcode.removesuffix("-start").removesuffix("-done")
+    """The kind of the collective that a buffer belongs to, "" if unknown."""
+    for item in report.collectives:
+        if item.name == buffer.name:
+            return item.kind
+    for kind in COLLECTIVES:
+        if buffer.name.startswith(kind):
+            return kind
+    instruction = next((i for i in program.module.instructions.values() if i.name == buffer.name), None)
+    if instruction is not None:
+        for maker in Flow(program.module).makers(instruction, ()):
+            if is_collective(maker.opcode):
+                return maker.opcode.removesuffix("-start").removesuffix("-done")
     same = {item.kind for item in report.collectives if item.op_name == buffer.op_name}
     return same.pop() if len(same) == 1 else ""
 
 
 def unsharded_gradients(report: ReportRecord, program: PlacedProgram) -> Found | None:
-    """Float32 gradients that a device holds whole although it has a shard of their parameter."""
+    """Float32 gradients that a device holds whole although it has only a shard of their parameter."""
     parameters = [
         (buffer, program.layouts.get(number))
         for number, (_, buffer) in arguments(report, program).items()
         if buffer.category == "params"
     ]
-    found = [
-        (gradient, *sharded)
-        for gradient in at_peak(report, "gradients")
-        if gradient.dtype == "float32"
-        and (sharded := _sharded(gradient, parameters, program.module.devices)) is not None
-    ]
-    whole = sum(gradient.bytes for gradient, *_ in found)
-    freed = whole - sum(gradient.bytes // parts for gradient, _, _, parts in found)
-    if freed <= max(SMALL * report.peak_bytes, LEAST):
+    found, whole, freed = [], 0, 0
+    for gradient in at_peak(report, "gradients"):
+        sharded = _sharded(gradient, parameters, program.module.devices) if gradient.dtype == "float32" else None
+        if sharded is not None:
+            found.append((gradient, *sharded))
+            whole += gradient.bytes
+            freed += gradient.bytes - gradient.bytes // sharded[2]
+    if freed <= max(SMALL * report.peak_bytes, MIN_ARRAY):
         return None
     first, parameter, layout, parts = max(found, key=lambda each: each[0].bytes)
     where = f" at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
@@ -244,17 +250,16 @@ def unsharded_gradients(report: ReportRecord, program: PlacedProgram) -> Found |
 def _sharded(
     gradient: Buffer, parameters: Iterable[tuple[Buffer, ArgumentLayout | None]], devices: int
 ) -> tuple[Buffer, ArgumentLayout | None, int] | None:
-    """The parameter that a gradient is whole of: its shard, its layout where that is known, and the number of shards.
+    """The sharded parameter of an unsharded gradient: its shard, its layout if known, and the number of shards.
 
-    Without layouts the parameter's shard has the gradient's dimensions but one, of which it has the part of as many
-    devices as divide those of the program.
+    Without layouts the parameter's shard must have the gradient's dimensions except one, which is divided by a number
+    of shards that divides `devices`.
     """
     plain = tuple(dim for dim in gradient.shape if dim > 1)
     dims = _dims(plain)
-    # One that is transposed comes after those that are not: a table and a head may have the same dimensions.
-    for shard, layout in sorted(
-        parameters, key=lambda item: sum(a == b for a, b in zip(item[0].shape, plain)), reverse=True
-    ):
+    # Transposed parameters come last: a table and a head may have the same dimensions.
+    in_place = sorted(parameters, key=lambda item: -sum(a == b for a, b in zip(item[0].shape, plain)))
+    for shard, layout in in_place:
         if gradient.parameter and gradient.parameter != shard.name:
             continue
         if layout is not None:
@@ -275,5 +280,164 @@ def _sharded(
 
 
 def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions without ones, in no order: a transposed gradient is still that parameter's."""
+    """Dimensions without ones, sorted: a transposed gradient belongs to the same parameter."""
     return tuple(sorted(dim for dim in shape if dim > 1))
+
+
+# ---- activations that lost the sharding of the batch ---------------------------------------------------------------
+
+_FORWARD = ("forward", "")
+# Operations that compute or gather an array; views and loops carry the names of other operations.
+_MAKING = frozenset(("dot", "convolution", "custom-call", "fusion", *COLLECTIVES))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedArray:
+    """An array that lost its sharding.
+
+    Fields:
+        name: of the instruction; what: its checkpoint name, else scopes and operation, with its source line.
+        dims, dtype, bytes: of the array on each device; axes: the mesh axes that should shard it and do not.
+    """
+
+    name: str
+    what: str
+    dims: tuple[int, ...]
+    dtype: str
+    bytes: int
+    axes: tuple[str, ...]
+
+
+def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
+    """Arrays of the forward pass that lost the sharding of the batch, in the order of the schedule.
+
+    With the activations of a jaxpr, each array is compared with its global shape. Without a jaxpr, arrays with the
+    dimensions of the global batch are searched. An axis that shards another dimension of an array instead of the batch
+    is not lost.
+
+    `batch`: numbers of the entry parameters in the batch.
+    """
+    module, sizes = program.module, dict(program.mesh)
+    if module.devices < 2 or not sizes:
+        return
+    lookup = (_GlobalShapes if program.activations is not None else _BatchDims)(program, set(batch))
+    if lookup.is_empty:
+        return
+    for id in flatten(module):
+        instruction = module.instructions[id]
+        if instruction.opcode.removesuffix("-done") not in _MAKING:
+            continue
+        metadata = module.metadata(instruction)
+        if not metadata.op_name or scopes.parse(metadata.op_name).phase not in _FORWARD:
+            continue
+        shape = module.shape(instruction)
+        shape = shape.leaf((0,)) if shape.parts is not None else shape
+        if shape.elements < 2 or "float" not in shape.dtype:
+            continue
+        lost, name = lookup.lost_axes(instruction, shape, sizes)
+        if lost:
+            scope = scopes.parse(metadata.op_name)
+            what = name or "/".join((*scope.path, scope.operation))
+            where = source_line(metadata).rsplit("/", 1)[-1]
+            if where:
+                what += f" at {where}"
+            yield ReplicatedArray(instruction.name, what, shape.dims, shape.dtype, shape.bytes, lost)
+
+
+class _GlobalShapes:
+    """Looks up the global array of the jaxpr that an instruction was compiled from."""
+
+    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
+        self.module = program.module
+        self.places: dict[Place, list[Activation]] = {}
+        for activation in program.activations or ():
+            self.places.setdefault(activation.place, []).append(activation)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the jaxpr has no activation with a batch dimension."""
+        return not self.places
+
+    def lost_axes(
+        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
+    ) -> tuple[tuple[str, ...], str]:
+        """(mesh axes that should shard an array and do not, its checkpoint name)."""
+        metadata = self.module.metadata(instruction)
+        if not metadata.frames:
+            return (), ""
+        # jax lowers cuDNN's attention under the name of the primitive that partitions it.
+        partitioned = metadata.op_name.endswith("custom_partitioning")
+        found = [
+            activation
+            for activation in self.places.get(metadata.frames[0][:3], ())
+            if metadata.op_name.endswith(activation.suffix) or (partitioned and activation.suffix.endswith("_wrapper"))
+        ]
+        if len({(activation.dims, tuple(activation.labels.items())) for activation in found}) != 1:
+            return (), ""
+        first = found[0]
+        if instruction.opcode == "fusion" and are_partial_sums(first, shape, sizes):
+            return (), ""
+        return missing(first.dims, first.labels, shape.dims, sizes), first.name
+
+
+def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str, int]) -> bool:
+    """Returns whether an array is a stack of partial sums that a second kernel adds up, because XLA has split the
+    contracted dimension of a product.
+
+    A replicated activation may have the same shape, but partial sums have a larger dtype: float32 for bfloat16.
+    """
+    parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
+    same = shape.dims == activation.dims and shape.dtype == activation.dtype
+    return len(shape.dims) > 2 and not same and shape.elements // shape.dims[0] * parts == math.prod(activation.dims)
+
+
+class _BatchDims:
+    """Without a jaxpr: finds products with a dimension as large as the global batch, and none as large as its shard."""
+
+    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
+        self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
+        self.other_sizes: set[int] = set()
+        for number, layout in program.layouts.items():
+            if number not in batch:
+                self.other_sizes |= {*layout.dims, *layout.local}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no argument of the batch is sharded."""
+        return not self.batch
+
+    def lost_axes(
+        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
+    ) -> tuple[tuple[str, ...], str]:
+        """(mesh axes that should shard an array and do not, ""); a size that other arguments have is no evidence."""
+        dims = set(shape.dims)
+        for layout in self.batch:
+            sharded = [dim for dim, axes in enumerate(layout.spec) if axes]
+            full, part = {layout.dims[dim] for dim in sharded}, {layout.local[dim] for dim in sharded}
+            if "int" in layout.dtype:  # tokens: their products have every dimension, or all in one
+                full = {math.prod(layout.dims)} if math.prod(layout.dims) in dims else set(layout.dims)
+                part = {math.prod(layout.local)} if len(full) == 1 else part
+            if full <= dims and not part & dims and not full & self.other_sizes:
+                return layout.axes, ""
+        return (), ""
+
+
+def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes of `labels` that do not shard an array of global dimensions `dims`, of which a device holds `local`.
+
+    Returns () if another dimension is sharded instead, as after a lookup in a table that is sharded along its width, or
+    if the local array is not a shard of the global one, because it is merged, padded or split in another way.
+
+    `sizes`: mesh axis -> number of devices.
+    """
+    parts = {dim: math.prod(sizes[axis] for axis in axes) for dim, axes in labels.items()}
+    if len(dims) == len(local) and all(n and g % n == 0 for g, n in zip(dims, local)):
+        lost = [dim for dim in labels if local[dim] * parts[dim] > dims[dim]]
+        elsewhere = math.prod(g // n for dim, (g, n) in enumerate(zip(dims, local)) if dim not in labels)
+        if elsewhere >= math.prod(parts[dim] for dim in lost):
+            return ()
+        return tuple(axis for dim in lost for axis in labels[dim])
+    whole, held = math.prod(dims), math.prod(local)
+    if not held or whole % held or (whole // held) >= math.prod(parts.values()):
+        return ()
+    return tuple(axis for axes in labels.values() for axis in axes)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bytescope.memory.findings.evidence import LARGE, LEAST, NOTABLE, SMALL, STATE, Found, arguments, spec_words
+from bytescope.memory.findings.evidence import LARGE, MIN_ARRAY, NOTABLE, SMALL, STATE, Found, arguments, spec_words
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
@@ -14,7 +14,7 @@ from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import MIB, human
 
-# Bytes from which state that is whole is worth a line where all of it is; where other leaves are sharded, `LEAST`.
+# Bytes from which state that is whole is worth a line where all of it is; where other leaves are sharded, `MIN_ARRAY`.
 _WHOLE = 64 * MIB
 # So many leaves are named.
 _NAMED = 3
@@ -91,7 +91,7 @@ def whole_state(report: ReportRecord, program: PlacedProgram) -> Found | None:
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
     others = len(found) < len(_leaves(report, program))
-    share, least = (SMALL, LEAST) if others and trains else (NOTABLE if trains else LARGE, _WHOLE)
+    share, least = (SMALL, MIN_ARRAY) if others and trains else (NOTABLE if trains else LARGE, _WHOLE)
     if size <= max(share * report.peak_bytes, least):
         return None
     found.sort(key=lambda leaf: -leaf.buffer.bytes)

@@ -1,4 +1,4 @@
-"""What a training step sends to other devices, by formula: bytes per step and device.
+"""Bytes that a training step sends to other devices, by formula: per step and device.
 
 Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
@@ -6,10 +6,10 @@ section 4.2. Left out: the vocabulary-parallel embedding and loss, norms and oth
 pipeline gather and reduce, and the keys and values of ring attention.
 
 Experts: slots of fixed size by all-to-all after Lepikhin et al. 2020 (arXiv 2006.16668), rows of varying number after
-Gale et al. 2022 (arXiv 2211.15841), tokens gathered by all as Megatron-Core's all-gather dispatcher. A layer moves rows
-there and back, and so does its backward pass; a policy that does not keep the dispatched rows moves them there once
-more. The router's weights go with the rows, one float32 each, and have one gradient. Left out: counts of rows, one
-number per expert and device.
+Gale et al. 2022 (arXiv 2211.15841), tokens gathered by all devices as in Megatron-Core's all-gather dispatcher. A layer
+moves rows to the experts and back, and so does its backward pass; a policy that does not keep the dispatched rows moves
+them to the experts once more. The router's weights go with the rows, one float32 each, and have one gradient. Left out:
+counts of rows, one number per expert and device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas
-from bytescope.memory.formulas.expert_formulas import ExpertShape, slots
+from bytescope.memory.formulas.expert_formulas import slots
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import STATE_ROLES, ModelFacts
+from bytescope.memory.formulas.model_shape import ExpertShape
 
 # Bytes of a gradient that is summed over micro-batches before it is reduced: the sum is in float32.
 ACCUMULATOR_BYTES = 4
@@ -32,10 +33,10 @@ _NUMBER = 4
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a formula says of one kind of collective over some axes.
+    """The bytes that a formula expects of one kind of collective over some axes of the mesh.
 
-    kind: as in `memory.cost.collectives.WIRE`; axes: names of mesh axes; group: devices along them; bytes: payload of
-    one step and device, the unsharded array; formula: in words and letters.
+    kind: as in `memory.cost.collectives.WIRE`. group: number of devices along the axes. bytes: payload per step and
+    device, the size of the unsharded array. formula: the formula in words and letters.
     """
 
     kind: str
@@ -61,48 +62,44 @@ def data_parallel(
 
     Args:
         zero: stage of ZeRO, 0 to 3.
-        parameters: those of one tensor-parallel rank, P; itemsize: bytes of one as it is gathered.
-        data: mesh axis -> size of the ranks that are replicas; shard: of those that shard state.
+        parameters: P, number of parameters of one tensor-parallel rank; itemsize: bytes of a gathered parameter.
+        data: mesh axis -> number of ranks that are replicas; shard: mesh axis -> number of ranks that shard state.
         gathers: times that stage 3 gathers a layer's parameters in one micro-step.
-        reductions: times per step that gradients are summed: micro-steps, or 1 when they are summed at its end.
-        gradient_bytes: bytes of a gradient on its way; 0 for `itemsize`.
-        words: what the parameters are called.
+        reductions: times per step that gradients are summed: micro-steps, or 1 if they are summed at the end.
+        gradient_bytes: bytes of a gradient that is sent; 0 for `itemsize`.
+        words: the name of the parameters in the formula.
     """
     gradient = (gradient_bytes or itemsize) * parameters * reductions
     times = "" if reductions == 1 else f" x {reductions}"
     shards = math.prod(shard.values())
-    if zero == 0 or shards == 1:
-        return _reduced({**data, **shard}, gradient, f"gradients{times}")
-    gathered = parameters * itemsize  # the compute copy of all of them, once per step
-    if zero == 3:
-        repeats = gathers * reductions
-        gathered, words = repeats * gathered, f"{repeats} x {words}"
-    return [
-        Expected("all-gather", tuple(shard), shards, gathered, words),
-        Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"),
-        *_reduced(data, gradient // shards, f"gradient shards{times}"),
-    ]
-
-
-def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]:
-    """An all-reduce of `size` bytes, none over a single device."""
+    out: list[Expected] = []
+    reduced, formula, axes = gradient, f"gradients{times}", {**data, **shard}
+    if zero and shards > 1:
+        gathered = parameters * itemsize  # the compute copy of all parameters, once per step
+        if zero == 3:
+            repeats = gathers * reductions
+            gathered, words = repeats * gathered, f"{repeats} x {words}"
+        out.append(Expected("all-gather", tuple(shard), shards, gathered, words))
+        out.append(Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"))
+        reduced, formula, axes = gradient // shards, f"gradient shards{times}", dict(data)
     group = math.prod(axes.values())
-    return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
+    if group > 1:
+        out.append(Expected("all-reduce", tuple(axes), group, reduced, formula))
+    return out
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
 class Moved(NamedTuple):
-    """Bytes of one move on a device: of the rows, and of a number for each."""
+    """Bytes that a device sends in one move: rows, and one number (the router's weight) per row."""
 
     rows: float
     numbers: float
 
 
 class Sent(NamedTuple):
-    """A kind of collective of one layer and micro-step: how often rows and numbers are moved by it in all, and the
-    formula in words."""
+    """One kind of collective in one layer and micro-step: bytes of all its moves, and the formula in words."""
 
     kind: str
     bytes: float
@@ -123,9 +120,9 @@ def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: 
     return Moved(rows * width * itemsize, rows * _NUMBER)
 
 
-# How tokens reach their experts -> (bytes of one move, (kind, times that rows move, times that numbers do, both without
-# recomputation, how often each of them is repeated with it, unit of the formula)). Tokens are gathered with their
-# experts' numbers and weights.
+# How tokens reach their experts -> (bytes of one move, (kind, moves of rows, moves of numbers, both without
+# recomputation; moves of rows, moves of numbers that each recomputation adds; unit of the formula)). Tokens are
+# gathered with their experts' numbers and weights.
 EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
     "allgather": (
         _gathered,
@@ -147,12 +144,12 @@ def sent(
     again: int = 0,
     redone: int = 0,
 ) -> list[Sent]:
-    """What one layer sends in one micro-step, forward and backward.
+    """Returns the bytes that one layer sends in one micro-step, forward and backward.
 
     Args:
         exchange: a row of EXCHANGES. tokens: of a device. width: D; itemsize: bytes of an element of an activation.
-        size: devices that share the experts. again: how often recomputation moves rows once more; redone: how often it
-            moves their numbers.
+        size: devices that share the experts. again: recomputations that move rows; redone: recomputations that move
+            their numbers.
     """
     measure, kinds = EXCHANGES[exchange]
     moved = measure(experts, tokens, width, itemsize, size)
@@ -164,9 +161,9 @@ def sent(
 
 
 def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, int], tokens: int) -> list[Expected]:
-    """Collectives of rows between the `ranks` (axis -> devices) that share the experts.
+    """Returns the collectives of rows between the `ranks` (axis -> devices) that share the experts.
 
-    `tokens`: of one device and micro-step. [] for one device, and for an exchange without a formula.
+    `tokens`: of one device and micro-step. Returns [] for one device, and for an exchange without a formula.
     """
     experts, size = question.model.experts, math.prod(ranks.values())
     if experts is None or size == 1 or not facts.exchange:
@@ -196,16 +193,16 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
 def tensor_parallel(
     ranks: Mapping[str, int], layers: int, activation: int, *, sequence_parallel: bool = False, repeated: int = 0
 ) -> list[Expected]:
-    """Collectives of activations of `layers` blocks over the tensor group, forward and backward.
+    """Returns the collectives of activations of `layers` blocks over the tensor group, forward and backward.
 
     Args:
         ranks: mesh axis -> devices of the group.
         activation: bytes of one [b, s, h] of a rank: its sequences, not sharded along the sequence.
         repeated: forward all-reduces of a block that recomputation repeats.
 
-    Without sequence parallelism 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With it each is
-    an all-gather and a reduce-scatter, and the two inputs that are kept sharded are gathered again in the backward
-    pass (Korthikanti et al. 2022, section 4.2).
+    Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
+    it, each becomes an all-gather and a reduce-scatter, and the two inputs that are kept sharded are gathered again in
+    the backward pass (Korthikanti et al. 2022, section 4.2).
     """
     axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:
@@ -221,8 +218,9 @@ def tensor_parallel(
 
 
 def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) -> list[Expected]:
-    """What the stages of a pipeline send each other: in every tick the output of a chunk and the gradient of its input,
-    bsh each; in a V either way, to all but the ends. Published programs send 2 x bsh for each micro-batch and chunk."""
+    """Returns the sends between pipeline stages: in every tick the output of a chunk and the gradient of its input, bsh
+    each. A V sends in both directions, except at its ends. Published programs send 2 x bsh per micro-batch and chunk.
+    """
     ranks = facts.axes("stage", mesh=mesh)
     stages = math.prod(ranks.values())
     if facts.pipeline is None:
@@ -237,9 +235,9 @@ def stage_sends(facts: ModelFacts, question: Question, mesh: Mapping[str, int]) 
 
 
 def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], parameters: int) -> list[Expected]:
-    """Everything the formulas expect of a training step, axes in the order of the mesh.
+    """Returns all collectives that the formulas expect of a training step, with axes in the order of the mesh.
 
-    [] without facts or a formula, and for a mesh none of whose axes shards the batch. `mesh`: axis -> devices;
+    Returns [] without facts or a formula, and for a mesh none of whose axes shards the batch. `mesh`: axis -> devices;
     `parameters`: of the model, over all devices.
     """
     question = facts.question if facts else None
@@ -253,6 +251,8 @@ def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], para
     replicas, sharers = facts.axes("replica", mesh=mesh), facts.axes(*STATE_ROLES, mesh=mesh)
     context, tensor = facts.devices("sequence", mesh=mesh), facts.axes("tensor", mesh=mesh)
     zero, micro_steps = (question.layout.zero if sharers else 0), facts.micro_steps_per_call
+    if zero == 0:  # all of them are replicas
+        replicas, sharers = facts.axes("replica", *STATE_ROLES, mesh=mesh), {}
     # Without devices that share a sequence, ddp and stage 1 reduce gradients at the end of the micro-batches.
     once = context == 1 and (zero == 1 or (zero == 0 and micro_steps > 1))
     routed = expert_formulas.routed_count(model)
@@ -271,12 +271,12 @@ def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], para
     )
     tokens = int(question.batch * question.sequence) // context
     if model.experts:
-        # Of the experts a device holds and gathers only its own.
+        # A device holds and gathers only its own experts.
         out += data_parallel(
             zero,
             routed // math.prod(experts.values()) // groups,
             itemsize,
-            replicas,
+            {axis: size for axis, size in replicas.items() if axis not in experts},
             {axis: size for axis, size in sharers.items() if axis not in experts},
             gathers=gathers,
             reductions=reductions,
@@ -291,5 +291,4 @@ def expected_collectives(facts: ModelFacts | None, mesh: Mapping[str, int], para
         sequence_parallel=question.layout.sequence,
         repeated=policy.forward_passes if policy.keeps_nothing else 0,
     )
-    in_order = [dataclasses.replace(entry, axes=tuple(axis for axis in mesh if axis in entry.axes)) for entry in out]
-    return [entry for entry in in_order if entry.bytes]
+    return [entry for entry in out if entry.bytes]

@@ -15,8 +15,8 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
+from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt, matrices
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
 
@@ -34,8 +34,8 @@ class Question:
         parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
         logit_tokens: tokens of a replica that have logits at once, None for all.
         attention: of `transformer_formulas.ATTENTION`; offload: a row of `training_state.OFFLOAD`.
-        mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
-        the backward pass.
+        mlp_tokens: tokens of a replica whose MLP activations exist at once, 0 for all. fused: layers are updated one by
+        one in the backward pass.
     """
 
     parameters: float
@@ -65,10 +65,10 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes on a device under one policy.
+    """Bytes of activations on a device under one policy.
 
-    kept: what all layers keep; recomputed: what is recomputed for one layer at a time; outside: embedding, final norm,
-    head and logits.
+    kept: kept by all layers. recomputed: added while one layer is recomputed. outside: of embedding, final norm, head
+    and logits.
     """
 
     kept: float
@@ -127,8 +127,7 @@ class Estimate:
 
 
 def estimate(question: Question) -> Estimate:
-    """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
-    pipeline)."""
+    """Returns all formulas for one device; of a pipeline, for a device of its first stage."""
     q, layout, precision = question, question.layout, question.precision
     held = training_state.state_bytes(
         trained_parameters(q),
@@ -142,13 +141,13 @@ def estimate(question: Question) -> Estimate:
     )
     state = {role: held[role] for role in training_state.ROLES}
     if q.model.adapters:
-        state["frozen"] = frozen_bytes(q)
+        state["frozen"] = frozen_bytes(q, sharded="params" in training_state.ZERO[layout.zero])
     kinds = expert_formulas.by_kind(q.model)
     outside = transformer_formulas.outside_bytes(
         q.model, layout, q.sequence, q.batch, itemsize=precision.activation, logit_tokens=q.logit_tokens
     )
     sequences = q.batch * layout.data
-    activations, hardware = {}, {}
+    activations, hardware_flops = {}, {}
     for policy in transformer_formulas.RECOMPUTE:
         kept, recomputed = 0.0, 0.0
         for kind in kinds:
@@ -169,57 +168,57 @@ def estimate(question: Question) -> Estimate:
             kept += transformer_formulas.layers_in_flight(kind.layers, layout) * one_layer
             recomputed = max(recomputed, once_more)
         activations[policy] = Activations(kept, recomputed, outside)
-        hardware[policy] = training_flops.hardware_flops(
-            q.model, q.sequence, sequences, _recomputing(policy, q.attention), q.mlp_tokens > 0
+        # Under a flash kernel `selective` has nothing left to recompute.
+        recomputing = "none" if policy == "selective" and q.attention == "flash" else policy
+        hardware_flops[policy] = training_flops.hardware_flops(
+            q.model, q.sequence, sequences, recomputing, q.mlp_tokens > 0
         )
+    notes: tuple[str, ...] = NOTES
+    if q.attention == "flash":
+        notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
+    if q.model.experts:
+        notes += ("Experts: a device has buffers for all rows that can come to it, or for so many as --capacity says.",)
     return Estimate(
         q,
         state,
         held["host"],
         activations,
         training_flops.model_flops(q.model, q.sequence, sequences),
-        hardware,
-        NOTES + _notes(q),
+        hardware_flops,
+        notes,
     )
 
 
-def _notes(question: Question) -> tuple[str, ...]:
-    """What else this estimate leaves out."""
-    notes: tuple[str, ...] = ()
-    if question.attention == "flash":
-        notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
-    if question.model.experts:
-        notes += ("Experts: a device has buffers for all rows that can come to it, or for so many as --capacity says.",)
-    return notes
-
-
 def trained_parameters(question: Question) -> float:
-    """Parameters that are trained: all of them, or the adapters'."""
+    """Number of trained parameters: all parameters, or the adapters'."""
     model = question.model
     return adapter_formulas.adapter_count(model) if model.adapters else question.parameters
 
 
 def trained_share(question: Question) -> float:
-    """The share of routed experts in what is trained: none have adapters."""
+    """The share of routed experts in the trained parameters; 0 with adapters, which routed experts do not have."""
     return 0.0 if question.model.adapters else question.routed
 
 
-def frozen_bytes(question: Question) -> float:
-    """Bytes of the frozen weights on a device, 0 without adapters."""
+def frozen_bytes(question: Question, *, sharded: bool) -> float:
+    """Bytes of the frozen weights on a device, 0 without adapters. sharded: whether data-parallel ranks shard them."""
     q = question
     return adapter_formulas.frozen_bytes(
         q.model,
         q.parameters,
         transformer_formulas.table_count(q.model),
         q.layout,
-        "params" in training_state.ZERO[q.layout.zero],
+        sharded,
         q.precision.activation,
     )
 
 
 def fused_parameters(model: ModelShape) -> int:
-    """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
-    update until the layers have theirs, and one layer's or an untied token table's; of adapters one layer's."""
+    """Maximum number of parameters whose gradients exist at once in a fused backward pass.
+
+    These are the head, which is updated after the layers, and one layer or an untied token table; with adapters, the
+    adapters of one layer.
+    """
     if model.adapters:
         return adapter_formulas.adapter_count(model) // model.layers
     table = model.vocabulary * model.width
@@ -227,16 +226,11 @@ def fused_parameters(model: ModelShape) -> int:
     return table + max(layer, 0 if model.tied else table)
 
 
-def _recomputing(policy: str, attention: str) -> str:
-    """The policy whose FLOPs are recomputed: under a flash kernel `selective` leaves nothing for the policy to do."""
-    return "none" if (policy, attention) == ("selective", "flash") else policy
-
-
 def check(question: Question) -> Question:
-    """The question itself.
+    """Returns the question unchanged.
 
     Raises:
-      ReportError: a size below 1, one that does not divide what it shards, adapters without a matrix.
+      ReportError: a size below 1, a size that does not divide what it shards, adapters without a matrix.
     """
     q, layout, model = question, question.layout, question.model
     sizes = {
@@ -289,16 +283,16 @@ def _check_experts(question: Question) -> None:
         raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
-def _check_adapters(model: ModelShape, asked: adapter_formulas.Adapters) -> None:
+def _check_adapters(model: ModelShape, asked: Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
         raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
     for name in asked.targets:
-        if name not in adapter_formulas.TARGETS:
-            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapter_formulas.TARGETS)}")
+        if name not in TARGETS:
+            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
             f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
-            f"some of {','.join(adapter_formulas.matrices(model))}"
+            f"some of {','.join(matrices(model))}"
         )
 
 
@@ -307,13 +301,10 @@ def shape_for(
 ) -> ModelShape:
     """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
 
-    `layers`, `width`: given ones stay.
+    `layers`, `width`: used as they are, if given.
     """
-
-    def rounded(exact: float) -> int:
-        return max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
-
     if width is None:
-        width = rounded((parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5)
+        exact = (parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5
+        width = max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
     layers = layers or max(1, math.floor(parameters / 12 / width**2 + 0.5))
-    return transformer_formulas.gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)
+    return gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)

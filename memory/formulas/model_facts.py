@@ -1,4 +1,4 @@
-"""`ModelFacts`: what a trainer says of its program, in numbers and names that no trainer owns.
+"""`ModelFacts`: a trainer's description of its program, in numbers and names that belong to no trainer.
 
 Formulas, the state ledger and the findings read these facts beside a compiled program. The trainer of this repository
 fills them from its config (train/plan/config_facts.py); an adapter of another trainer fills the same fields. Plain
@@ -30,9 +30,9 @@ class RematSegment:
     Fields:
         layers: number of layers. policy: the trainer's name for the policy, for messages.
         everything: whether all activations are kept, so that nothing is recomputed.
-        save: names of `rematerialized.NAMED` that are kept on the device. offload: those kept in host memory. The
-            input of a block is always kept.
-        known: whether `save` and `offload` name all that is kept. If not, only the compiler knows.
+        save: names of `rematerialized.NAMED` that are kept on the device. offload: names that are kept in host memory.
+            The input of a block is always kept.
+        known: whether `save` and `offload` name everything that is kept. If not, only the compiler knows.
         groups: number of groups of layers with a checkpoint around each group (Chen et al. 2016, arXiv 1604.06174);
             0 without nested checkpoints.
     """
@@ -47,14 +47,14 @@ class RematSegment:
 
     @property
     def forward_passes(self) -> int:
-        """How often the backward pass repeats a block's forward pass, in whole or in part."""
+        """Number of times that the backward pass repeats a block's forward pass, in whole or in part."""
         if self.everything:
             return 0
         return 2 if self.groups else 1
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether a block keeps nothing but its input."""
+        """Whether a block keeps only its input."""
         return self.known and not self.everything and not (self.save | self.offload) - {"block_in"}
 
 
@@ -63,10 +63,10 @@ class Pipeline:
     """The schedule of a pipeline whose stages run one program.
 
     Fields:
-        ticks: turns of its loop in one step. bends: virtual stages turn back at the last stage, as in a V.
+        ticks: iterations of its loop in one step. bends: virtual stages turn back at the last stage, as in a V.
         slots: micro-batches of one chunk whose residuals each stage holds at once. bubble: share of time a stage idles.
-        v_share: residuals that each stage allocates with two chunks placed as a V, as a share of today's; None if the
-            schedule is that V, or the layers are too few. v_bubble: the bubble then.
+        v_share: residuals that each stage would allocate with two chunks placed as a V, as a share of the residuals of
+            this schedule; None if this schedule is that V, or there are too few layers. v_bubble: the bubble of that V.
     """
 
     ticks: int
@@ -83,21 +83,21 @@ class ModelFacts:
 
     Fields:
         question: shapes, layout, work, precision and optimizer of the step, as the formulas take them; `batch` counts
-            whole sequences, also where devices share a sequence. None: a part of it has no formula.
+            whole sequences, even if devices share a sequence. None: a part of the step has no formula.
         no_formula: why the step has no formula, in one line; "" if it has one.
         mesh: axis -> devices, the last axis over neighbours. roles: axis -> its row of AXIS_ROLES.
-        micro_steps: micro-batches of one update, the most of any; accumulates_inside: one call of the step takes all.
+        micro_steps: maximum micro-batches of an update; accumulates_inside: one call of the step takes all of them.
         segments: all layers in order, by remat policy. policy: of the layers without a range of their own.
         kernel_outside: the attention kernel lies outside a block's checkpoint, and keeps what its gradient reads.
         halves: attention and MLP of a block are checkpointed one by one.
         skips_masked: the attention kernel skips blocks of scores that the mask hides.
-        sent_parameter, sent_gradient: bytes of one on its way to other devices; parameter 0: the collectives have no
-            formula; gradient 0: in the dtype that makes it.
+        sent_parameter, sent_gradient: bytes of a parameter and of a gradient in collectives. A parameter of 0 bytes:
+            the collectives have no formula; a gradient of 0 bytes: it is sent in the dtype in which it is computed.
         exchange: row of `communication_volume.EXCHANGES` by which tokens reach their experts; "" if it has no formula.
-        expert_rows: experts compute rows of a size that is known before the tokens are.
-        pipeline: its schedule; None for one stage.
-        compute: dtype of the matrix products, "bfloat16".
-        asked_of_host: what the trainer was asked to keep in host memory, in its words.
+        expert_rows: the number of rows that experts compute is static, whatever the tokens are.
+        pipeline: the schedule of the pipeline; None for one stage.
+        compute: dtype of the matrix products, such as "bfloat16".
+        asked_of_host: what the trainer was asked to keep in host memory, in the trainer's words.
     """
 
     question: Question | None

@@ -1,7 +1,6 @@
-"""The published formulas compared with the compiler: bytes and FLOPs of a step by both, the gap, and why there is one.
-Pure.
+"""Compares the published formulas with the compiler: bytes and FLOPs of a step by both, the gap, and its reasons. Pure.
 
-The formulas are those of `transformer_formulas`, for the mesh, the kernel and the remat policies that `ModelFacts` has.
+The formulas of `transformer_formulas` are evaluated for the mesh, the kernel and the remat policies in `ModelFacts`.
 Policies that keep named tensors follow from shapes (`rematerialized`); other policies have no formula.
 """
 
@@ -15,18 +14,19 @@ from typing import NamedTuple
 from bytescope.memory.formulas import memory_estimate, rematerialized, training_flops, transformer_formulas
 from bytescope.memory.formulas.expert_formulas import by_kind
 from bytescope.memory.formulas.memory_estimate import Question
-from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, RematSegment
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts
+from bytescope.memory.formulas.rematerialized import RecomputedLayers
 from bytescope.memory.formulas.training_state import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A step by formula: bytes on one device, FLOPs of one call over all devices; None where there is no formula.
+    """A step by formula: bytes on one device, FLOPs of one call over all devices; None for figures without a formula.
 
-    frozen_bytes: weights that adapters leave as they are. accumulator_bytes: summed gradients, 0 without accumulation.
-    residual_bytes: what all layers keep; host_bytes: what they keep in host memory; state_host_bytes: state that lies
-    there. peak_bytes: all of it on the device, one layer recomputed, embedding, head and logits. notes: why the
-    compiler may differ.
+    frozen_bytes: weights that adapters leave unchanged. accumulator_bytes: summed gradients, 0 without accumulation.
+    residual_bytes: what all layers keep on the device; host_bytes: what they keep in host memory. state_host_bytes:
+    state in host memory. peak_bytes: everything on the device, with one layer recomputed, embedding, head and logits.
+    notes: why the compiler may differ.
     """
 
     params_bytes: float
@@ -43,68 +43,62 @@ class Formula:
     frozen_bytes: float = 0.0
 
 
-class Kept(NamedTuple):
-    """The layers of one kind in a segment: bytes on the device and on the host; bytes that recomputing one layer adds;
-    FLOPs per token that are recomputed."""
-
-    device: float
-    host: float
-    recomputed: float
-    recomputed_flops: float
-
-
 def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
-    """The formulas' figures of a step, or in one line why there are none.
+    """Returns the formulas' figures of a step, or one line that says why there are none.
 
-    `platform`: of the target; on "cpu" there is no other memory to offload to.
+    `platform`: of the target; "cpu" has no other memory to offload to.
     """
-    if facts.question is None or facts.no_formula:
+    asked = facts.question
+    if asked is None or facts.no_formula:
         return facts.no_formula or "the trainer does not say what the step computes"
-    asked, sequences = facts.question, sequences_per_call(facts, facts.question)
-    # Devices of a ring hold their shard of every sequence.
-    asked = dataclasses.replace(asked, batch=asked.batch / facts.devices("sequence"))
-    state, copy = _state(asked, facts)
-    precision = asked.precision
-    tile = transformer_formulas.tile_bytes(
-        asked.model,
-        asked.layout,
-        asked.sequence,
-        asked.mlp_tokens,
-        itemsize=precision.activation,
-        operand=precision.operand,
-    )
-    parts = [
-        _kept(dataclasses.replace(asked, model=kind), segment, facts, platform)
-        for start, segment in facts.starts
-        for kind in by_kind(asked.model, start, start + segment.layers)
-    ]
+    model, precision, sequences = asked.model, asked.precision, sequences_per_call(facts, asked)
+    # Devices that share a sequence hold their shard of every sequence.
+    batch = asked.batch / facts.devices("sequence")
+    state = _state(asked, facts)
+    parts: list[RecomputedLayers | None] = []
+    for start, segment in facts.starts:
+        for kind in by_kind(model, start, start + segment.layers):
+            parts.append(rematerialized.layers_of(kind, asked, batch, segment, facts, platform))
     known = [part for part in parts if part is not None]
-    model = training_flops.model_flops(asked.model, asked.sequence, sequences)
-    residuals = host = peak = hardware = None
-    if len(known) == len(parts):
+    model_flops = training_flops.model_flops(model, asked.sequence, sequences)
+    residuals = host = peak = hardware_flops = None
+    if known and len(known) == len(parts):
         residuals, host = sum(part.device for part in known), sum(part.host for part in known)
-        recomputed = max(max(part.recomputed for part in known), 0.0)
-        on_device = sum(state.values()) - state["state_host"] + copy
-        outside = transformer_formulas.outside_bytes(
-            asked.model,
+        peak = sum(size for role, size in state.items() if role != "host") + residuals
+        peak += max(0.0, *(part.recomputing for part in known))
+        peak += transformer_formulas.tile_bytes(
+            model,
             asked.layout,
             asked.sequence,
-            asked.batch,
+            asked.mlp_tokens,
+            itemsize=precision.activation,
+            operand=precision.operand,
+        )
+        peak += transformer_formulas.outside_bytes(
+            model,
+            asked.layout,
+            asked.sequence,
+            batch,
             itemsize=precision.activation,
             logit_tokens=asked.logit_tokens,
         )
-        peak = on_device + residuals + recomputed + tile + outside
-        hardware = model + sum(part.recomputed_flops for part in known) * sequences * asked.sequence
+        hardware_flops = model_flops + sum(part.flops for part in known) * sequences * asked.sequence
         if asked.attention == "flash":
-            hardware += _kernel_flops(asked.model, asked.sequence, sequences)
+            # A flash kernel's gradient recomputes Q K^T: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4).
+            hardware_flops += 2.0 * model.layers * sequences * asked.sequence**2 * model.heads * model.score_width
     return Formula(
-        **{f"{role}_bytes": size for role, size in state.items()},
+        params_bytes=state["params"],
+        gradients_bytes=state["gradients"],
+        optimizer_bytes=state["optimizer"],
+        accumulator_bytes=state["accumulator"],
         residual_bytes=residuals,
         host_bytes=host,
         peak_bytes=peak,
-        model_flops=model,
-        hardware_flops=hardware,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
         notes=_notes(facts, asked, platform),
+        state_host_bytes=state["host"],
+        frozen_bytes=state["frozen"],
     )
 
 
@@ -124,16 +118,18 @@ def sequences_per_call(facts: ModelFacts, asked: Question) -> float:
     return asked.batch * facts.devices(*BATCH_ROLES) * facts.micro_steps_per_call
 
 
-def _state(asked: Question, facts: ModelFacts) -> tuple[dict[str, float], float]:
-    """(bytes of state by role, bytes of the gathered copy of all parameters that is computed with).
+def _state(asked: Question, facts: ModelFacts) -> dict[str, float]:
+    """Returns the bytes of state on a device by role: params, gradients, optimizer, frozen, accumulator, `copy` for the
+    gathered copy of all parameters that ZeRO stages 1 and 2 compute with, and `host` for state in host memory.
 
-    Where the optimizer state is sharded, so are the master parameters (ZeRO stages 1 and 2 then compute with a copy of
-    all parameters); summed gradients lie like parameters between calls of the step, like gradients inside one.
+    Where the optimizer state is sharded, so are the master parameters. Summed gradients are sharded like parameters if
+    they live between calls of the step, and like gradients inside one call.
     """
-
-    def sharded(zero: int) -> dict[str, float]:
-        layout = dataclasses.replace(asked.layout, zero=zero)
-        return state_bytes(
+    stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
+    routed = memory_estimate.trained_share(asked)
+    as_stored = dataclasses.replace(asked.layout, zero=3 if stage else 0)
+    state, in_backward_pass = (
+        state_bytes(
             trained,
             memory_estimate.fused_parameters(asked.model),
             precision=asked.precision,
@@ -141,90 +137,25 @@ def _state(asked: Question, facts: ModelFacts) -> tuple[dict[str, float], float]
             layout=layout,
             offload=asked.offload,
             fused=asked.fused,
-            routed=memory_estimate.trained_share(asked),
+            routed=routed,
         )
-
-    stage, trained = asked.layout.zero, memory_estimate.trained_parameters(asked)
-    summed = facts.micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
-    state = sharded(3 if stage else 0)
-    state["gradients"] = sharded(stage)["gradients"]
-    like = state["gradients" if facts.accumulates_inside else "params"]
-    copy = 0.0
+        for layout in (as_stored, asked.layout)
+    )
+    state["gradients"] = in_backward_pass["gradients"]
+    state["frozen"] = memory_estimate.frozen_bytes(asked, sharded=stage > 0)
+    state["accumulator"] = state["copy"] = 0.0
+    if facts.micro_steps > 1 and not asked.layout.stash:  # stages add to the gradients that they return
+        state["accumulator"] = state["gradients" if facts.accumulates_inside else "params"]
     if stage in (1, 2):
-        unsharded = asked.layout.held(False, memory_estimate.trained_share(asked))
-        copy = trained * asked.precision.activation * unsharded
-    whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
-    return {
-        "state_host": state.pop("host"),
-        **state,
-        "frozen": memory_estimate.frozen_bytes(whole),
-        "accumulator": like if summed else 0.0,
-    }, copy
-
-
-def _kernel_flops(model: transformer_formulas.ModelShape, sequence: int, sequences: float) -> float:
-    """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
-    return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
-
-
-def _kept(asked: Question, segment: RematSegment, facts: ModelFacts, platform: str) -> Kept | None:
-    """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
-    a formula."""
-    model, groups, precision = asked.model, segment.groups, asked.precision
-    layers, held = model.layers, transformer_formulas.layers_in_flight(model.layers, asked.layout)
-    tiled = asked.mlp_tokens > 0
-    everything = transformer_formulas.layer_bytes(
-        model,
-        asked.layout,
-        asked.sequence,
-        asked.batch,
-        attention=asked.attention,
-        tile=asked.mlp_tokens,
-        itemsize=precision.activation,
-        operand=precision.operand,
-    )
-    if segment.everything:
-        tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
-        return Kept(held * everything, 0.0, 0.0, tiles)
-    if not segment.known:
-        return None
-    save, offload = segment.save, segment.offload
-    # Names that stay whatever the policy says, since they lie between two checkpoints of one block.
-    stay: frozenset[str] = frozenset()
-    if facts.kernel_outside and "context" in save | offload:
-        stay = frozenset(rematerialized.AROUND_KERNEL)
-    elif facts.halves:
-        stay = frozenset(("mid",))
-    if tiled:
-        stay |= {"mid"}
-        save, offload = save - rematerialized.TILED, offload - rematerialized.TILED
-    path = rematerialized.walk(model, asked.attention, save | offload | stay)
-    moved = path.kept & offload - stay if platform != "cpu" else frozenset()
-    device, host = (
-        rematerialized.bytes_of(
-            names,
-            model,
-            asked.layout,
-            asked.sequence,
-            asked.sequence * asked.batch,
-            precision.activation,
-            precision.operand,
-        )
-        for names in (path.kept - moved, moved)
-    )
-    flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
-    if groups <= 1:
-        return Kept(device * held, host * layers, everything - device, flops)
-    # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is recomputed.
-    flops += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
-    return Kept(device * (groups + layers / groups), 0.0, everything - device, flops)
+        state["copy"] = trained * asked.precision.activation * asked.layout.held(False, routed)
+    return state
 
 
 # ---- why they differ -----------------------------------------------------------------------------------------
 
 
 def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]:
-    """What the formulas are known to leave out of such a step."""
+    """Returns notes on what the formulas leave out of this step."""
     everything = any(segment.everything for segment in facts.segments)
     unknown = ", ".join(sorted({s.policy for s in facts.segments if not (s.known or s.everything)}))
     model, layout = asked.model, asked.layout
@@ -258,7 +189,7 @@ def _notes(facts: ModelFacts, asked: Question, platform: str) -> tuple[str, ...]
 
 
 class FormulaLine(NamedTuple):
-    """One figure by both: `kind` is "bytes" (of one device) or "flops"; None where one has no figure."""
+    """One figure of the compiler and of the formulas; None is no figure. `kind`: "bytes" (of one device) or "flops"."""
 
     title: str
     kind: str
@@ -267,18 +198,20 @@ class FormulaLine(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """Compiler less formula."""
+        """The compiler's figure less the formula's."""
         return None if self.compiler is None or self.formula is None else self.compiler - self.formula
 
     @property
     def share(self) -> float | None:
-        """The gap as a share of the formula's figure: 0 for nothing by both."""
+        """The gap as a share of the formula's figure; 0 if both figures are 0."""
         return share(self.compiler, self.formula)
 
 
 def share(compiler: float | None, formula: float | None) -> float | None:
-    """By how much the compiler's figure exceeds the formula's, as a share of the latter: infinite where the formula has
-    nothing, None where there is no figure."""
+    """Returns by how much the compiler's figure exceeds the formula's, as a share of the formula's figure.
+
+    Infinite if only the formula's figure is 0; None if either has no figure.
+    """
     if compiler is None or formula is None:
         return None
     if formula:
@@ -293,26 +226,23 @@ def lines(
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
 ) -> list[FormulaLine]:
-    """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
-    `flops` holds `model_flops` and `hardware_flops` of one call."""
+    """Returns a report's figures beside the formulas'.
+
+    `peak_bytes`, `breakdown` and `host_bytes` come from the report; `flops` has `model_flops` and `hardware_flops` of
+    one call. Rows that only some steps have are left out if both figures are 0.
+    """
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [
-        ("parameters", "params", formula.params_bytes),
-        ("frozen parameters", "frozen", formula.frozen_bytes),
-        ("gradients", "gradients", formula.gradients_bytes),
-        ("optimizer state", "optimizer", formula.optimizer_bytes),
-        ("accumulated gradients", "accumulator", formula.accumulator_bytes),
-        ("activations kept", "residuals", formula.residual_bytes),
-    ]
-    out = [
-        FormulaLine(title, "bytes", breakdown.get(name, 0), by_formula)
-        for title, name, by_formula in rows
-        if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)
-    ]
-    return [
-        *out,
+        FormulaLine("parameters", "bytes", breakdown.get("params", 0), formula.params_bytes),
+        FormulaLine("frozen parameters", "bytes", breakdown.get("frozen", 0), formula.frozen_bytes),
+        FormulaLine("gradients", "bytes", breakdown.get("gradients", 0), formula.gradients_bytes),
+        FormulaLine("optimizer state", "bytes", breakdown.get("optimizer", 0), formula.optimizer_bytes),
+        FormulaLine("accumulated gradients", "bytes", breakdown.get("accumulator", 0), formula.accumulator_bytes),
+        FormulaLine("activations kept", "bytes", breakdown.get("residuals", 0), formula.residual_bytes),
         FormulaLine("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
-        *([FormulaLine("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
+        FormulaLine("host memory", "bytes", host_bytes, host),
         FormulaLine("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
         FormulaLine("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops),
     ]
+    optional = ("frozen parameters", "accumulated gradients", "host memory")
+    return [row for row in rows if row.title not in optional or row.compiler or row.formula]

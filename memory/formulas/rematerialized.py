@@ -1,8 +1,8 @@
-"""What a layer keeps and recomputes under a policy that names its tensors: from shapes alone, no compiler, no jax.
+"""What layers keep and recompute under a policy that names tensors: from shapes alone, no compiler, no jax.
 
-A backward pass reads certain tensors. Walked from there, a tensor is either kept, and the walk ends, or recomputed
-from what it was made from. What the walk ends at is the layer's residuals, the products it passed are the FLOPs of the
-recomputation; a name that is never reached costs nothing, whatever the policy says.
+The walk starts at the tensors that the backward pass reads and goes to what each tensor is made from. It ends at kept
+tensors, which are the layer's residuals; the products on its way are the FLOPs of the recomputation. A name that the
+walk never reaches costs nothing, even if the policy keeps it.
 
 Left out: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their dropout, and
 everything outside the layers.
@@ -14,8 +14,11 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas, transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import TARGETS, adapted, matrices
-from bytescope.memory.formulas.transformer_formulas import LayerTensor, ModelShape
+from bytescope.memory.formulas.adapter_formulas import adapted
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import ModelFacts, RematSegment
+from bytescope.memory.formulas.model_shape import TARGETS, ModelShape, StepLayout, matrices
+from bytescope.memory.formulas.transformer_formulas import LayerTensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {
@@ -135,20 +138,18 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class RematWalk(NamedTuple):
-    """`kept`: names whose tensors live until the backward pass; `recomputed`: names and kernels that are recomputed."""
+    """kept: names whose tensors live until the backward pass. recomputed: names and kernels that are recomputed."""
 
     kept: frozenset[str]
     recomputed: frozenset[str]
 
 
 def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
-    """One layer under jax.checkpoint with these names kept; `attention` is "naive" or "flash".
+    """Returns what one layer under jax.checkpoint keeps and recomputes if the policy keeps the names `save`.
 
-    The input of the block is always kept: the loop over the layers hands it on.
+    The input of the block is always kept, since the loop over the layers carries it. attention: "naive" or "flash".
     """
     made = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
-    # Without dropout the context is made from the probabilities, with it from what is left of them.
-    skip = {"probs"} if model.dropout else set()
     kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if _is_read(name, model))]
     while todo:
         name = todo.pop()
@@ -156,18 +157,22 @@ def walk(model: ModelShape, attention: str, save: Collection[str]) -> RematWalk:
             kept.add(name)
         elif name not in recomputed and name in made:
             recomputed.add(name)
-            todo += [other for other in made[name].inputs if not (name == "context" and other in skip)]
+            inputs = set(made[name].inputs)
+            if name == "context" and model.dropout:
+                inputs.discard("probs")  # with dropout the context is made from the dropped probabilities
+            todo += inputs
     return RematWalk(frozenset(kept), frozenset(recomputed))
 
 
 def _table(model: ModelShape, attention: str) -> dict[str, MadeFrom]:
     """How each tensor of a layer is made."""
-    latents: dict[str, MadeFrom] = {}
+    table = {**LAYER, **CORES[attention]}
     if model.latent:
-        latents = dict(LATENT)
-        if not model.latent.query_rank:
-            latents = {name: row for name, row in LATENT.items() if name not in ("q_latent", "q")}
-    return {**LAYER, **latents, **CORES[attention]}
+        table |= LATENT
+        if not model.latent.query_rank:  # queries are projected from the input
+            del table["q_latent"]
+            table["q"] = LAYER["q"]
+    return table
 
 
 def _is_read(name: str, model: ModelShape) -> bool:
@@ -178,11 +183,10 @@ def _is_read(name: str, model: ModelShape) -> bool:
 
 
 def product_flops(model: ModelShape, sequence: int) -> dict[str, float]:
-    """FLOPs per token by product: those with a matrix by its name, `core` is both products of attention, `scores` and
-    `weighted` are one each, `experts` one of the products of k experts."""
+    """Returns product -> FLOPs per token. Products with a matrix have its name; `core` is both products of attention,
+    `scores` and `weighted` are the two; `experts` is one product in all k experts of a token."""
     scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
-    found = model.experts
-    routed = found.per_token * found.width if found else 0
+    routed = model.experts.per_token * model.experts.width if model.experts else 0
     return {
         **{name: 2.0 * rows * columns for name, (rows, columns) in matrices(model).items()},
         "core": scores + weighted,
@@ -200,8 +204,13 @@ def recomputed_flops(model: ModelShape, attention: str, names: Collection[str], 
 
 
 def tiles_flops(model: ModelShape, sequence: int) -> float:
-    """FLOPs per token and layer that an MLP in tiles recomputes: all but the last product, if no norm reads that."""
-    names = ["up", *(["gate"] if model.gated else []), *(["mlp_out"] if model.post_norms else [])]
+    """FLOPs per token and layer that an MLP in tiles recomputes: all its products; the last one only
+    if a norm reads its result."""
+    names = ["up"]
+    if model.gated:
+        names.append("gate")
+    if model.post_norms:
+        names.append("mlp_out")
     return recomputed_flops(model, "flash", names, sequence)
 
 
@@ -214,7 +223,7 @@ def forward_flops(model: ModelShape, attention: str, sequence: int) -> float:
 def bytes_of(
     names: Collection[str],
     model: ModelShape,
-    layout: transformer_formulas.StepLayout,
+    layout: StepLayout,
     sequence: int,
     tokens: float,
     itemsize: int,
@@ -235,3 +244,77 @@ def _exists(name: str, model: ModelShape) -> bool:
     """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
     tensor = NAMED.get(name)
     return tensor is None or transformer_formulas.exists(tensor, model)
+
+
+# ---- the layers of a segment ----------------------------------------------------------------------------------------
+
+
+class RecomputedLayers(NamedTuple):
+    """The layers of one kind in a segment.
+
+    device, host: bytes that they keep on the device and in host memory. recomputing: bytes that recomputing one layer
+    adds. flops: FLOPs per token that are recomputed.
+    """
+
+    device: float
+    host: float
+    recomputing: float
+    flops: float
+
+
+def layers_of(
+    kind: ModelShape, asked: Question, batch: float, segment: RematSegment, facts: ModelFacts, platform: str
+) -> RecomputedLayers | None:
+    """Returns what the layers of one kind keep and recompute in a segment; None if the policy has no formula.
+
+    kind: a model of these layers only, one of `expert_formulas.by_kind`. batch: sequences of a device and micro-step,
+    a fraction if devices share a sequence. platform: of the target; "cpu" has no other memory to offload to.
+    """
+    layers, groups, precision = kind.layers, segment.groups, asked.precision
+    in_flight = transformer_formulas.layers_in_flight(layers, asked.layout)
+    tiled = asked.mlp_tokens > 0
+    everything = transformer_formulas.layer_bytes(
+        kind,
+        asked.layout,
+        asked.sequence,
+        batch,
+        attention=asked.attention,
+        tile=asked.mlp_tokens,
+        itemsize=precision.activation,
+        operand=precision.operand,
+    )
+    if segment.everything:
+        tiles = layers * tiles_flops(kind, asked.sequence) if tiled else 0.0
+        return RecomputedLayers(in_flight * everything, 0.0, 0.0, tiles)
+    if not segment.known:
+        return None
+    save, offload = segment.save, segment.offload
+    # Names between two checkpoints of one block are kept, whatever the policy says.
+    between: frozenset[str] = frozenset()
+    if facts.kernel_outside and "context" in save | offload:
+        between = frozenset(AROUND_KERNEL)
+    elif facts.halves:
+        between = frozenset(("mid",))
+    if tiled:
+        between |= {"mid"}
+        save, offload = save - TILED, offload - TILED
+    path = walk(kind, asked.attention, save | offload | between)
+    moved = path.kept & offload - between if platform != "cpu" else frozenset()
+    device, host = (
+        bytes_of(
+            names,
+            kind,
+            asked.layout,
+            asked.sequence,
+            asked.sequence * batch,
+            precision.activation,
+            precision.operand,
+        )
+        for names in (path.kept - moved, moved)
+    )
+    flops = layers * recomputed_flops(kind, asked.attention, path.recomputed, asked.sequence)
+    if groups <= 1:
+        return RecomputedLayers(device * in_flight, host * layers, everything - device, flops)
+    # Chen et al. 2016 (arXiv 1604.06174): the inputs of all groups, and of the blocks of the group that is recomputed.
+    flops += layers * forward_flops(kind, asked.attention, asked.sequence)
+    return RecomputedLayers(device * (groups + layers / groups), 0.0, everything - device, flops)

@@ -1,15 +1,15 @@
 """Bytes of training state from the published formulas: parameters, gradients, optimizer, on a device and on its host.
 
 Plain arithmetic, no compiler, no jax; sizes are bytes on one device. Norms, biases and learned positions count as
-parameters like all others; temporaries of the update are left out. Callers bring the rows of their own precisions and
-optimizers; the two that the papers count with are here.
+parameters like all others; temporaries of the update are left out. Callers pass rows for their precisions and
+optimizers; the rows of the papers are `MIXED` and `ADAM`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from bytescope.memory.formulas.transformer_formulas import StepLayout
+from bytescope.memory.formulas.model_shape import StepLayout
 
 ALONE = StepLayout()
 
@@ -17,8 +17,8 @@ ALONE = StepLayout()
 class PrecisionBytes(NamedTuple):
     """Bytes per parameter of each role, and bytes of an activation's element.
 
-    name: what the caller calls the row. master: a second copy of the parameters, in more bits. operand: bytes of an
-    element that is kept as a matmul's operand, where it has fewer bits; 0: an activation's own.
+    name: the caller's name of the row. master: a second copy of the parameters, in more bits. operand: bytes of an
+    element that is kept as a matmul operand, if it has fewer bits; 0 for the bytes of an activation's element.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PrecisionBytes(NamedTuple):
 
 
 class OptimizerBytes(NamedTuple):
-    """What an optimizer keeps. states: numbers per parameter; itemsize: bytes of one, 0 for the precision's own."""
+    """The state of an optimizer. states: numbers per parameter; itemsize: bytes of a number, 0 for the precision's."""
 
     name: str
     summary: str
@@ -54,8 +54,8 @@ ZERO: dict[int, tuple[str, ...]] = {
 }
 
 ROLES = {"params": ("params",), "gradients": ("gradients",), "optimizer": ("master", "moments")}
-# What lies in host memory, `master` being the only copy where there is no narrower one. Gradients of parameters that
-# are there go there too.
+# Parts in host memory. `master` is the only copy of the parameters if there is no narrower one. Gradients of parameters
+# in host memory go there too.
 OFFLOAD = {
     "none": (),
     "optimizer": ("moments",),
@@ -104,18 +104,20 @@ def state_bytes(
     fused: bool = False,
     routed: float = 0.0,
 ) -> dict[str, float]:
-    """Bytes of each role on a device, and `host`: those in host memory for it. routed: the share of routed experts in
-    the parameters.
+    """Returns the bytes of each role on a device, and `host`: its bytes of state in host memory.
 
-    fused: each layer is updated in the backward pass (Lv et al. 2023, arXiv 2306.09782), so that the gradients of
-    `at_once` parameters exist at most. offload: a row of OFFLOAD; what is fetched to compute with or to update, one
-    layer at a time, is left out (Ren et al. 2021, arXiv 2101.06840).
+    routed: the share of routed experts in the parameters. fused: each layer is updated in the backward pass (Lv et al.
+    2023, arXiv 2306.09782), so that at most the gradients of `at_once` parameters exist. offload: a row of OFFLOAD; the
+    copy on the device of the layer that is computed or updated is left out (Ren et al. 2021, arXiv 2101.06840).
     """
     each = parts_per_parameter(precision, optimizer, layout, routed)
     sizes = {part: size * parameters for part, size in each.items()}
     if fused:
         sizes["gradients"] *= at_once / parameters
-    wide = "master" if sizes["master"] else "params"
-    away = {wide if part == "master" else part for part in OFFLOAD[offload] if not (fused and part == "gradients")}
-    found = {role: sum(sizes[part] for part in parts if part not in away) for role, parts in ROLES.items()}
-    return {**found, "host": sum(sizes[part] for part in sorted(away))}
+    in_host_memory = set(OFFLOAD[offload])
+    if "master" in in_host_memory and not sizes["master"]:
+        in_host_memory = in_host_memory - {"master"} | {"params"}
+    if fused:
+        in_host_memory.discard("gradients")
+    found = {role: sum(sizes[part] for part in parts if part not in in_host_memory) for role, parts in ROLES.items()}
+    return {**found, "host": sum(sizes[part] for part in sorted(in_host_memory))}

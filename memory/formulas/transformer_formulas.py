@@ -9,98 +9,35 @@ sharded parameters, and what else a compiler fuses, merges or keeps. Those are w
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
-from bytescope.memory.formulas import expert_formulas as experts
-from bytescope.memory.formulas import latent_formulas as latent
-from bytescope.memory.formulas.adapter_formulas import Adapters, adapted, matrices
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied.
-
-    adapters: what is trained in the place of the weights; None: the weights. experts: what layers have in the place of
-    an MLP; latent: what keys and values come from; None: neither.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    mlp_width: int
-    vocabulary: int
-    gated: bool = False
-    dropout: bool = False
-    tied: bool = True
-    adapters: Adapters | None = None
-    qk_norm: bool = False
-    post_norms: bool = False
-    experts: ExpertShape | None = None
-    latent: Latent | None = None
-
-    @property
-    def score_width(self) -> int:
-        """Width of a head's queries and keys."""
-        return self.head_width + (self.latent.rotary if self.latent else 0)
-
-    @property
-    def value_width(self) -> int:
-        """Width of a head's values."""
-        return self.latent.value if self.latent else self.head_width
-
-
-@dataclasses.dataclass(frozen=True)
-class StepLayout:
-    """How a training step is sharded: `tensor` t ways, with `sequence` the activations between the tensor-parallel
-    products too; `data` ranks that shard state by the ZeRO stage `zero`, of which each `expert` share the routed
-    experts; `pipeline` stages of `interleave` chunks each. `stash`: what each stage of one program that runs on all of
-    them keeps of layers, in units of all layers; 0 for a program per stage, of which the first one's is meant."""
-
-    tensor: int = 1
-    sequence: bool = False
-    data: int = 1
-    zero: int = 0
-    pipeline: int = 1
-    interleave: int = 1
-    expert: int = 1
-    stash: float = 0.0
-
-    def held(self, sharded: bool, routed: float = 0.0) -> float:
-        """Share of some parameters that a device holds. sharded: by ZeRO; routed: the share of routed experts in them,
-        which expert parallelism shards in any case."""
-        ranks = self.data if sharded else 1
-        return ((1 - routed) / ranks + routed / max(ranks, self.expert)) / (self.tensor * self.pipeline)
-
-
-def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> ModelShape:
-    """The architecture of the papers: MLP of 4h, GELU, one embedding table for input and output."""
-    return ModelShape(layers, width, heads, heads, width // heads, 4 * width, vocabulary, dropout=dropout)
+from bytescope.memory.formulas import expert_formulas
+from bytescope.memory.formulas.adapter_formulas import adapted
+from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matrices
 
 
 def parameter_count(model: ModelShape) -> int:
-    """Matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 % together)."""
-    return sum(layer_count(kind) * kind.layers for kind in experts.by_kind(model)) + table_count(model)
+    """Parameters of the matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 %
+    together)."""
+    return sum(layer_count(kind) * kind.layers for kind in expert_formulas.by_kind(model)) + table_count(model)
 
 
 def active_count(model: ModelShape) -> int:
-    """Those of `parameter_count` that one token meets: all but the routed experts that it does not go to."""
-    return parameter_count(model) - experts.idle_count(model)
+    """Parameters that one token meets: those of `parameter_count` without the routed experts that it does not go to."""
+    return parameter_count(model) - expert_formulas.idle_count(model)
 
 
 def table_count(model: ModelShape) -> int:
-    """Parameters of the embedding tables, an untied head among them."""
+    """Parameters of the embedding tables, including an untied head."""
     return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
 def layer_count(kind: ModelShape) -> int:
-    """Parameters of the matrices of one layer, one of `experts.by_kind`."""
-    routed = experts.expert_size(kind) * kind.experts.count if kind.experts else 0
-    return sum(rows * columns for rows, columns in matrices(kind).values()) + experts.router_size(kind) + routed
+    """Parameters of the matrices of one layer of a model whose layers are alike (see `expert_formulas.by_kind`)."""
+    count = sum(rows * columns for rows, columns in matrices(kind).values())
+    if kind.experts:
+        count += expert_formulas.router_size(kind) + expert_formulas.expert_size(kind) * kind.experts.count
+    return count
 
 
 # ---- activations ---------------------------------------------------------------------------------------------
@@ -109,11 +46,11 @@ def layer_count(kind: ModelShape) -> int:
 class LayerTensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
-    name; size: elements per token, a key of `token_sizes`; split: "tensor" is sharded t ways always, "sequence" only
-    with sequence parallelism, "" never; itemsize: bytes of an element, 0 for the activations' own; core: part of the
-    attention core; only: the ModelShape field without which it does not exist; operand: kept only for products, in
-    their dtype; tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for
-    whose gradients alone it is kept, () for what other gradients read too.
+    size: elements per token, a key of `token_sizes`. split: "tensor" is always sharded t ways, "sequence" only with
+    sequence parallelism, "" never. itemsize: bytes of an element, 0 for the itemsize of activations. core: part of the
+    attention core. only: the ModelShape field without which the tensor does not exist. operand: kept only for products,
+    in their dtype. tiled: if the MLP is in tiles, it exists for one tile of positions at a time. weights: the matrices
+    whose gradients read it, () if other gradients read it too.
     """
 
     name: str
@@ -132,9 +69,10 @@ class LayerTensor(NamedTuple):
 # with sequence parallelism all of it by t. Grouped keys (Ainslie et al. 2023, arXiv 2305.13245) and the third matrix
 # of SwiGLU (Shazeer 2020, arXiv 2002.05202) follow from the shapes. Left out: statistics of norms (two numbers a
 # token) and whatever else plain autodiff keeps: 46.4 sbh in the place of 26.3 on the paper's 22B layer, under XLA.
-# The context is an operand too, but a fused core reads it wide in its own gradient. A frozen matrix has no gradient,
-# and that of its input reads the matrix alone: inputs are kept where one of `weights` has an adapter, which reads them
-# too and keeps r numbers a token besides (Hu et al. 2021, arXiv 2106.09685). Left out: dropout before adapters.
+# The context is an operand too, but a fused core reads it unquantized in its own gradient. A frozen matrix has no
+# gradient, and the gradient of its input reads only the matrix: inputs are kept where one of `weights` has an adapter,
+# which reads them too and keeps r numbers a token besides (Hu et al. 2021, arXiv 2106.09685). Left out: dropout before
+# adapters.
 LAYER = (
     LayerTensor("attention norm input", "width", "sequence"),
     LayerTensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
@@ -168,10 +106,10 @@ LAYER = (
     LayerTensor("inside the adapters", "adapters", "sequence", only="adapters"),
 )
 
-# FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query in the place of the core.
+# FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query instead of the core.
 FLASH = LayerTensor("log of the softmax's denominator", "heads", "tensor", 4)
 
-# Full recomputation keeps the block's input alone: 2 sbh, with sequence parallelism 2/t.
+# Full recomputation keeps only the block's input: 2 sbh, with sequence parallelism 2/t.
 BLOCK_INPUT = LAYER[0]
 
 # Outside the layers, on the first stage (the paper's section 4.3): sbh/t (p + 4 + 4v/h), the last two for p = 1 only.
@@ -188,8 +126,13 @@ RECOMPUTE = {
 ATTENTION = ("naive", "flash")
 
 
+# Sizes that count elements per row of the routed experts, not per token.
+BY_ROW = ("routed", "routed_mlp")
+
+
 def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
-    """Elements per token by kind of tensor, the values of `LayerTensor.size`."""
+    """Returns `LayerTensor.size` -> elements per token, for the sizes of BY_ROW elements per row."""
+    experts, latent = model.experts, model.latent
     return {
         "width": model.width,
         "queries": model.heads * model.score_width,
@@ -199,10 +142,14 @@ def token_sizes(model: ModelShape, sequence: int) -> dict[str, int]:
         "context": model.heads * model.value_width,
         "scores": model.heads * sequence,
         "heads": model.heads,
-        "mlp": experts.mlp_width(model),
+        "mlp": model.dense_width,
         "vocabulary": model.vocabulary,
-        **experts.token_sizes(model),
-        **latent.token_sizes(model),
+        "experts": experts.count if experts else 0,
+        "routed": model.width if experts else 0,
+        "routed_mlp": experts.width if experts else 0,
+        "query_latent": latent.query_rank if latent else 0,
+        "latent": latent.rank if latent else 0,
+        "rotary": latent.rotary if latent else 0,
         "rank": model.adapters.rank if model.adapters else 0,
         "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0,
     }
@@ -217,40 +164,40 @@ def tensor_bytes(
     itemsize: int,
     operand: float = 0.0,
 ) -> float:
-    """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations,
-    `operand`: of those that are kept for products alone, 0 for the same."""
+    """Returns the bytes of one tensor on a device for `tokens` tokens of sequences of `sequence` tokens.
+
+    itemsize: bytes of an element of the activations; operand: of an element that is kept only for products, 0 for
+    `itemsize`.
+    """
     if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
     count = tokens
-    if model.experts and tensor.size in experts.BY_ROW:
-        count = experts.rows(model.experts, tokens, layout.expert)
-    return (
-        token_sizes(model, sequence)[tensor.size]
-        * count
-        * (tensor.itemsize or (tensor.operand and operand) or itemsize)
-        / split
-    )
+    if model.experts and tensor.size in BY_ROW:
+        count = expert_formulas.rows(model.experts, tokens, layout.expert)
+    element: float = itemsize
+    if tensor.itemsize:
+        element = tensor.itemsize
+    elif tensor.operand and operand:
+        element = operand
+    return token_sizes(model, sequence)[tensor.size] * count * element / split
 
 
 def exists(tensor: LayerTensor, model: ModelShape) -> bool:
-    """Whether a layer of this model keeps a tensor: it makes it, and some gradient reads it."""
-    if (tensor.only and not getattr(model, tensor.only)) or not _has_mlp(tensor.size, model):
+    """Whether a layer of this model computes a tensor and some gradient reads it."""
+    if tensor.only and not getattr(model, tensor.only):
+        return False
+    if tensor.size == "routed_mlp" and model.experts is None:
+        return False
+    if tensor.size == "mlp" and not model.dense_width:
         return False
     return model.adapters is None or not tensor.weights or not adapted(model).keys().isdisjoint(tensor.weights)
 
 
-def _has_mlp(size: str, model: ModelShape) -> bool:
-    """Whether tensors of a size exist: of the routed experts' widths, or of an MLP's that every token goes to."""
-    if size == "routed_mlp":
-        return model.experts is not None
-    return size != "mlp" or experts.mlp_width(model) > 0
-
-
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[LayerTensor, ...]:
-    """The tensors a layer keeps; under `flash` there is no core to recompute, and `selective` equals `none`.
+    """Returns the tensors that a layer keeps. Under `flash` there is no core to recompute: `selective` equals `none`.
 
-    tiled: of an MLP in tiles only the input is kept, whatever the policy (Bekman et al. 2025, arXiv 2506.13996).
+    tiled: the MLP is in tiles, which keep only their input, whatever the policy (Bekman et al. 2025, arXiv 2506.13996).
     """
     if tiled:
         return tuple(tensor for tensor in kept_by_layer(recompute, attention) if not tensor.tiled)
@@ -273,8 +220,8 @@ def layer_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Bytes on a device that one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a tile of the
-    MLP, 0 for all."""
+    """Returns the bytes on a device that one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a
+    tile of the MLP, 0 without tiles."""
     return sum(
         tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
         for tensor in kept_by_layer(recompute, attention, tile > 0)
@@ -291,11 +238,11 @@ def tile_bytes(
 
 
 def layers_in_flight(layers: int, layout: StepLayout) -> float:
-    """Layers' worth of activations on the first pipeline stage.
+    """Returns the number of layers whose activations the first pipeline stage holds, for one micro-batch each.
 
-    One-forward-one-backward: p micro-batches of L/p layers, so L for any p; interleaving multiplies by
-    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Leaves out that later stages hold less. Of one program on
-    all stages: what its schedule has each of them hold.
+    One-forward-one-backward holds p micro-batches of L/p layers, so L for any p; interleaving multiplies by
+    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Leaves out that later stages hold less. If one program runs
+    on all stages, its schedule (`layout.stash`) says what each stage holds.
     """
     if layout.stash:
         return layers * layout.stash
@@ -315,8 +262,8 @@ def outside_bytes(
     """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
 
-    `logit_tokens`: how many tokens have logits at once, for losses in chunks; None for all. Of one program on all
-    stages the vocabulary is sharded over them, and embedding and loss are those of one micro-batch.
+    logit_tokens: number of tokens that have logits at once, for losses in chunks; None for all. If one program runs on
+    all stages, the vocabulary is sharded over them, and embedding and loss hold one micro-batch.
     """
     tokens = sequence * batch
     mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)
@@ -339,9 +286,10 @@ def recomputed_bytes(
     operand: float = 0.0,
     tile: float = 0.0,
 ) -> float:
-    """Bytes on a device while one layer is recomputed: all it keeps under `none`, less what it had kept, and one tile.
+    """Returns the bytes on a device that recomputing one layer adds: what it keeps under `none`, less what it keeps
+    under `recompute`, and one tile.
 
-    The papers leave it out: their figures are what lives through the forward pass.
+    The papers leave this out: they count what is alive at the end of the forward pass.
     """
     everything, kept = (
         layer_bytes(

@@ -1,7 +1,6 @@
 """HloProto -> records: the compiled module, where its buffers were put, and the trace of its heap.
 
-Field numbers are those of XLA's hlo.proto. Pure reading: what a buffer means is for
-`memory.peak.buffer_rules` to say.
+Field numbers are those of XLA's hlo.proto. This module only reads; `memory.peak.buffer_rules` says what a buffer is.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bytescope.memory.hlo.wire import Span, WireError
 
 @dataclasses.dataclass(slots=True)
 class LogicalBuffer:
-    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`, in the memory `color`."""
+    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`, in memory space `color`."""
 
     id: int = 0
     size: int = 0
@@ -28,7 +27,7 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Allocation:
-    """A stretch of memory of `size` bytes that the runtime takes. `assigned`: (logical buffer, offset, bytes)."""
+    """A contiguous range of `size` bytes that the runtime allocates. `assigned`: (logical buffer, offset, bytes)."""
 
     index: int = 0
     size: int = 0
@@ -44,7 +43,7 @@ class Allocation:
 
     @property
     def indefinite(self) -> bool:
-        """Whether it is held for the whole step: an argument, an output or a constant."""
+        """Whether it lives for the whole step: an argument, an output or a constant."""
         return self.entry_parameter or self.constant or self.live_out
 
 
@@ -61,7 +60,7 @@ class HeapTrace:
 
 
 ALLOC, FREE, SHARE = 0, 1, 2
-# The color of an allocation in host memory; 0 is the device's main memory, all others lie on the chip.
+# The color of an allocation in host memory; 0 is the device's main memory, other colors are memory on the chip.
 HOST_COLOR = 5
 
 
@@ -79,7 +78,7 @@ _REMEDY = "give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DI
 
 
 def read(data: bytes) -> HloProgram:
-    """Reads an HloProto. Raises ReportError when the bytes are empty, damaged or something else."""
+    """Reads an HloProto. Raises ReportError if the bytes are empty, damaged or something else."""
     if not data:
         raise ReportError(f"empty, not an HloProto: {_REMEDY}")
     try:
@@ -100,9 +99,10 @@ def read(data: bytes) -> HloProgram:
 
 
 def read_module(data: bytes, assignment: bytes = b"") -> HloProgram:
-    """Reads a bare HloModuleProto, with a BufferAssignmentProto if there is one: what a Compiled gives.
+    """Reads a HloModuleProto without an HloProto around it, and a BufferAssignmentProto if there is one, as jax's
+    Compiled returns them.
 
-    Raises ReportError when the bytes are damaged or something else.
+    Raises ReportError if the bytes are damaged or something else.
     """
     try:
         program = HloProgram(hlo_module.read_module(data, (0, len(data))))

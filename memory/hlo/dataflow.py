@@ -1,4 +1,4 @@
-"""Where a value comes from and where it goes: through tuples, copies, calls and loops of a compiled module.
+"""Follows values back to their origins and on to their users, through tuples, copies, calls and loops of a module.
 
 A stacked residual of a scan is, to the buffer assignment, an output of a `while` whose initial value is an
 anonymous broadcast of zeros. `Flow.origin` walks from it through the loop's body to the dynamic-update-slice
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 
-# Operations whose result has the values of their first operand, in another place, layout or dtype.
+# Operations whose result has the values of their first operand, in another location, layout or dtype.
 _PASSING = frozenset(
     (
         "bitcast",
@@ -212,7 +212,7 @@ class Flow:
                     yield operand
 
     def _inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the operands of an instruction; none of a tuple, of which the element is not known."""
+        """Returns the operands of an instruction; none for a tuple, since the element is not known."""
         if instruction.opcode in ("tuple", "while", "conditional"):
             return []
         if instruction.opcode == "parameter":

@@ -87,9 +87,9 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
         return links
     if platform == "cpu":
         return [list(range(len(processes)))]
-    together = links + [
-        [other for other, owner in enumerate(processes) if owner == process] for process in dict.fromkeys(processes)
-    ]
+    together = list(links)
+    for process in dict.fromkeys(processes):
+        together.append([device for device, owner in enumerate(processes) if owner == process])
     root = list(range(len(processes)))
 
     def find(device: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads XLA's dumps: a proto, gzipped or not, or the largest of a folder; and tells which platform compiled a proto."""
+"""Reads XLA's dumps: a proto, gzipped or not, or the largest of a folder; and finds which platform compiled a proto."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
-                content = bytearray()
-                while len(content) < _MAX_PROTO and (piece := packed.read(_PIECE)):
+                content, piece = bytearray(), packed.read(_PIECE)
+                while piece and len(content) < _MAX_PROTO:
                     content += piece
+                    piece = packed.read(_PIECE)
                 data = bytes(content)
         except (OSError, EOFError, zlib.error) as error:
             raise ReportError(f"{name} is damaged ({error}): dump it again; {_REMEDY}") from error
@@ -67,7 +68,10 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
 
 def platform_of(proto: bytes) -> str:
     """Returns the platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" if it is not known."""
-    return next((platform for platform, marks in _MARKS if any(mark in proto for mark in marks)), "")
+    for platform, marks in _MARKS:
+        if any(mark in proto for mark in marks):
+            return platform
+    return ""
 
 
 def buffer_bytes(proto: bytes) -> int:
@@ -97,7 +101,7 @@ def _read_file(path: Path) -> bytes:
 def _read_largest(folder: Path) -> Dump:
     """Returns the program of a folder whose buffers take the most bytes."""
     try:
-        paths = sorted(path for end in _ENDS for path in folder.glob(f"*after_optimizations*{end}"))
+        paths = [path for path in sorted(folder.glob("*after_optimizations*")) if path.name.endswith(_ENDS)]
     except OSError as error:
         raise ReportError(f"cannot read {folder}: {error.strerror}") from error
     programs: list[tuple[int, Path]] = []

@@ -1,4 +1,4 @@
-"""How often the loops of a compiled module run, and what backends write on instructions."""
+"""Trip counts of the loops of a compiled module, and the settings that backends write on instructions."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.module import Instruction, Module
 
-# What a program says of a loop that has not as many turns each time, by the scope that it stands in (jax.named_scope):
-# `turns_8_mean_64_56`, at most 8, and 64/56 on average over devices and times; `ticks_full_11`, that its turns take the
-# time of 11 of those that are full.
+# A program annotates a loop whose number of iterations varies by the scope around it (jax.named_scope). In the scope
+# `turns_8_mean_64_56` the loop runs at most 8 iterations, and 64/56 on average over devices and runs. In the scope
+# `ticks_full_11` its iterations take the time of 11 full ones.
 MOST_TURNS = re.compile(r"(?:^|/)turns_(\d+)_mean_\d+_\d+/while$")
 FULL_TICKS = re.compile(r"(?:^|/)ticks_full_(\d+)/while$")
 MEAN_TURNS = re.compile(r"(?:^|/)turns_\d+_mean_(\d+)_(\d+)$")
 
 
 def runs(module: Module) -> dict[int, int]:
-    """Computation -> how often it runs in one step; loops within loops multiply, every branch counts as taken.
+    """Returns computation -> number of runs in one step. Nested loops multiply; every branch counts as taken.
 
-    A loop whose trip count nothing tells counts once.
+    A loop of unknown trip count counts once.
     """
     counts = {module.entry: 1}
     for computation in _callers_first(module):
         times = counts.get(computation, 0)
         for id in module.computations[computation].instructions:
             instruction = module.instructions[id]
-            trips = trip_count(module, instruction) or 1 if instruction.opcode == "while" else 1
+            trips = (trip_count(module, instruction) or 1) if instruction.opcode == "while" else 1
             for called in instruction.called:
                 counts[called] = counts.get(called, 0) + times * trips
     return counts
 
 
 def _callers_first(module: Module) -> list[int]:
-    """Computations that the entry reaches, each after all that call it."""
+    """Returns the computations that the entry reaches, each after all its callers."""
     order: list[int] = []
     done: set[int] = set()
     pending = [(module.entry, False)]
@@ -45,20 +45,20 @@ def _callers_first(module: Module) -> list[int]:
         elif computation not in done and computation in module.computations:
             done.add(computation)
             pending.append((computation, True))
-            pending += [
-                (called, False)
-                for id in module.computations[computation].instructions
-                for called in module.instructions[id].called
-            ]
+            for id in module.computations[computation].instructions:
+                pending += [(called, False) for called in module.instructions[id].called]
     return order[::-1]
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a while loop runs its body: what the program says of it, the most that its turns can be, or XLA's
-    `known_trip_count`, else the one constant that its condition compares a counter with ("less than", counted from
-    zero); None when none is there."""
-    if said := MOST_TURNS.search(module.metadata(loop).op_name):
-        return int(said[1])
+    """Returns the number of iterations of a while loop, the maximum if it varies; None if it is not known.
+
+    The program's annotation (MOST_TURNS) comes first, then XLA's `known_trip_count`, then the constant in the loop's
+    condition, if it is a single "less than" comparison of a counter from zero.
+    """
+    annotated = MOST_TURNS.search(module.metadata(loop).op_name)
+    if annotated:
+        return int(annotated[1])
     known = backend_config(module, loop).get("known_trip_count")
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
@@ -85,9 +85,10 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
-    """The turns whose time a loop takes, where some of them are not full: as the program says, else `trip_count`."""
-    said = FULL_TICKS.search(module.metadata(loop).op_name)
-    return int(said[1]) if said else trip_count(module, loop)
+    """Returns the number of full iterations that take the loop's time, if the program annotates it (FULL_TICKS);
+    otherwise `trip_count`."""
+    annotated = FULL_TICKS.search(module.metadata(loop).op_name)
+    return int(annotated[1]) if annotated else trip_count(module, loop)
 
 
 def _integer(module: Module, constant: Instruction) -> list[int]:

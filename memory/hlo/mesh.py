@@ -25,8 +25,11 @@ _MOST = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentLayout:
-    """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's shard, `spec` the
-    mesh axes that shard each dimension, `position` its place among all arguments."""
+    """The sharding of an argument over the mesh.
+
+    dims: dimensions of the global array; local: dimensions of one device's shard. spec: the mesh axes that shard each
+    dimension. position: the argument's position among all arguments.
+    """
 
     dims: tuple[int, ...]
     local: tuple[int, ...]
@@ -36,12 +39,12 @@ class ArgumentLayout:
 
     @property
     def elements(self) -> int:
-        """Values of the global array."""
+        """Number of values in the global array."""
         return math.prod(self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that shards it."""
+        """All mesh axes that shard the argument."""
         return tuple(axis for dim in self.spec for axis in dim)
 
 
@@ -55,31 +58,29 @@ def of_compiled(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, ..
         shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
-        layouts = tuple(
-            ArgumentLayout(
-                tuple(array.shape),
-                tuple(sharding.shard_shape(array.shape)),
-                str(array.dtype),
-                _spec(sharding, len(array.shape)),
-                at,
-            )
-            for at, (sharding, array) in enumerate(zip(shardings, arrays))
-            if sharding is not None
-        )
+        layouts = []
+        for position, (sharding, array) in enumerate(zip(shardings, arrays)):
+            if sharding is not None:
+                dims, local = tuple(array.shape), tuple(sharding.shard_shape(array.shape))
+                spec = _spec(sharding, len(dims))
+                layouts.append(ArgumentLayout(dims, local, str(array.dtype), spec, position))
     except Exception:  # loaded executables, and shardings without shard shapes
         return (), ()
-    return axes, layouts
+    return axes, tuple(layouts)
 
 
 def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of more than one device that shard each of `rank` dimensions."""
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
-    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in getattr(sharding, "spec", ())]
-    parts += [()] * (rank - len(parts))
-    return tuple(tuple(axis for axis in part if sizes[axis] > 1) for part in parts)
+    spec: list[tuple[str, ...]] = []
+    for part in getattr(sharding, "spec", ()):
+        axes = (part,) if isinstance(part, str) else part or ()
+        spec.append(tuple(axis for axis in axes if sizes[axis] > 1))
+    return tuple(spec + [()] * (rank - len(spec)))
 
 
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
-    """Entry parameter number -> layout; jax leaves out arguments that are not used."""
+    """Returns entry parameter number -> layout; jax leaves out unused arguments."""
     left = iter(layouts)
     found = {}
     for number, parameter in sorted(module.parameters.items()):
@@ -92,19 +93,20 @@ def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, Argume
 
 
 def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """Names of the mesh axes along which the devices of a group differ; () when the mesh is not theirs."""
+    """Returns the names of the mesh axes along which the devices of a group differ; () if the mesh lacks a device."""
     sizes = [size for _, size in axes]
-    if not axes or any(not 0 <= device < math.prod(sizes) for group in groups for device in group):
-        return ()
     differ = set()
     for group in groups:
-        places = [coordinates(device, sizes) for device in group]
-        differ |= {i for i in range(len(sizes)) if len({place[i] for place in places}) > 1}
-    return tuple(name for i, (name, _) in enumerate(axes) if i in differ)
+        if not axes or not all(0 <= device < math.prod(sizes) for device in group):
+            return ()
+        for number, along in enumerate(zip(*(coordinates(device, sizes) for device in group))):
+            if len(set(along)) > 1:
+                differ.add(number)
+    return tuple(name for number, (name, _) in enumerate(axes) if number in differ)
 
 
 def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where a device lies along each axis, the last axis over neighbours."""
+    """Returns the position of a device along each axis; devices are numbered along the last axis first."""
     out = []
     for size in reversed(sizes):
         out.append(device % size)
@@ -114,8 +116,11 @@ def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def hosts_of(groups: Groups, per_host: int) -> int:
     """Returns the maximum number of hosts, of `per_host` devices each, that one group spans; 1 if `per_host` is 0."""
-    spread = (len({device // per_host for device in group}) for group in groups) if per_host else ()
-    return max(spread, default=1)
+    hosts = 1
+    if per_host:
+        for group in groups:
+            hosts = max(hosts, len({device // per_host for device in group}))
+    return hosts
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
@@ -172,7 +177,12 @@ def _device_list(data: bytes, span: Span) -> Groups:
 
 
 def _members(data: bytes, span: Span) -> list[int]:
-    return [id for field, value in wire.fields(data, span) if field == 1 for id in wire.numbers(data, value)]
+    """ReplicaGroup: replica_ids 1."""
+    ids: list[int] = []
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            ids += wire.numbers(data, value)
+    return ids
 
 
 def _iota(data: bytes, span: Span) -> Groups:

@@ -1,17 +1,19 @@
 """HloModuleProto -> records of computations and instructions. Pure reading, no interpretation.
 
 Field numbers are those of XLA's hlo.proto and xla_data.proto; only what a report needs is read. Shapes and
-metadata are decoded when asked for: most instructions sit inside fusions and are never looked at.
+metadata are decoded on first use: most instructions are inside fusions and are never read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from bytescope.memory.hlo import wire
-from bytescope.memory.hlo.frames import Frame, Frames
 from bytescope.memory.hlo.shapes import HloShape, Index, read_shape
 from bytescope.memory.hlo.wire import Span
+
+_MAX_FRAMES = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,9 +47,20 @@ class Computation:
     parameters: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
+class Frame(NamedTuple):
+    """A place in a source file: the span of the expression, lines from 1, columns from 0 (0 for unknown)."""
+
+    file: str
+    line: int
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
+    function: str = ""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """What JAX wrote on an instruction: its op_name, and where it was called, inmost frame first."""
+    """JAX's metadata of an instruction: its op_name, and the stack frames of its call, inmost first."""
 
     op_name: str = ""
     frames: tuple[Frame, ...] = ()
@@ -61,8 +74,8 @@ class Module:
         data: the serialized proto, of which every Span is a part.
         instructions, computations: by id. by_name: (computation, instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every donated argument.
-        devices: how many it runs on. frames: the table of source places, None where there is none.
-        kernels: what `cost.kernel_costs` found of instructions, by id: several walks over one schedule ask for it.
+        devices: number of devices that it runs on. frames: the table of source places, None if it has none.
+        kernels: a cache of `cost.kernel_costs` by instruction id, since several walks over one schedule ask for it.
     """
 
     data: bytes = b""
@@ -79,7 +92,7 @@ class Module:
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 
     def shape(self, instruction: Instruction) -> HloShape:
-        """The shape of an instruction's result, tuple structure included."""
+        """The shape of an instruction's result, including its tuple structure."""
         if instruction.id not in self._shapes:
             self._shapes[instruction.id] = read_shape(self.data, instruction.shape)
         return self._shapes[instruction.id]
@@ -91,9 +104,9 @@ class Module:
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
-        """Whether every device holds all of a value: OpSharding type 1 = 0, or no axis of it is tiled.
+        """Whether every device holds the whole value: OpSharding type (field 1) is 0, or no axis is tiled.
 
-        False where the module says nothing: newer compilers leave shardings out.
+        False if the instruction has no sharding: newer compilers leave shardings out.
         """
         if instruction.sharding == (0, 0):
             return False
@@ -109,7 +122,7 @@ class Module:
         return kind == 0 or (kind == 3 and all(tile == 1 for tile in tiled))
 
     def operand(self, instruction: Instruction, i: int) -> Instruction | None:
-        """The i-th operand, None when there is none."""
+        """The i-th operand, None if there is none."""
         if 0 <= i < len(instruction.operands):
             return self.instructions.get(instruction.operands[i])
         return None
@@ -121,13 +134,13 @@ class Module:
         return {number: self.instructions[id] for number, id in entry.parameters.items()} if entry else {}
 
     def root(self, computation: int) -> Instruction | None:
-        """The root of a computation, None when the id leads nowhere."""
+        """The root of a computation, None for an unknown id."""
         found = self.computations.get(computation)
         return self.instructions.get(found.root) if found else None
 
 
 def read_module(data: bytes, span: Span) -> Module:
-    """Reads a HloModuleProto that lies at `span` of `data`. Raises WireError when it is damaged."""
+    """Reads the HloModuleProto at `span` of `data`. Raises WireError if it is damaged."""
     module = Module(data)
     sequences: dict[int, list[int]] = {}
     for field, value in wire.fields(data, span):
@@ -203,7 +216,7 @@ def _instruction(data: bytes, span: Span) -> Instruction:
 
 
 def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
-    """The map computation id -> instruction ids in order of execution."""
+    """Adds computation id -> instruction ids in order of execution to `sequences`."""
     for _, entry in wire.fields(data, span):
         key, order = 0, []
         for field, value in wire.fields(data, wire.message(entry)):
@@ -249,3 +262,58 @@ def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
     if not chain and file:
         chain = (Frame(file, line),)
     return Metadata(op_name, chain)
+
+
+class Frames:
+    """The module's table of source places (StackFrameIndexProto), decoded on first use."""
+
+    def __init__(self, data: bytes, span: Span):
+        self._data, self._span = data, span
+        self._files: list[str] = []
+        self._functions: list[str] = []
+        self._locations: list[dict[int, int]] = []
+        self._frames: list[dict[int, int]] = []
+        self._chains: dict[int, tuple[Frame, ...]] = {}
+        self._ready = False
+
+    def chain(self, frame: int) -> tuple[Frame, ...]:
+        """Returns the source places of an operation's frame id, inmost first; () for an unknown id."""
+        if not self._ready:
+            self._read()
+        if frame not in self._chains:
+            out: list[Frame] = []
+            at, seen = frame, set[int]()
+            while 1 <= at <= len(self._frames) and at not in seen and len(out) < _MAX_FRAMES:
+                seen.add(at)
+                fields = self._frames[at - 1]  # FrameProto: file_location_id 1, parent_frame_id 2
+                where = fields.get(1, 0)
+                place = self._locations[where - 1] if 1 <= where <= len(self._locations) else {}
+                out.append(
+                    Frame(
+                        _pick(self._files, place.get(1, 0)),
+                        place.get(3, 0),
+                        place.get(4, 0),
+                        place.get(5, 0),
+                        place.get(6, 0),
+                        _pick(self._functions, place.get(2, 0)),
+                    )
+                )
+                at = fields.get(2, 0)
+            self._chains[frame] = tuple(out)
+        return self._chains[frame]
+
+    def _read(self) -> None:
+        self._ready = True
+        for field, value in wire.fields(self._data, self._span):
+            if field == 1:
+                self._files.append(wire.text(self._data, value))
+            elif field == 2:
+                self._functions.append(wire.text(self._data, value))
+            elif field == 3:
+                self._locations.append(wire.plain(self._data, wire.message(value)))
+            elif field == 4:
+                self._frames.append(wire.plain(self._data, wire.message(value)))
+
+
+def _pick(names: list[str], position: int) -> str:
+    return names[position - 1] if 1 <= position <= len(names) else ""

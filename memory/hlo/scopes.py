@@ -1,4 +1,4 @@
-"""What JAX's op_name says: the phase of the step, the named scopes around an operation, and its component.
+"""Reads JAX's op_name: the phase of the step, the named scopes around an operation, and its component.
 
 An op_name is a path like `jit(step)/transpose(jvp(blocks))/while/body/checkpoint/attention/dot_general`:
 transformations wrap scopes, control flow and calls add words of their own, the last word is the operation.
@@ -13,7 +13,7 @@ import re
 
 _WRAPPED = re.compile(r"^([A-Za-z_0-9]+)\((.*)\)$")
 
-# Words that tell how a thing is called, not what it is; the last rows are those of Equinox' loops.
+# Words of transformations, calls and control flow, which name no scope; the last rows are words of Equinox' loops.
 NOISE = frozenset(
     (
         "while",
@@ -58,9 +58,9 @@ NOISE = frozenset(
         "checkpointed-no-vjp",
     )
 )
-# Branches, and what a program says of how often its loops turn (loops.py).
+# Branches, and a program's annotations of trip counts (loops.py).
 _BRANCH = re.compile(r"^(branch_\d+(_fun)?|turns_\d+_mean_\d+_\d+|ticks_full_\d+)$")
-# What JAX writes of functions and products: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
+# Names of functions and products that JAX writes: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
 _WRITTEN = re.compile(r"<locals>|<lambda>|\.__\w+__$|->|,|\['")
 _EINSUM = re.compile(r"->|,")
 # Calls whose argument is a function's name, not a scope.
@@ -122,19 +122,19 @@ CONTAINERS = frozenset(
         "backbone",
     )
 )
-# Single layers: what they belong to says more than they do.
+# Single layers: the name of the module that contains one says more than its own.
 LAYERS = re.compile(
     r"^(\w+_)?(dense|linear|conv|proj|projection|einsum|dropout)(_?general|_?transpose|_?\dd|\d+)?$"
     r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$"
 )
-# What Flax Linen puts before the class of a module that is transformed.
+# Prefixes that Flax Linen puts before the class of a transformed module.
 _TRANSFORMED = re.compile(r"^(Scan|Checkpoint|Remat|Vmap|Jit)+(?=[A-Z])")
 LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """What an op_name says: phase ("" when no transformation tells), scopes from outside in, component, operation."""
+    """An op_name as read. phase: "" if no transformation shows it; path: scopes from outside in."""
 
     phase: str = ""
     path: tuple[str, ...] = ()
@@ -143,13 +143,13 @@ class Scope:
 
 
 def is_operation(op_name: str) -> bool:
-    """Whether an op_name is JAX's name of an operation; the compiler's own have no path, arguments have keys."""
+    """Whether an op_name is JAX's name of an operation. The compiler's own names have no path; arguments have keys."""
     return "/" in op_name and "['" not in op_name
 
 
 @functools.lru_cache(maxsize=65536)
 def parse(op_name: str) -> Scope:
-    """Reads an op_name. Anything at all can be given; an empty one gives an empty Scope."""
+    """Reads an op_name; any string is accepted, and "" gives an empty Scope."""
     if not op_name:
         return Scope()
     words = _words(op_name)
@@ -173,7 +173,7 @@ def parse(op_name: str) -> Scope:
 
 
 def _phase(seen: set[str]) -> str:
-    """The phase that the transformations around an operation tell."""
+    """The phase of an operation by the transformations around it; "" if they do not show it."""
     if "rematted_computation" in seen:
         return "recompute"
     if "jvp" not in seen:
@@ -182,16 +182,17 @@ def _phase(seen: set[str]) -> str:
 
 
 def component(path: tuple[str, ...]) -> str:
-    """The component that scopes name; "" for none."""
+    """The component that scopes name; "" if they name none."""
     return locate(path)[0]
 
 
 @functools.lru_cache(maxsize=65536)
 def locate(path: tuple[str, ...]) -> tuple[str, int]:
-    """The component that scopes name, and how many of them tell which one of its kind it is.
+    """Returns the component that scopes name, and the number of outer scopes that identify this instance of it.
 
-    A known component, the outmost first, but a loss that wraps others; else a norm; else the inmost module, single
-    layers and containers of blocks last. A number at the end is left out: `Attention_0` of every block is one.
+    This is the outmost known component, except for a loss that wraps others; without a known component a norm;
+    otherwise the inmost module, with single layers and containers of blocks last. A number at the end is dropped:
+    `Attention_0` of every block is one component.
     """
     words = [plain(word) for word in path]
     bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]
@@ -224,12 +225,12 @@ def plain(word: str) -> str:
 
 
 def first_of_merged(op_name: str) -> str:
-    """The op_name of the first of the operations that XLA has merged: "a/b" of "a/b;c/d" and of "a/(b:c/d)"."""
+    """The op_name of the first of several merged operations: "a/b" for "a/b;c/d" and for "a/(b:c/d)"."""
     return "/".join(_words(op_name))
 
 
 def _words(op_name: str) -> list[str]:
-    """The words of an op_name, of merged operations those of the first."""
+    """The words of an op_name; for merged operations, the words of the first one."""
     words = []
     for word in _split(op_name.partition(";")[0], "/"):
         inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()

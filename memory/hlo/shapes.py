@@ -57,7 +57,7 @@ class HloShape:
     bits: int = 0
 
     def leaf(self, index: Index) -> HloShape:
-        """The shape at a tuple index; an index that leads nowhere gives the empty shape."""
+        """The shape at a tuple index; the empty shape for an invalid index."""
         shape = self
         for i in index:
             if shape.parts is None or not 0 <= i < len(shape.parts):
@@ -84,7 +84,7 @@ class HloShape:
 def read_shape(data: bytes, span: Span, depth: int = 0) -> HloShape:
     """Reads a ShapeProto: element_type 2, dimensions 3, tuple_shapes 4, layout 5 {memory_space 8}.
 
-    Raises WireError when it is damaged.
+    Raises WireError if it is damaged.
     """
     if depth > _MAX_NESTING:
         raise wire.WireError("a shape nested too deep")

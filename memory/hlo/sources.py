@@ -1,8 +1,8 @@
-"""What the source frames of an operation say: the line a person can open, and the component by what was called.
+"""Reads the source frames of an operation: the source line to show, and the component by the functions called.
 
-A frame is of the user's own code (and of model libraries: whatever is not known here), of a framework, or hidden.
-Frameworks are passed through on the way to the user's own line; what the user called there may still name the
-component.
+A frame belongs to the user's own code (which includes model libraries that are not listed here), to a framework, or is
+hidden. Frames of frameworks are skipped on the way to the user's line; the framework function that the user called may
+still name the component.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FRAMEWORK = re.compile(
     rf"/(site|dist)-packages/({'|'.join(_PACKAGES)})/|/optax/(_src|losses|contrib|transforms|tree_utils|projections)/"
     r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)"
 )
-# Of frameworks, what only hands calls on.
+# Framework files that only pass calls on.
 _PLUMBING = re.compile(
     r"/flax/(core/|linen/(module|transforms|summary|dtypes)|nnx/(transforms/|graph|extract|compat|module|object|spmd|nn/dtypes))"
     r"|/haiku/_src/(module|transform|multi_transform|lift|stateful|base)\b|/equinox/(internal/|_(?!nn))|/jaxtyping/"
@@ -56,10 +56,10 @@ _PLUMBING = re.compile(
 )
 _HIDDEN = re.compile(r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
 _OPTIMIZER = re.compile(r"/optax/(?!.*losses)|/flax/training/train_state|/flax/nnx/training/optimizer")
-# What compiles a step for a report is no part of the step, and what called it neither.
+# Frames of the code that compiles a step for a report, and of its callers, are no part of the step.
 _MEMORY = str(Path(__file__).parents[1]) + "/"
 
-# By function name: a word of it, and for frameworks a part of a word.
+# Component by function name: a word of the name, for frameworks also a part of a word.
 _FUNCTIONS = (
     (re.compile(r"attention|attn", re.I), "attention"),
     (re.compile(r"\bmlp\b|ffn|feed_?forward", re.I), "mlp"),
@@ -67,7 +67,7 @@ _FUNCTIONS = (
 )
 _LOSS = re.compile(r"cross_entropy|xent", re.I)
 _PARTS = frozenset(("attention", "mlp", "moe", "embed"))
-# A function that runs a whole step is not the part that it is named for.
+# A function with such a name runs a whole step, and no component of it.
 _WHOLE = re.compile(r"train|step|loss|model|update|main|run|fit|eval|test", re.I)
 _CALLING = frozenset(("__call__", "__init__", "call", "forward", "apply", "setup"))
 
@@ -76,7 +76,7 @@ OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hid
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(file: str) -> str:
-    """Whose code a file is: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for what compiled the program."""
+    """The owner of a file's code: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for code that compiled the program."""
     if not file or _HIDDEN.search(file):
         return HIDDEN
     if file.startswith(_MEMORY) or "/bytescope/memory/" in file:
@@ -87,7 +87,7 @@ def kind_of(file: str) -> str:
 
 
 def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
-    """The frames within the program with their kinds, inmost first."""
+    """Yields (kind, frame) of the visible frames inside the program, inmost first."""
     for frame in frames:
         kind = kind_of(frame.file)
         if kind == OUTSIDE:
@@ -97,9 +97,9 @@ def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
 
 
 def source_line(metadata: Metadata) -> str:
-    """ "file:line" of the inmost frame in the user's own code, else in a framework's; "" where there is none.
+    """Returns "file:line" of the inmost frame in the user's own code, else in a framework; "" if there is none.
 
-    A line at the top of a script, which only starts the program, comes last.
+    A line at the top level of a script, which only starts the program, is the last choice.
     """
     library: dict[str, Frame] = {}
     for kind, frame in _visible(metadata.frames):
@@ -112,10 +112,10 @@ def source_line(metadata: Metadata) -> str:
 
 
 def component_of_code(frames: Iterable[Frame]) -> str:
-    """The component by the functions and classes an operation was written in; "" when they tell nothing.
+    """Returns the component by the functions and classes that contain an operation; "" if they name none.
 
-    A known part of a model or the optimizer; else what the user called in a framework; else the user's own class, or
-    function with "()" behind its name, or for a lambda that is in none its line.
+    This is a known part of a model or the optimizer; otherwise the framework function that the user called; otherwise
+    the user's own class, or function with "()" after its name, or the line of a lambda outside any function.
     """
     visible = list(_visible(frames))
     called, own = "", ""
@@ -132,7 +132,7 @@ def component_of_code(frames: Iterable[Frame]) -> str:
 
 
 def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
-    """The classes of the modules that were called, from outside in, for libraries that name no scopes."""
+    """Returns the classes of the called modules from outside in, for libraries that open no scopes."""
     found: list[str] = []
     for kind, frame in _visible(frames):
         parts = frame.function.split(".")
@@ -142,7 +142,8 @@ def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
 
 
 def _known(kind: str, frame: Frame, inmost: bool) -> str:
-    """The known component that a frame names; a loss only where it computes itself, not around a whole model."""
+    """The known component that a frame names, "" for none. A loss counts only in the inmost frame: elsewhere it wraps a
+    whole model."""
     outer, _, function = frame.function.rpartition(".")
     owner = outer.rpartition(".")[2]
     if inmost and _LOSS.search(function):
@@ -161,7 +162,7 @@ def _known(kind: str, frame: Frame, inmost: bool) -> str:
 
 
 def _name(function: str) -> str:
-    """The class of a module that is called, else the function with "()"; of a lambda the function around it."""
+    """The class of a called module, else the function with "()"; for a lambda, the function around it."""
     for part in reversed(function.split(".<locals>.")):
         owner, _, name = part.rpartition(".")
         if name.startswith("<"):

@@ -1,9 +1,9 @@
 """A reader of the protobuf wire format: just enough to walk messages whose field numbers are known.
 
-No generated code and no protobuf package: a report must read what any XLA version wrote, skipping what it
-does not know. A field's value is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets
-into the data, so that a message of some megabytes is walked without copying it. Every read is checked
-against the end of its message; a bad one raises WireError.
+There is no generated code and no protobuf package, since a report must read protos of any XLA version and skip unknown
+fields. A field's value is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets into the data,
+so that large messages are walked without copies. Every read is checked against the end of its message and raises
+WireError beyond it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
-    """The rest of a varint whose first seven bits are `value`; (number, offset after it)."""
+    """Reads the rest of a varint whose first seven bits are `value`; returns (number, offset after it)."""
     shift = 7
     while at < end:
         byte = data[at]
@@ -82,29 +82,29 @@ def signed(value: int) -> int:
 
 
 def text(data: bytes, value: Value) -> str:
-    """A string field; bytes that are not UTF-8 become U+FFFD. Raises WireError when the field holds a number."""
+    """A string field; bytes that are not UTF-8 become U+FFFD. Raises WireError if the field holds a number."""
     if isinstance(value, int):
         raise WireError("a number where a string should be")
     return data[value[0] : value[1]].decode("utf-8", "replace")
 
 
 def message(value: Value) -> Span:
-    """A sub-message field. Raises WireError when the field holds a number."""
+    """A sub-message field. Raises WireError if the field holds a number."""
     if isinstance(value, int):
         raise WireError("a number where a message should be")
     return value
 
 
 def number(value: Value) -> int:
-    """A number field. Raises WireError when the field holds bytes."""
+    """A number field. Raises WireError if the field holds bytes."""
     if not isinstance(value, int):
         raise WireError("bytes where a number should be")
     return value
 
 
 def numbers(data: bytes, value: Value) -> list[int]:
-    """One occurrence of a repeated number field: packed (many in a span) or a single one. Raises WireError when a
-    packed one is cut off."""
+    """One occurrence of a repeated number field: several packed numbers in a span, or a single number. Raises WireError
+    if packed numbers are truncated."""
     if isinstance(value, int):
         return [value]
     at, end = value
@@ -119,5 +119,5 @@ def numbers(data: bytes, value: Value) -> list[int]:
 
 
 def plain(data: bytes, span: Span) -> dict[int, int]:
-    """A message's number fields as a dict, field number -> value; a repeated one keeps its last value."""
+    """Returns field number -> value of a message's number fields; a repeated field keeps its last value."""
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}

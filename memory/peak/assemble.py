@@ -1,31 +1,111 @@
-"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device."""
+"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device.
+
+`report` is the entry. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer with
+one reference (ALLOC), adds references when other values use the same memory (SHARE, which reopens a buffer that was
+closed), and drops references (FREE). A buffer is alive while it has references. A point of the curve is one instruction
+that begins a value; its bytes are counted once its output exists and before its last-read operands are freed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 
-from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, HloProgram, LogicalBuffer
+from bytescope.memory.hlo.buffers import (
+    ALLOC,
+    FREE,
+    HOST_COLOR,
+    SHARE,
+    Allocation,
+    HeapEvent,
+    HeapTrace,
+    HloProgram,
+    LogicalBuffer,
+)
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
 from bytescope.memory.hlo.sources import source_line
-from bytescope.memory.peak import lifetimes, naming
+from bytescope.memory.peak import naming
 from bytescope.memory.peak.buffer_rules import Attribution, buffer_of, categorize
 from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.ledger import rows as ledger_rows
-from bytescope.memory.peak.lifetimes import Curve, Life, LiveValue
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
 from bytescope.memory.records.report_record import CATEGORIES, Buffer, ReportRecord, TimelinePoint
 
+# (computation, instruction)
+Name = tuple[str, str]
+MAIN_COLOR = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LiveValue:
+    """A logical buffer that lives in a stretch of memory from point `start` to point `end`, inclusive."""
+
+    buffer: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Life:
+    """A stretch of memory of `bytes`, alive from point `start` to `end`, and the values it holds in turn."""
+
+    bytes: int
+    start: int
+    end: int
+    values: tuple[LiveValue, ...]
+
+    def value_at(self, point: int | None) -> LiveValue:
+        """The value that the stretch holds at a point; without a point, the one that it holds longest."""
+        if point is None:
+            return max(self.values, key=lambda value: (value.end - value.start, value.start))
+        alive = [value for value in self.values if value.start <= point <= value.end]
+        return max(alive or self.values, key=lambda value: (value.start, value.end))
+
 
 @dataclasses.dataclass(frozen=True)
-class _HeldBuffer:
-    """An allocation that is held through the step, as a buffer with the number of its values."""
+class Curve:
+    """Temporary memory over the step: (live bytes, (computation, instruction)) per point, and every life in it."""
+
+    points: tuple[tuple[int, Name], ...]
+    lives: tuple[Life, ...]
+
+    @functools.cached_property
+    def peak_index(self) -> int:
+        """The first point at which the most bytes are live."""
+        return max(range(len(self.points)), key=lambda i: (self.points[i][0], -i))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes live at the peak."""
+        return self.points[self.peak_index][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stretch:
+    """Size, live range and memory of a buffer; `held`: "output" or "constant" if an allocation is one."""
+
+    name: str
+    bytes: int
+    start: int
+    end: int
+    at_peak: bool
+    memory: str = "device"
+    held: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _CountedBuffer:
+    """A buffer of the report with the number of elements of its value, 0 if its value is unknown."""
 
     buffer: Buffer
-    elements: int
+    elements: int = 0
+
+
+# ---- the report -----------------------------------------------------------------------------------------------
 
 
 def attribution_of(
@@ -33,7 +113,7 @@ def attribution_of(
 ) -> Attribution:
     """The attribution of a program's buffers and operations.
 
-    `known`: its arguments, where they are read already; `names`: checkpoint names; `flow`: of its module.
+    `known`: its arguments, if they are read already; `names`: checkpoint names; `flow`: of its module.
     """
     flow = flow or Flow(program.module)
     known = known or program_arguments.read(program, flow)
@@ -43,140 +123,171 @@ def attribution_of(
 def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
     """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
 
-    Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
+    The rows of the breakdown add up to the allocated bytes. `method`: how live ranges were found, a key of
+    `records.METHODS`.
     """
     program = look.program
-    curve = lifetimes.walk(program, look.order)
-    last = len(curve.points) - 1
+    curve = memory_curve(program, look.order)
     traced = {event[1] for trace in program.traces for event in trace.events}
-    held = [
-        _held(look, allocation, last)
-        for allocation in program.allocations
-        if not allocation.thread_local and (allocation.indefinite or _untraced(allocation, traced))
-    ]
-    base = sum(item.buffer.bytes for item in held if item.buffer.memory == "device")
-    points = _points(program, curve, look, base)
-    temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
-    buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
-    elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
-    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+    counted = []
+    for allocation in program.allocations:
+        if allocation.thread_local:
+            continue
+        # Temporary memory that no heap trace mentions is taken as held through the step.
+        untraced = not any(id in traced for id, _, _ in allocation.assigned)
+        if allocation.indefinite or untraced:
+            counted.append(_held_buffer(look, allocation, last=len(curve.points) - 1))
+    base = sum(each.buffer.bytes for each in counted if each.buffer.memory == "device")
+    timeline = _timeline(look, curve, base)
+    counted += [_temporary_buffer(look, life, curve.peak_index, timeline) for life in curve.lives if life.bytes]
+    counted = [each for each in counted if each.buffer.bytes]
+    buffers = tuple(each.buffer for each in counted)
 
-
-def _assemble(
-    program: HloProgram,
-    curve: Curve,
-    points: tuple[TimelinePoint, ...],
-    base: int,
-    buffers: tuple[Buffer, ...],
-    elements: dict[int, int],
-    method: str,
-) -> ReportRecord:
-    peak = base + curve.peak_bytes
-    allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
-    live = [b for b in buffers if b.at_peak and b.memory == "device"]
-    breakdown = {row: sum(b.bytes for b in live if b.category == row) for row in CATEGORIES}
-    breakdown["fragmentation"] = allocated - peak
-    elsewhere = {"host": 0, "on_chip": 0, "device": 0}
+    sizes = {"device": 0, "host": 0, "on_chip": 0}
     for allocation in program.allocations:
         if not allocation.thread_local:
-            elsewhere[_memory(allocation.color)] += allocation.size
+            sizes[_memory(allocation.color)] += allocation.size
+    peak = base + curve.peak_bytes
+    allocated = max(peak, sizes["device"])
+    live = [buffer for buffer in buffers if buffer.at_peak and buffer.memory == "device"]
+    breakdown = {row: sum(buffer.bytes for buffer in live if buffer.category == row) for row in CATEGORIES}
+    breakdown["fragmentation"] = allocated - peak
     return ReportRecord(
         peak_bytes=peak,
         allocated_bytes=allocated,
         breakdown=breakdown,
         method=method,
-        timeline=points,
+        timeline=timeline,
         buffers=buffers,
-        ledger=ledger_rows(buffers, elements),
-        residuals_by_name=_sums((naming.label(b), b.bytes) for b in live if b.category == "residuals"),
-        workspace_by_scope=_sums((naming.label(b), b.bytes) for b in live if b.category == "workspace"),
-        host_bytes=elsewhere["host"],
-        on_chip_bytes=elsewhere["on_chip"],
+        ledger=ledger_rows(buffers, {position: each.elements for position, each in enumerate(counted)}),
+        residuals_by_name=_bytes_by_label(live, "residuals"),
+        workspace_by_scope=_bytes_by_label(live, "workspace"),
+        host_bytes=sizes["host"],
+        on_chip_bytes=sizes["on_chip"],
         peak_index=curve.peak_index,
         program=program.module.name,
     )
 
 
-def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Bytes by key, most first."""
-    out: dict[str, int] = {}
-    for key, size in items:
-        out[key] = out.get(key, 0) + size
-    return dict(sorted(out.items(), key=lambda item: -item[1]))
-
-
 def _memory(color: int) -> str:
-    """Which memory a color is: 0 the device's main memory, 5 the host's, the others lie on the chip."""
-    return {0: "device", HOST_COLOR: "host"}.get(color, "on_chip")
+    return {MAIN_COLOR: "device", HOST_COLOR: "host"}.get(color, "on_chip")
 
 
-def _untraced(allocation: Allocation, traced: set[int]) -> bool:
-    """Whether no heap trace mentions this temporary memory: it is taken as held through the step."""
-    return not any(id in traced for id, _, _ in allocation.assigned)
+def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
+    """Bytes of a category's buffers by label, largest first."""
+    sizes: dict[str, int] = {}
+    for buffer in buffers:
+        if buffer.category == category:
+            label = naming.label(buffer)
+            sizes[label] = sizes.get(label, 0) + buffer.bytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
-    """An argument, output, constant or untraced allocation as a buffer alive at every point."""
+def _timeline(look: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
+    """The points of the curve with the `base` bytes that are held through the step, phases from the instructions."""
     module = look.module
-    held = Buffer(
-        name=f"allocation {allocation.index}",
-        bytes=allocation.size,
-        category=_category_of(allocation),
-        end=last,
-        at_peak=True,
-        memory=_memory(allocation.color),
-    )
+    points = []
+    phase, component = "forward", ""
+    for index, (size, name) in enumerate(curve.points):
+        instruction = module.instructions.get(module.by_name.get(name, -1))
+        if instruction is not None and module.metadata(instruction).op_name:
+            scope = look.scope(instruction)
+            phase, component = look.phase(scope, instruction), scope.component
+        points.append(TimelinePoint(index, base + size, phase if name[1] else "argument", name[1], component))
+    return tuple(points)
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------
+
+
+def _held_buffer(look: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
+    """An argument, output, constant or untraced allocation as a buffer alive at every point up to `last`."""
     if allocation.entry_parameter:
-        entry = module.computations.get(module.entry)
-        parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
-        if parameter is None:
-            name = f"argument {allocation.parameter}"
-            return _HeldBuffer(dataclasses.replace(held, name=name, category="batch", phase="argument"), 0)
-        shape = module.shape(parameter).leaf(allocation.parameter_index)
-        known = look.arguments.by_number[allocation.parameter]
-        argument = dataclasses.replace(
-            held,
-            name=known.path,
-            shape=shape.dims,
-            dtype=shape.dtype,
-            phase="argument",
-            category=known.role,
-            module=known.path,
-            parameter=known.owner,
-        )
-        return _HeldBuffer(argument, shape.elements)
+        return _argument_buffer(look, allocation, last)
     values: list[tuple[LogicalBuffer, Instruction]] = []
     for id, _, _ in allocation.assigned:
         logical, instruction = buffer_of(look.program, id)
         if logical is not None and instruction is not None:
             values.append((logical, instruction))
-    if not values:
-        return _HeldBuffer(held, 0)
-    logical, instruction = min(
-        values, key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter")
-    )
-    buffer = _described(look, held, instruction, logical.index)
+    held = ""
     if allocation.live_out:
-        owner = look.gradient_of(instruction, logical.index)
-        buffer = dataclasses.replace(buffer, category="outputs", phase="output", checkpoint_name="", parameter=owner)
+        held = "output"
     elif allocation.constant:
-        buffer = dataclasses.replace(buffer, category="workspace", component="constants", checkpoint_name="")
-    return _HeldBuffer(buffer, look.flow.shape(instruction, logical.index).elements)
+        held = "constant"
+    memory = _memory(allocation.color)
+    stretch = _Stretch(f"allocation {allocation.index}", allocation.size, 0, last, True, memory, held)
+    if not values:
+        return _unknown_buffer(stretch)
+    # A value that fills the allocation, preferably a parameter.
+    logical, instruction = min(
+        values, key=lambda value: (value[0].size != allocation.size, value[1].opcode != "parameter")
+    )
+    return _described_buffer(look, stretch, instruction, logical.index)
 
 
-def _category_of(allocation: Allocation) -> str:
-    """The row of an allocation of which no value is known."""
-    if allocation.live_out:
-        return "outputs"
-    return "workspace" if allocation.constant else "unattributed"
+def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
+    module, number = look.module, allocation.parameter
+    entry = module.computations.get(module.entry)
+    parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
+    name, dims, dtype, role, path, owner, elements = f"argument {number}", (), "", "batch", "", "", 0
+    if parameter is not None:
+        argument = look.arguments.by_number[number]
+        shape = module.shape(parameter).leaf(allocation.parameter_index)
+        name = path = argument.path
+        dims, dtype, elements = shape.dims, shape.dtype, shape.elements
+        role, owner = argument.role, argument.owner
+    buffer = Buffer(
+        name,
+        allocation.size,
+        shape=dims,
+        dtype=dtype,
+        category=role,
+        phase="argument",
+        module=path,
+        parameter=owner,
+        start=0,
+        end=last,
+        at_peak=True,
+        memory=_memory(allocation.color),
+    )
+    return _CountedBuffer(buffer, elements)
 
 
-def _described(
-    look: Attribution, buffer: Buffer, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
-) -> Buffer:
-    """Returns a buffer with everything that a report says about the value in it; size and live range stay.
+def _temporary_buffer(
+    look: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
+) -> _CountedBuffer:
+    """A stretch of temporary memory as a buffer, described by the value it holds at the peak."""
+    at_peak = life.start <= peak_index <= life.end
+    value = life.value_at(peak_index if at_peak else None)
+    stretch = _Stretch(f"buffer {value.buffer}", life.bytes, life.start, life.end, at_peak)
+    logical, instruction = buffer_of(look.program, value.buffer)
+    if logical is None or instruction is None:
+        return _unknown_buffer(stretch)
+    return _described_buffer(look, stretch, instruction, logical.index, timeline[value.start].phase)
 
-    `nearby`: the phase of the schedule around it, for a value without a name.
+
+def _unknown_buffer(stretch: _Stretch) -> _CountedBuffer:
+    """The buffer of a stretch whose values are unknown."""
+    categories = {"output": "outputs", "constant": "workspace", "": "unattributed"}
+    return _CountedBuffer(
+        Buffer(
+            stretch.name,
+            stretch.bytes,
+            category=categories[stretch.held],
+            start=stretch.start,
+            end=stretch.end,
+            at_peak=stretch.at_peak,
+            memory=stretch.memory,
+        )
+    )
+
+
+def _described_buffer(
+    look: Attribution, stretch: _Stretch, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
+) -> _CountedBuffer:
+    """The buffer of a stretch, with everything that a report says about the value at `index` of an instruction.
+
+    `nearby`: the phase of the schedule around the stretch, used if the value has no name.
     """
     fact = look.fact(instruction, index)
     named, metadata, scope = look.best_named(instruction, index)
@@ -186,17 +297,33 @@ def _described(
         phase = nearby
     if category == "gradients" and phase not in ("recompute", "backward"):
         phase = "backward"
-    name = ""
+
+    component, module = scope.component, "/".join(scope.path)
+    if fact.of_parameter:
+        component = "param_copy"
+    if named is None:
+        argument = look.argument_of(fact.origin)
+        if argument:
+            component, module = component or "argument_copy", argument
+
+    checkpoint_name = ""
     if category == "residuals" and fact.origin.carried:
-        name = f"({_container(scope)} input)"
+        outmost = scope.path[0] if scope.path else "loop"
+        blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+        checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
-        name = look.names.of(look.module.metadata(maker) for maker in (*fact.origin.chain, instruction))
-    component, module = "param_copy" if fact.of_parameter else scope.component, "/".join(scope.path)
-    if named is None and (argument := look.argument_of(fact.origin)):
-        component, module = component or "argument_copy", argument
-    return dataclasses.replace(
-        buffer,
-        name=instruction.name,
+        makers = (*fact.origin.chain, instruction)
+        checkpoint_name = look.names.of(look.module.metadata(maker) for maker in makers)
+
+    is_gradient = category == "gradients" or stretch.held == "output"
+    parameter = look.gradient_of(instruction, index) if is_gradient else ""
+    if stretch.held == "output":
+        category, phase, checkpoint_name = "outputs", "output", ""
+    elif stretch.held == "constant":
+        category, component, checkpoint_name = "workspace", "constants", ""
+    buffer = Buffer(
+        instruction.name,
+        stretch.bytes,
         shape=fact.shape.dims,
         dtype=fact.shape.dtype,
         category=category,
@@ -205,46 +332,108 @@ def _described(
         module=module,
         op_name=first_of_merged(metadata.op_name),
         source=source_line(metadata),
-        checkpoint_name=name,
-        parameter=look.gradient_of(instruction, index) if category == "gradients" else "",
+        checkpoint_name=checkpoint_name,
+        parameter=parameter,
+        start=stretch.start,
+        end=stretch.end,
+        at_peak=stretch.at_peak,
+        memory=stretch.memory,
     )
+    return _CountedBuffer(buffer, look.flow.shape(instruction, index).elements)
 
 
-def _container(scope: Scope) -> str:
-    """The scope of the stack of blocks: the outmost container, else the outmost scope."""
-    outmost = scope.path[0] if scope.path else "loop"
-    return next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+# ---- live ranges ----------------------------------------------------------------------------------------------
 
 
-def _temporary(look: Attribution, life: Life, curve: Curve, points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
-    """A stretch of temporary memory as a buffer, described by the value it holds at the peak, and its elements."""
-    at_peak = life.start <= curve.peak_index <= life.end
-    value = _representative(look.program, life, curve.peak_index if at_peak else None)
-    buffer = Buffer(f"buffer {value.buffer}", life.bytes, start=life.start, end=life.end, at_peak=at_peak)
-    logical, instruction = buffer_of(look.program, value.buffer)
-    if logical is None or instruction is None:
-        return buffer, 0
-    buffer = _described(look, buffer, instruction, logical.index, points[value.start].phase)
-    return buffer, look.flow.shape(instruction, logical.index).elements
+def memory_curve(program: HloProgram, order: Mapping[int, int], color: int = MAIN_COLOR) -> Curve:
+    """The curve of the temporary memory of one color (0 is the device's main memory).
+
+    `order`: position of an instruction in the flattened schedule. It is used only if several simulations packed the
+    memory of one color, to bring their events onto one clock.
+    """
+    traces: list[HeapTrace] = []
+    for trace in program.traces:
+        # One simulation that filled several allocations is written down once for each of them.
+        if _color_of(trace, program) == color and all(trace.events != other.events for other in traces):
+            traces.append(trace)
+    return _replay(_merged(program, traces, order), program)
 
 
-def _representative(program: HloProgram, life: Life, point: int | None) -> LiveValue:
-    """The value that a stretch of memory holds at a point; without a point, the one that holds it longest."""
-    if point is not None:
-        alive = [v for v in life.values if v.start <= point <= v.end] or list(life.values)
-        return max(alive, key=lambda v: (v.start, v.end))
-    return max(life.values, key=lambda v: (v.end - v.start, v.start))
+def _color_of(trace: HeapTrace, program: HloProgram) -> int:
+    """The memory of a trace. The number of its allocation does not say: allocations are renumbered later."""
+    for _, buffer, _, _ in trace.events:
+        if buffer in program.buffers:
+            return program.buffers[buffer].color
+    return MAIN_COLOR
 
 
-def _points(program: HloProgram, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
-    """The timeline: what is held through the step added to the curve, phases from the instructions."""
-    out, phase, component = [], "forward", ""
-    for index, (size, name) in enumerate(curve.points):
-        instruction = program.module.instructions.get(program.module.by_name.get(name, -1))
-        if instruction is not None:
-            metadata = program.module.metadata(instruction)
-            if metadata.op_name:
-                scope = look.scope(instruction)
-                phase, component = look.phase(scope, instruction), scope.component
-        out.append(TimelinePoint(index, base + size, phase if name[1] else "argument", name[1], component))
-    return tuple(out)
+def _merged(program: HloProgram, traces: list[HeapTrace], order: Mapping[int, int]) -> Sequence[HeapEvent]:
+    """Events of all traces in the order of the schedule; the order within a trace is kept."""
+    if len(traces) == 1:
+        return traces[0].events
+    keyed = []
+    for rank, trace in enumerate(traces):
+        now = 0
+        for at, event in enumerate(trace.events):
+            if event[0] != FREE:
+                now = max(now, order.get(program.module.by_name.get(event[2], -1), now))
+            keyed.append(((now, event[0] == FREE, rank, at), event))
+    # A FREE before a later ALLOC of its own trace keeps its place: `now` never falls within a trace.
+    keyed.sort(key=lambda item: item[0])
+    return [event for _, event in keyed]
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenStretch:
+    """A stretch of memory that is alive now, with its number of references and the values that it has held."""
+
+    bytes: int
+    start: int
+    references: int = 0
+    begun: dict[int, int] = dataclasses.field(default_factory=dict)
+    values: list[LiveValue] = dataclasses.field(default_factory=list)
+
+    def end_value(self, buffer: int, now: int) -> None:
+        """Ends the life of a value, if it has begun."""
+        if buffer in self.begun:
+            self.values.append(LiveValue(buffer, self.begun.pop(buffer), now))
+
+    def close(self, now: int) -> Life:
+        """The stretch as a life that ends now."""
+        for buffer in list(self.begun):
+            self.end_value(buffer, now)
+        return Life(self.bytes, self.start, now, tuple(self.values))
+
+
+def _replay(events: Iterable[HeapEvent], program: HloProgram) -> Curve:
+    points: list[tuple[int, Name]] = [(0, ("", ""))]
+    lives: list[Life] = []
+    live: dict[int, _OpenStretch] = {}
+    canonical: dict[int, int] = {}
+    total, previous, freed = 0, ("", ""), False
+    for kind, buffer, name, shared in events:
+        if kind == FREE:
+            home = canonical.pop(buffer, buffer)
+            if home not in live:
+                continue
+            stretch, freed = live[home], True
+            stretch.references -= 1
+            stretch.end_value(buffer, len(points) - 1)
+            if stretch.references <= 0:
+                lives.append(live.pop(home).close(len(points) - 1))
+                total -= stretch.bytes
+        elif kind in (ALLOC, SHARE):
+            home = canonical.get(shared, shared) if kind == SHARE else buffer
+            if freed or name != previous:
+                points.append((total, name))
+                previous, freed = name, False
+            now = len(points) - 1
+            if home not in live:
+                live[home] = _OpenStretch(program.buffers[home].size if home in program.buffers else 0, now)
+                total += live[home].bytes
+            live[home].references += 1
+            live[home].begun[buffer] = now
+            canonical[buffer] = home
+            points[-1] = (total, name)
+    lives += [stretch.close(len(points) - 1) for stretch in live.values()]
+    return Curve(tuple(points), tuple(sorted(lives, key=lambda life: (life.start, life.end))))

@@ -1,10 +1,16 @@
-"""How the arrays of a program lie on its devices: a frozen record that leaves the parsed program as it was read."""
+"""How the arrays of a program are sharded over its devices.
+
+The layouts of arguments come from the compiled program. The dimensions of activations that carry the batch come from
+the jaxpr, which has the global shapes; the compiled module has those of one device. Batch dimensions that the mesh
+shards are followed from the arguments through the equations of the forward pass. An array that is compiled with more
+elements than its shard of such a dimension has lost that sharding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
@@ -13,8 +19,32 @@ from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, Axes
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.peak.batch_axes import Activation, activations_of
+from bytescope.memory.jaxprs import bodies
+from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.program_arguments import Arguments
+
+# Dimension -> mesh axes that should shard it.
+Labels = dict[int, tuple[str, ...]]
+# Loops whose state is not followed, and bodies whose arrays are shards already.
+_OPAQUE = frozenset(("while", "shard_map", "pallas_call"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """One array of the forward pass, over all devices.
+
+    Fields:
+        place: file, line and column of the equation; suffix: the end of the op_name of what is compiled from it.
+        dims, dtype: of the global array; labels: dimension -> mesh axes that should shard it.
+        name: its checkpoint name, "" for none.
+    """
+
+    place: Place
+    suffix: str
+    dims: tuple[int, ...]
+    dtype: str
+    labels: Labels
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +52,14 @@ class PlacedProgram:
     """A parsed program with its mesh.
 
     Fields:
-        program: as it was read.
-        mesh: names and sizes of the mesh axes, () when unknown.
-        layouts: entry parameter number -> how it lies on the mesh, {} when unknown.
-        replicated: numbers of the entry parameters that are replicated on every device; None when unknown.
+        program: the parsed program, unchanged.
+        mesh: names and sizes of the mesh axes, () if unknown.
+        layouts: entry parameter number -> its layout on the mesh, {} if unknown.
+        replicated: numbers of the entry parameters that are replicated on every device; None if unknown.
         activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
-        jaxpr: the ClosedJaxpr of the whole program, None for one that was not traced.
-        arguments: what its entry parameters are.
-        facts: what its trainer says of it, None for a program of which nobody says more.
+        jaxpr: the ClosedJaxpr of the whole program, None for a program that was not traced.
+        arguments: paths and roles of the entry parameters.
+        facts: the trainer's facts about the step, None without a trainer.
     """
 
     program: HloProgram
@@ -48,7 +78,7 @@ class PlacedProgram:
 
     @property
     def allocations(self) -> list[Allocation]:
-        """The stretches of memory that the runtime takes."""
+        """The stretches of memory that the runtime allocates."""
         return self.program.allocations
 
 
@@ -58,9 +88,9 @@ def place(
     """A program with the mesh of its arguments, and the activations of its jaxpr.
 
     Args:
-        compilation: where the program is from; its executable tells layouts, its jaxpr activations.
-        facts: what its trainer says of it; its mesh is used if the arguments do not tell theirs.
-        arguments: what its entry parameters are.
+        compilation: of the program; layouts come from its executable, activations from its jaxpr.
+        facts: the trainer's; their mesh is used if the shardings of the arguments have none.
+        arguments: paths and roles of the entry parameters.
     """
     module = program.module
     axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
@@ -79,3 +109,154 @@ def place(
         }
         activations = activations_of(compilation.jaxpr, batch)
     return PlacedProgram(program, axes, matched, replicated, activations, compilation.jaxpr, arguments, facts)
+
+
+# ---- the batch dimensions of activations -------------------------------------------------------------------------
+
+
+def activations_of(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activation, ...]:
+    """Activations that carry a batch dimension, in the order of the equations.
+
+    `arguments`: position of an argument of the ClosedJaxpr -> its sharded dimensions.
+    """
+    inner = jaxpr.jaxpr
+    known = {inner.invars[at]: labels for at, labels in arguments.items() if at < len(inner.invars)}
+    return tuple(_walk(inner, known, ""))
+
+
+def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
+    """Follows labels through a jaxpr's equations, and adds the labels of its variables to `known`."""
+    from jax._src import source_info_util
+
+    for equation in jaxpr.eqns:
+        here = f"{stack}/{equation.source_info.name_stack}"
+        if "transpose(" in here:  # the backward pass
+            continue
+        labels = [known.get(v, {}) if not hasattr(v, "val") else {} for v in equation.invars]
+        primitive = equation.primitive.name
+        if not any(labels) or primitive in _OPAQUE:
+            continue
+        body = next(bodies(equation), None)
+        if body is not None:
+            yield from _call(equation, body, labels, known, here)
+            continue
+        rule = _RULES.get(primitive, _same)
+        for variable in equation.outvars:
+            shape = tuple(getattr(variable.aval, "shape", ()))
+            known[variable] = rule(equation, labels, shape) if shape else {}
+        result = equation.outvars[0] if equation.outvars else None
+        if result is None or not known[result] or result.aval.dtype.kind not in "fV":
+            continue
+        frame = next(source_info_util.user_frames(equation.source_info.traceback), None)
+        if frame is not None:
+            yield Activation(
+                place=(frame.file_name, frame.start_line, frame.start_column),
+                suffix=f"{equation.source_info.name_stack}/{primitive}",
+                dims=tuple(result.aval.shape),
+                dtype=result.aval.dtype.name,
+                labels=known[result],
+                name=equation.params.get("name", ""),
+            )
+
+
+def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:
+    """A scan, or a call whose body takes the same arguments (of a conditional, all but the first)."""
+    inside: dict[Any, Labels] = {}
+    skipped = 1 if equation.primitive.name == "cond" else 0
+    # The inputs that a scan iterates over, and the outputs that it stacks, have one dimension less inside.
+    for variable, outer, own in zip(body.invars, equation.invars[skipped:], labels[skipped:]):
+        inside[variable] = _moved(own, _rank(variable) - _rank(outer))
+    yield from _walk(body, inside, stack)
+    for variable, inner in zip(equation.outvars, body.outvars):
+        own = inside.get(inner, {}) if not hasattr(inner, "val") else {}
+        known[variable] = _moved(own, _rank(variable) - _rank(inner))
+
+
+def _rank(variable: Any) -> int:
+    return len(getattr(variable.aval, "shape", ()))
+
+
+def _moved(labels: Labels, by: int) -> Labels:
+    return {dim + by: axes for dim, axes in labels.items() if dim + by >= 0}
+
+
+# ---- rules: (equation, labels of its operands, shape of the result) -> labels of the result ----------------------
+
+
+def _same(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    """Dimensions keep their positions; the label of a dimension whose size changes is dropped."""
+    out: Labels = {}
+    for variable, own in zip(equation.invars, labels):
+        dims = tuple(getattr(variable.aval, "shape", ()))
+        if len(dims) == len(shape):
+            out |= {dim: axes for dim, axes in own.items() if dims[dim] == shape[dim]}
+    return out
+
+
+def _dot(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    """A product's dimensions: batch, then the free ones of the left operand, then of the right operand."""
+    contracted, batch = equation.params["dimension_numbers"]
+    out: Labels = {}
+    place = len(batch[0])
+    for side in (0, 1):
+        out |= {at: labels[side][dim] for at, dim in enumerate(batch[side]) if dim in labels[side]}
+        for dim in range(len(equation.invars[side].aval.shape)):
+            if dim not in contracted[side] and dim not in batch[side]:
+                out |= {place: labels[side][dim]} if dim in labels[side] else {}
+                place += 1
+    return out
+
+
+def _transpose(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    return {at: labels[0][dim] for at, dim in enumerate(equation.params["permutation"]) if dim in labels[0]}
+
+
+def _broadcast(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    dims = equation.params["broadcast_dimensions"]
+    return {
+        dims[dim]: axes for dim, axes in labels[0].items() if equation.invars[0].aval.shape[dim] == shape[dims[dim]]
+    }
+
+
+def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    gone = equation.params.get("axes", equation.params.get("dimensions", ()))
+    left = [dim for dim in range(len(equation.invars[0].aval.shape)) if dim not in gone]
+    return {at: labels[0][dim] for at, dim in enumerate(left) if dim in labels[0]}
+
+
+def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    """The label goes to the most significant of the dimensions that are merged, or that one is split into."""
+    out: Labels = {}
+    dims = equation.invars[0].aval.shape
+    for dim, axes in labels[0].items():
+        before = math.prod(dims[:dim])
+        match = [at for at in range(len(shape)) if math.prod(shape[:at]) == before and shape[at] > 1]
+        if match:
+            out[match[0]] = axes
+    return out
+
+
+def _gather(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    """The dimensions of the indices, except the last, become the result's dimensions outside the slices."""
+    offsets = equation.params["dimension_numbers"].offset_dims
+    free = [dim for dim in range(len(shape)) if dim not in offsets]
+    return {free[dim]: axes for dim, axes in labels[1].items() if dim < len(free)}
+
+
+def _lost(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
+    return {}
+
+
+_RULES: Mapping[str, Callable[[Any, list[Labels], tuple[int, ...]], Labels]] = {
+    "dot_general": _dot,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "gather": _gather,
+    "squeeze": _reduce,
+    "argmax": _reduce,
+    "argmin": _reduce,
+    "scatter": _lost,
+    "sort": _same,
+    "conv_general_dilated": _lost,
+} | {f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")}

@@ -1,24 +1,27 @@
-"""What every buffer is: its category, phase, component, module path, checkpoint name and source line.
+"""Classifies every buffer: category, phase, component, module path, checkpoint name and source line.
 
-The rules, in the order in which they are asked, are the table `RULES`; each looks at one `Fact`, the evidence
-gathered for one value. What arguments are is for `memory.program` to say.
+`RULES` lists the rules in the order in which they are tried; each reads one `Fact`, the evidence for one value.
+`Attribution` collects the evidence, `Logits` finds the logits of a program whose scopes do not name them.
+`memory.program` classifies the arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.buffers import HloProgram, LogicalBuffer
 from bytescope.memory.hlo.dataflow import Flow, ValueOrigin, is_collective
 from bytescope.memory.hlo.module import Instruction, Metadata
 from bytescope.memory.hlo.scopes import LOSS_COMPONENTS, Scope
 from bytescope.memory.hlo.shapes import HloShape, Index, leaves
 from bytescope.memory.peak.checkpoint_names import Names
-from bytescope.memory.peak.logits import Logits
 from bytescope.memory.peak.naming import Naming
 from bytescope.memory.program.program_arguments import Arguments
 from bytescope.memory.program.roles import WEIGHTS
+from bytescope.memory.program.state_flow import StateFlow
 
 _LATER = ("backward", "recompute")
 _SUMMING = frozenset(("add", "add_any"))
@@ -52,17 +55,27 @@ _TUPLES = frozenset(("tuple", "get-tuple-element"))
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
 # Operations that make another array of a value: no gradient goes through them as it is.
 _USING = frozenset(("dot", "ragged-dot", "convolution", "gather", "custom-call"))
-_MOST_VALUES = 2000
+_MAX_VALUES = 2000
+# Products that may make logits, and keys of argument paths that name the weight of a head.
+_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call"))
+_HEADS = re.compile(r"(\w*_)?(lm_?head|head|heads|unembed\w*|logits?_?\w*)")
+_MAX_READERS = 3000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
     """The evidence for one value.
 
-    `phase` is the phase of what computed it; `read_later`: the backward pass reads it; `weight_like`: it
-    has the dimensions of a parameter, of its gathered form or of one layer of it; `feeds_update`: it reaches
-    the optimizer with those dimensions; `of_parameter`: it is a parameter cast, moved or sliced; `known`: some
-    instruction has a name that says what it is; `logits`: it is as wide as the vocabulary and made of logits.
+    Fields:
+        shape: of the value; scope: of the instruction whose name describes it best.
+        phase: of the instruction that computed it; origin: that instruction, and how the value reached its place.
+        opcode: of the instruction that computed it, "" if unknown.
+        read_later: the backward pass reads the value.
+        weight_like: it has the dimensions of a parameter, of a gathered parameter or of one layer of a parameter.
+        feeds_update: it reaches the optimizer with these dimensions.
+        of_parameter: it is a parameter, cast, moved or sliced.
+        known: an instruction has a name that describes it.
+        logits: one of its dimensions is the vocabulary, and it is computed from logits.
     """
 
     shape: HloShape
@@ -101,7 +114,7 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
             and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)
         ),
     ),
-    # What a collective brings and a loop keeps for the backward pass, such as the rows of experts.
+    # The result of a collective that a loop keeps for the backward pass, such as the rows of experts.
     (
         "residuals",
         lambda f: (
@@ -123,9 +136,9 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
 class Attribution:
     """Classifies the values of one program.
 
-    `order` is the flattened schedule, `arguments` the entry parameters with their roles, `names` the
-    checkpoint names. What carries no transformation's mark is of the optimizer when it depends on a gradient,
-    else of the forward pass.
+    `order` is the flattened schedule, `arguments` the entry parameters with their roles, `names` the checkpoint names.
+    An operation without the mark of a transformation belongs to the optimizer if it depends on a gradient, else to the
+    forward pass.
     """
 
     def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
@@ -136,7 +149,7 @@ class Attribution:
         self.after_backward = flow.dependent(
             {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"}
         )
-        self.weights = _weight_dims(self)
+        self.weights = self._weight_dims()
         self.logits = Logits(self)
 
     def scope(self, instruction: Instruction) -> Scope:
@@ -159,32 +172,29 @@ class Attribution:
         """The evidence for the value at `index` of an instruction."""
         origin = self.flow.origin(instruction, index)
         named, _, scope = self.best_named(instruction, index)
+        shape = self.flow.shape(instruction, index)
         phase = scope.phase
         if origin.stack is not None:
             phase = self.scope(origin.stack).phase or phase  # the loop it is filled in
-        shape = self.flow.shape(instruction, index)
+            if instruction.opcode == "parameter":
+                # A loop and its body's parameter share the buffer; the loop's readers are the ones that count.
+                callers = self.flow.callers.get(instruction.computation, ())
+                instruction = next((caller for caller in callers if caller.opcode == "while"), instruction)
         weight_like = _without_ones(shape.dims) in self.weights
-        if origin.stack is not None:
-            instruction = self._loop_of(instruction)
         feeds_update = weight_like and self.feeds(instruction, index)
         return Fact(
-            shape,
-            scope,
-            phase,
-            origin,
-            origin.instruction.opcode if origin.instruction else "",
-            phase == "forward" and self.read_later(instruction, index),
-            weight_like,
-            feeds_update,
-            self.is_parameter(origin),
-            named is not None,
-            not feeds_update and (instruction, index, shape) in self.logits,
+            shape=shape,
+            scope=scope,
+            phase=phase,
+            origin=origin,
+            opcode=origin.instruction.opcode if origin.instruction else "",
+            read_later=phase == "forward" and self.read_later(instruction, index),
+            weight_like=weight_like,
+            feeds_update=feeds_update,
+            of_parameter=self.is_parameter(origin),
+            known=named is not None,
+            logits=not feeds_update and self.logits.contain(instruction, index, shape),
         )
-
-    def _loop_of(self, instruction: Instruction) -> Instruction:
-        """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""
-        callers = self.flow.callers.get(instruction.computation, ()) if instruction.opcode == "parameter" else ()
-        return next((caller for caller in callers if caller.opcode == "while"), instruction)
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
         """Whether a weight-shaped value reaches the optimizer or the outputs with a weight's shape."""
@@ -194,27 +204,24 @@ class Attribution:
                 return True
             for user in self.flow.users.get(value.id, ()):
                 scope = self.scope(user)
+                if scope.phase or not self.module.metadata(user).op_name:
+                    continue
                 plain = user.opcode not in _COMPOSITE or scope.component in ("optimizer", "grad_norm")
-                if (
-                    plain
-                    and not scope.phase
-                    and self.module.metadata(user).op_name
-                    and self.phase(scope, user) == "optimizer"
-                ):
+                if plain and self.phase(scope, user) == "optimizer":
                     return True
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
-        """Whether the backward pass reads a value, as it is or as the state of a loop."""
+        """Whether the backward pass reads a value, unchanged or as the state of a loop."""
 
         def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
             return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
 
-        return any(
-            user.opcode not in _TUPLES and self.scope(user).phase in _LATER
-            for value in self._reached(instruction, index, onward)
-            for user in self.flow.users.get(value.id, ())
-        )
+        for value in self._reached(instruction, index, onward):
+            for user in self.flow.users.get(value.id, ()):
+                if user.opcode not in _TUPLES and self.scope(user).phase in _LATER:
+                    return True
+        return False
 
     def _reached(
         self,
@@ -222,10 +229,10 @@ class Attribution:
         index: Index,
         onward: Callable[[Instruction, Index, Instruction], Iterable[tuple[Instruction, Index]]],
     ) -> Iterator[Instruction]:
-        """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
+        """The instructions that a value reaches, its own first, as `onward` carries it through its readers."""
         pending = [(instruction, index)]
         seen: set[tuple[int, Index]] = set()
-        while pending and len(seen) < _MOST_VALUES:
+        while pending and len(seen) < _MAX_VALUES:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:
                 continue
@@ -240,7 +247,7 @@ class Attribution:
     def _onward(
         self, instruction: Instruction, index: Index, user: Instruction, any_shape: bool = False
     ) -> Iterable[tuple[Instruction, Index]]:
-        """The values that carry a weight-shaped value on through one of its readers."""
+        """The results of a reader that carry a weight-shaped value on."""
         if user.opcode == "get-tuple-element":
             return [(user, index[1:])] if index[:1] == (user.tuple_index,) else []
         if user.opcode == "tuple":
@@ -251,25 +258,27 @@ class Attribution:
             return [(user, index)] + ([(inner, index)] if inner else [])
         if self._uses(user, instruction) or user.opcode == "dynamic-slice":
             return []
-        made = None if any_shape or user.opcode not in ("fusion", "call") else self._made_by(user, instruction)
-        return [
-            (user, at)
-            for at, leaf in leaves(self.module.shape(user))
-            if (made is None or at in made) and (any_shape or _without_ones(leaf.dims) in self.weights)
-        ]
+        results = [(at, leaf) for at, leaf in leaves(self.module.shape(user))]
+        if any_shape:
+            return [(user, at) for at, _ in results]
+        if user.opcode in ("fusion", "call"):
+            carrying = self._results_from(user, instruction)
+            results = [(at, leaf) for at, leaf in results if at in carrying]
+        return [(user, at) for at, leaf in results if _without_ones(leaf.dims) in self.weights]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
-        """Whether an operation multiplies an operand by another, looks it up, or sums it over a dimension: of an
-        activation's gradient that makes the gradient of a weight or of a bias."""
+        """Whether an operation multiplies an operand by another, gathers from it, or sums it over a dimension.
+
+        Applied to the gradient of an activation, such an operation makes the gradient of a weight or of a bias.
+        """
         if user.opcode == "reduce":
             return operand.id in user.operands and self._size(user) < self._size(operand)
         return user.opcode in _USING
 
     def _size(self, instruction: Instruction) -> int:
-        shape = self.module.shape(instruction)
-        return (shape.leaf((0,)) if shape.parts is not None else shape).elements
+        return _first_array(self.module.shape(instruction)).elements
 
-    def _made_by(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
+    def _results_from(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
         """The results of a fusion that carry an operand on."""
         inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
         if inside is None:
@@ -284,29 +293,31 @@ class Attribution:
                     seen.add(user.id)
                     pending.append(user.id)
         root = self.module.root(inside.id)
-        if root is None or root.opcode != "tuple":
-            return (
-                frozenset(at for at, _ in leaves(self.module.shape(fusion)))
-                if root and root.id in seen
-                else frozenset()
-            )
-        return frozenset((at,) for at, id in enumerate(root.operands) if id in seen)
+        if root is not None and root.opcode == "tuple":
+            return frozenset((at,) for at, id in enumerate(root.operands) if id in seen)
+        if root is not None and root.id in seen:
+            return frozenset(at for at, _ in leaves(self.module.shape(fusion)))
+        return frozenset()
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
         """The path of the parameter whose gradient a value is, or whose update it goes into; "" for none."""
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
-        made = [(one.id, ()) for one in (origin.instruction, *origin.chain, origin.stack) if one is not None]
-        return next((owners[value] for value in ((instruction.id, index), *made) if value in owners), "")
+        if (instruction.id, index) in owners:
+            return owners[instruction.id, index]
+        for maker in (origin.instruction, *origin.chain, origin.stack):
+            if maker is not None and (maker.id, ()) in owners:
+                return owners[maker.id, ()]
+        return ""
 
     def argument_of(self, origin: ValueOrigin) -> str:
-        """The path of the argument that a value is but for copies; "" for one that is computed."""
-        made = origin.instruction
-        if made is None or made.opcode != "parameter" or made.computation != self.module.entry:
+        """The path of the argument that a value is a copy of; "" for a computed value."""
+        maker = origin.instruction
+        if maker is None or maker.opcode != "parameter" or maker.computation != self.module.entry:
             return ""
-        return self.arguments.path(made.parameter)
+        return self.arguments.path(maker.parameter)
 
     def is_parameter(self, origin: ValueOrigin) -> bool:
-        """Whether a value is a parameter of the model, trained or frozen, but for casts, moves, slices and gathers."""
+        """Whether a value is a parameter of the model, trained or frozen, perhaps cast, moved, sliced or gathered."""
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
             seen.add(instruction.id)
@@ -317,6 +328,29 @@ class Attribution:
             operand = self.module.operand(instruction, 0)
             instruction = self.flow.origin(operand).instruction
         return False
+
+    def _weight_dims(self) -> frozenset[tuple[int, ...]]:
+        """Dimensions that a parameter or its gradient can have: stored, one layer of a stack, gathered."""
+        sizes: set[tuple[int, ...]] = set()
+        entry = self.module.computations.get(self.module.entry)
+        for number, id in (entry.parameters if entry else {}).items():
+            if self.roles.get(number) != "params":
+                continue
+            shape = self.module.shape(self.module.instructions[id])
+            for leaf in [shape] if shape.parts is None else shape.parts:
+                if leaf.elements > 1:
+                    sizes |= {_without_ones(leaf.dims), _without_ones(leaf.dims[1:])}
+        for instruction in self.module.instructions.values():
+            if instruction.opcode not in ("all-gather", "all-gather-start"):
+                continue
+            gathered = self.module.shape(instruction)
+            if instruction.opcode == "all-gather-start":
+                gathered = gathered.leaf((1,))
+            for i, operand in enumerate(instruction.operands):
+                if self.is_parameter(self.flow.origin(self.module.instructions.get(operand))):
+                    leaf = gathered.leaf((i,)) if gathered.parts is not None else gathered
+                    sizes.add(_without_ones(leaf.dims))
+        return frozenset(sizes - {()})
 
 
 def categorize(fact: Fact) -> str:
@@ -329,29 +363,134 @@ def _without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
-def _weight_dims(self: Attribution) -> frozenset[tuple[int, ...]]:
-    """Dimensions a parameter or its gradient can have: stored, one layer of a stack, gathered."""
-    found: set[tuple[int, ...]] = set()
-    entry = self.module.computations.get(self.module.entry)
-    for number, id in (entry.parameters if entry else {}).items():
-        shape = self.module.shape(self.module.instructions[id])
-        for leaf in [shape] if shape.parts is None else shape.parts:
-            if self.roles.get(number) == "params" and leaf.elements > 1:
-                found.add(_without_ones(leaf.dims))
-                found.add(_without_ones(leaf.dims[1:]))
-    for instruction in self.module.instructions.values():
-        if instruction.opcode not in ("all-gather", "all-gather-start"):
-            continue
-        for i, operand in enumerate(instruction.operands):
-            if self.is_parameter(self.flow.origin(self.module.instructions.get(operand))):
-                shape = self.module.shape(instruction)
-                gathered = shape.leaf((1,)) if instruction.opcode == "all-gather-start" else shape
-                found.add(_without_ones((gathered.leaf((i,)) if gathered.parts is not None else gathered).dims))
-    found.discard(())
-    return frozenset(found)
+def _first_array(shape: HloShape) -> HloShape:
+    """The shape itself; of a tuple the first array, because a library's call has its workspace as a second result."""
+    return shape.leaf((0,)) if shape.parts is not None else shape
 
 
 def buffer_of(program: HloProgram, id: int) -> tuple[LogicalBuffer | None, Instruction | None]:
-    """A logical buffer and the instruction that defines it; None where the proto lacks them."""
+    """A logical buffer and the instruction that defines it; None if the proto lacks them."""
     buffer = program.buffers.get(id)
     return buffer, program.module.instructions.get(buffer.instruction) if buffer else None
+
+
+class Logits:
+    """The logits of one program: results of the last product with a weight that have the vocabulary as a dimension.
+
+    The vocabulary is the number of rows of a token table, or the width of a head. A product with a weight of that size
+    makes logits if no other product with a weight follows; an MLP of the same width has one after it.
+    """
+
+    def __init__(self, look: Attribution):
+        self.look, self.module = look, look.module
+        self.state = StateFlow(look.flow)
+        self.vocabulary = self._vocabulary()
+        self._products: frozenset[int] | None = None
+
+    def contain(self, instruction: Instruction, index: Index, shape: HloShape) -> bool:
+        """Whether the value at `index` of an instruction is logits, or computed from logits elementwise.
+
+        Logits may be padded, and cut along other dimensions than the vocabulary.
+        """
+        if not self._spans_vocabulary(shape):
+            return False
+        if self._products is None:
+            self._products = self._last_products()
+        if not self._products:
+            return False
+        values = self.state.update(instruction, index, self.vocabulary).values
+        return any(id in self._products for id, _ in values)
+
+    def _spans_vocabulary(self, shape: HloShape) -> bool:
+        """Whether an array of floats has a dimension as large as the vocabulary."""
+        return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
+
+    def _vocabulary(self) -> frozenset[int]:
+        """Sizes of the vocabulary, of the global array and of one shard, from token tables and heads."""
+        sizes: set[int] = set()
+        arguments, parameters = self.look.arguments.by_number, self.module.parameters
+
+        def add(number: int, dim: int) -> None:
+            sizes.add(arguments[number].shape[dim])
+            sizes.update(self.module.shape(parameters[number]).dims[dim:][:1])
+
+        for instruction in self.module.instructions.values():
+            if instruction.opcode == "gather" and instruction.operands:
+                number = self._parameter(self.module.operand(instruction, 0))
+                if number in arguments and len(arguments[number].shape) == 2:
+                    add(number, 0)
+        for number, argument in arguments.items():
+            words = re.findall(r"\w+", argument.path.lower())
+            if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
+                add(number, self._head_output(number))
+        return frozenset(size for size in sizes if size > 1)
+
+    def _head_output(self, number: int) -> int:
+        """The output dimension of a head's weight: 0 in libraries that store weights as (out, in), else -1."""
+        local = self.module.shape(self.module.parameters[number]).dims
+        products = [
+            set(_first_array(self.module.shape(instruction)).dims)
+            for instruction in self.module.instructions.values()
+            if self._is_product(instruction)
+            and self._phase(instruction) != "backward"
+            and self._only_weight(instruction) == number
+        ]
+        return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
+
+    def _parameter(self, instruction: Instruction | None) -> int:
+        """The number of the parameter that a value is, perhaps cast or gathered; -1 for none."""
+        origin = self.look.flow.origin(instruction)
+        if not self.look.is_parameter(origin):
+            return -1
+        maker = origin.instruction
+        while maker is not None and maker.opcode != "parameter":
+            maker = self.look.flow.origin(self.module.operand(maker, 0)).instruction
+        return maker.parameter if maker is not None else -1
+
+    def _last_products(self) -> frozenset[int]:
+        """Products that make logits: those whose weight has no product that another product with a weight follows.
+
+        A weight is judged by all its products together, because the products after a recomputed one may not be
+        recomputed.
+        """
+        weights: dict[int, int] = {}
+        for instruction in self.module.instructions.values():
+            if (
+                self._is_product(instruction)
+                and self._spans_vocabulary(_first_array(self.module.shape(instruction)))
+                and self._phase(instruction) != "backward"
+            ):
+                number = self._only_weight(instruction)
+                if number >= 0:
+                    weights[instruction.id] = number
+        inner = {number for id, number in weights.items() if self._is_followed(self.module.instructions[id])}
+        return frozenset(id for id, number in weights.items() if number not in inner)
+
+    def _is_product(self, instruction: Instruction) -> bool:
+        return instruction.opcode in _PRODUCTS and len(instruction.operands) > 1
+
+    def _phase(self, instruction: Instruction) -> str:
+        return scopes.parse(self.module.metadata(instruction).op_name).phase
+
+    def _only_weight(self, instruction: Instruction) -> int:
+        """The number of the one operand of a product that is a parameter; -1 if none is, or both are."""
+        operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
+        weights = [number for number in map(self._parameter, operands) if number >= 0]
+        return weights[0] if len(weights) == 1 else -1
+
+    def _is_followed(self, product: Instruction) -> bool:
+        """Whether another product with a weight follows in the forward pass."""
+        pending = list(self.state.readers(product, ()))
+        seen: set[tuple[int, Index]] = set()
+        while pending and len(seen) < _MAX_READERS:
+            instruction, index = pending.pop()
+            if (instruction.id, index) in seen:
+                continue
+            seen.add((instruction.id, index))
+            dtype = _first_array(self.look.flow.shape(instruction, index)).dtype
+            if self._phase(instruction) == "backward" or "float" not in dtype:
+                continue
+            if self._is_product(instruction) and self._only_weight(instruction) >= 0:
+                return True
+            pending += self.state.readers(instruction, index)
+        return False

@@ -1,13 +1,13 @@
-"""The state ledger: bytes per parameter by role and dtype, the accounting in which bf16 AdamW is 16 or 20.
+"""The state ledger: bytes per parameter by role and dtype, in which bf16 AdamW takes 16 or 20.
 
-State that lives through the step is counted from the arguments; copies of parameters, gradients and their sums over
-micro-batches are those in the shape that the parameter is stored in, each role at the point where most parameters
-have theirs. All of it is what ONE device holds, so bytes per parameter divide by the parameters it holds. Parameters
-that are frozen, as under LoRA adapters, are rows of their own, part of no total: parameters are those that are trained.
+State that lives through the step is counted from the arguments. Copies of parameters, gradients and gradient sums are
+temporary buffers with the shape of a stored parameter; each role is counted at the point where most parameters have a
+buffer of that role. All figures are those of ONE device: bytes per parameter divide by the parameters on that device.
+Frozen parameters, as under LoRA adapters, are rows of their own and in no total: parameters are the trained ones.
 
-A compiler may sum and drop some gradients before it makes the last ones; then no point has all of them, and the row
-says what the fullest one has. llama_8b under `fp32_grads` with four micro-batches in a step on an H200 (jax 0.10.2):
-the gradients of the MLP are gone before that of the token table is there, 1.87 bytes of gradients and 19.87 in all.
+A compiler may sum and free some gradients before it makes the last ones; then no point has all of them, and the row
+shows the fullest point. llama_8b under `fp32_grads` with four micro-batches in a step on an H200 (jax 0.10.2): the
+gradients of the MLP are freed before that of the token table exists, 1.87 bytes of gradients and 19.87 in all.
 """
 
 from __future__ import annotations
@@ -39,40 +39,56 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
     stored: dict[tuple[int, ...], int] = {}
     for position, buffer in enumerate(buffers):
         if buffer.phase == "argument" and buffer.category == "params":
-            stored[_without_ones(buffer.shape)] = stored.get(_without_ones(buffer.shape), 0) + elements.get(position, 0)
-    state: dict[tuple[str, str], list[int]] = {}
-    temporary: dict[str, list[tuple[Buffer, int]]] = {}
+            dims = _without_ones(buffer.shape)
+            stored[dims] = stored.get(dims, 0) + elements.get(position, 0)
+    sums: dict[tuple[str, str], list[int]] = {}  # (role, dtype) -> [elements, bytes]
+    temporary: dict[str, list[_Temporary]] = {}
     parameters = 0
     for position, buffer in enumerate(buffers):
         count = elements.get(position, 0)
+        role = _temporary_role(buffer)
         if buffer.phase == "argument" and buffer.category in STATE:
-            total = state.setdefault((buffer.category, buffer.dtype), [0, 0])
-            total[0] += count
-            total[1] += buffer.bytes
-            parameters += count if buffer.category == "params" else 0
-        elif (role := _temporary_role(buffer)) and _without_ones(buffer.shape) in stored:
-            temporary.setdefault(role, []).append((buffer, count))
+            _add(sums, buffer.category, buffer, count)
+            if buffer.category == "params":
+                parameters += count
+        elif role and _without_ones(buffer.shape) in stored:
+            temporary.setdefault(role, []).append(_Temporary(buffer, count, buffer.start))
     for role, items in temporary.items():
-        for buffer, count in _alive_together(items, stored):
-            total = state.setdefault((role, buffer.dtype), [0, 0])
-            total[0] += count
-            total[1] += buffer.bytes
-    out = [
-        LedgerRow(role, dtype, count, size, _per_parameter(size, parameters) if role != "frozen" else 0.0)
-        for (role, dtype), (count, size) in sorted(state.items(), key=_row_order)
-    ]
-    trained = [row for row in out if row.role != "frozen"]
-    size = sum(row.bytes for row in trained)
-    return (*out, LedgerRow("total", "", sum(row.elements for row in trained), size, _per_parameter(size, parameters)))
+        for item in _alive_together(items, stored):
+            _add(sums, role, item.buffer, item.count)
+    ledger, total_elements, total_bytes = [], 0, 0
+    for role, dtype in sorted(sums, key=lambda key: (ROLES.index(key[0]), key[1])):
+        count, size = sums[role, dtype]
+        each = _per_parameter(size, parameters) if role != "frozen" else 0.0
+        ledger.append(LedgerRow(role, dtype, count, size, each))
+        if role != "frozen":
+            total_elements, total_bytes = total_elements + count, total_bytes + size
+    total = LedgerRow("total", "", total_elements, total_bytes, _per_parameter(total_bytes, parameters))
+    return (*ledger, total)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Temporary:
+    """A temporary buffer of state with its number of elements; `start`: when it, or what it is cast from, is made."""
+
+    buffer: Buffer
+    count: int
+    start: int
+
+
+def _add(sums: dict[tuple[str, str], list[int]], role: str, buffer: Buffer, count: int) -> None:
+    total = sums.setdefault((role, buffer.dtype), [0, 0])
+    total[0] += count
+    total[1] += buffer.bytes
 
 
 def _temporary_role(buffer: Buffer) -> str:
-    """The role of what a step makes and frees again, "" for none."""
+    """The role of a buffer that the step makes and frees again, "" for none."""
     if buffer.memory != "device" or buffer.phase in ("argument", "output"):
         return ""
     if buffer.category in ("gradients", "accumulator"):
         return buffer.category
-    # The named scope around the cast of all of them; what a layer casts for itself is workspace.
+    # The named scope around the cast of all parameters; a cast inside a layer is workspace.
     return "copies" if buffer.category == "workspace" and COPY in buffer.module.split("/") else ""
 
 
@@ -81,52 +97,45 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in shape if dim != 1))
 
 
-def _alive_together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
-    """Those alive at the last point where most parameters have one.
+def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
+    """The buffers alive at the last point where most parameters have one.
 
-    What is being narrowed counts as what it becomes, from when it is made; and where a shape has more values than
-    `stored`, one is made from another: the narrow ones count.
+    A cast buffer counts instead of its source, from the start of the source. If a shape has more elements than
+    `stored`, one buffer is made from another: the narrow ones count.
     """
     items, best, most = _narrowed(items), [], 0
-    for point in sorted({buffer.start for buffer, _ in items}):
+    by_width = sorted(items, key=lambda item: item.buffer.bytes / max(item.count, 1))
+    for point in sorted({item.start for item in items}):
         alive, left = [], dict(stored)
-        for buffer, count in sorted(items, key=lambda item: item[0].bytes / max(item[1], 1)):
-            if buffer.start <= point <= buffer.end and left[_without_ones(buffer.shape)] >= count:
-                left[_without_ones(buffer.shape)] -= count
-                alive.append((buffer, count))
-        values = sum(count for _, count in alive)
+        for item in by_width:
+            dims = _without_ones(item.buffer.shape)
+            if item.start <= point <= item.buffer.end and left[dims] >= item.count:
+                left[dims] -= item.count
+                alive.append(item)
+        values = sum(item.count for item in alive)
         if values >= most:
             best, most = alive, values
     return best
 
 
-def _narrowed(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
-    """`items`, each wide one that a narrower one of its shape is made from left out: that one stands for both."""
-    left = sorted(items, key=lambda item: item[0].start)
-    for narrow, count in sorted(items, key=lambda item: item[0].start):
-        dims = _without_ones(narrow.shape)
-        wides = [
+def _narrowed(items: list[_Temporary]) -> list[_Temporary]:
+    """`items` without each buffer that a narrower one of its shape is made from; the narrow one starts as early."""
+    left = sorted(items, key=lambda item: item.start)
+    for narrow in list(left):
+        dims = _without_ones(narrow.buffer.shape)
+        sources = [
             other
-            for other, values in left
-            if values == count
-            and other.bytes > narrow.bytes
-            and _without_ones(other.shape) == dims
-            and other.start <= narrow.start <= other.end
+            for other in left
+            if other.count == narrow.count
+            and other.buffer.bytes > narrow.buffer.bytes
+            and _without_ones(other.buffer.shape) == dims
+            and other.start <= narrow.start <= other.buffer.end
         ]
-        if wides:
-            wide = min(wides, key=lambda other: other.end)  # the one that is read for the last time
-            left = [
-                (dataclasses.replace(buffer, start=wide.start) if buffer is narrow else buffer, values)
-                for buffer, values in left
-                if buffer is not wide
-            ]
+        if sources:
+            source = min(sources, key=lambda other: other.buffer.end)  # the one that is read for the last time
+            left.remove(source)
+            narrow.start = source.start
     return left
-
-
-def _row_order(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
-    """Rows in the order of ROLES, then by dtype."""
-    (role, dtype), _ = item
-    return ROLES.index(role), dtype
 
 
 def _per_parameter(size: int, parameters: int) -> float:
@@ -135,8 +144,8 @@ def _per_parameter(size: int, parameters: int) -> float:
 
 # ---- ZeRO ---------------------------------------------------------------------------------------------------
 
-# Role -> bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of
-# optimizer: master parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1).
+# Role -> bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of the
+# optimizer for master parameters and two moments in 32 bits (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1).
 CLASSIC = state_bytes_per_parameter()
 _CLOSE = 0.01
 
@@ -146,13 +155,15 @@ class State:
     """The training state of one device.
 
     Fields:
-        parameters: of the model that one tensor-parallel rank uses, the P of the paper; 0 when unknown.
-        zero: stage of ZeRO, None without facts; degree: devices that shard state, Nd.
-        tensor: devices of a tensor-parallel group.
+        parameters: number of parameters that one tensor-parallel rank uses, the P of the paper; 0 if unknown.
+        zero: stage of ZeRO, None without facts.
+        degree: number of devices that shard state, Nd.
+        tensor: number of devices of a tensor-parallel group.
         gradients: bytes per parameter of gradients by the paper, sums in float32 included.
         replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
             although the strategy shards them.
-        routed: the share of routed experts in the parameters, which `expert` devices share whatever the strategy.
+        routed: fraction of the parameters that are in routed experts.
+        expert: number of devices that share the routed experts, under any strategy.
     """
 
     parameters: int = 0
@@ -165,7 +176,7 @@ class State:
     expert: int = 1
 
     def shards(self, role: str) -> float:
-        """Devices over which a role is sharded, 1 where it is not; of a mixture a mean."""
+        """Number of devices that shard a role, 1 if none do; with routed experts a mean over the parameters."""
         degree = self.degree if role in ZERO[self.zero or 0] else 1
         if degree >= self.expert:
             return degree
@@ -173,7 +184,7 @@ class State:
 
 
 def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> State:
-    """The training state by the layouts of a program's arguments, else by its ledger and the trainer's facts.
+    """The training state from the layouts of a program's arguments, else from its ledger and the trainer's facts.
 
     `roles`: entry parameter number -> role.
     """
@@ -202,7 +213,7 @@ def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, s
 def parameter_counts(
     report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
-    """`total` parameters of a program, frozen ones among them, and those `active` that one token meets: all of them
+    """`total` parameters of a program, frozen ones included, and the `active` ones, which one token uses: all of them
     unless the model has experts. {} if the parameters are unknown."""
     found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
@@ -225,11 +236,11 @@ def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping
 
 
 def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
-    """ZeRO's accounting compared with what is held at the peak, bytes per parameter, a total last; () for a program
-    without parameters, or whose stage of ZeRO nobody told.
+    """ZeRO's accounting beside the bytes held at the peak, in bytes per parameter, with a total as the last row.
 
-    Held are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are gathered
-    or cast copies of parameters and the buffers of collectives.
+    The held bytes are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are
+    gathered or cast copies of parameters and the buffers of collectives. () for a program without parameters or without
+    a known stage of ZeRO.
     """
     if not state.parameters or state.zero is None:
         return ()
@@ -252,17 +263,19 @@ def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
 
 
 def _reason(role: str, report: ReportRecord, state: State) -> str:
-    """Why a role takes other bytes than the paper gives it."""
+    """Why a role takes other bytes than in the paper."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
-    part = f", 1/{state.degree} on each device" if _params_are_sharded(report, state) else ""
+    stored = sum(row.elements for row in report.ledger if row.role == "params")
+    part = f", 1/{state.degree} on each device" if state.degree > 1 and stored < state.parameters else ""
     words = {
         "params": f"{dtypes} masters{part}",
         "gradients": _gradient_reason(report, state),
         "optimizer": "the masters are the params row",
         "gathered": "copies to compute with, and what collectives hold",
     }
-    for role_away in {b.category for b in report.buffers if b.phase == "argument" and b.memory == "host"} & set(words):
-        words[role_away] += "; in host memory"
+    offloaded = {b.category for b in report.buffers if b.phase == "argument" and b.memory == "host"}
+    if role in offloaded:
+        words[role] += "; in host memory"
     replicated = {path: size for path, size in state.replicated.items() if _role_of(path, report) == role}
     if replicated:
         named = ", ".join(f"{path} {human(size)}" for path, size in list(replicated.items())[:2])
@@ -272,14 +285,8 @@ def _reason(role: str, report: ReportRecord, state: State) -> str:
     return words[role]
 
 
-def _params_are_sharded(report: ReportRecord, state: State) -> bool:
-    """Whether a device holds fewer parameters than it uses."""
-    held = sum(row.elements for row in report.ledger if row.role == "params")
-    return state.degree > 1 and held < state.parameters
-
-
 def _gradient_reason(report: ReportRecord, state: State) -> str:
-    """Dtypes of the gradients that are alive at the peak, and whether they are fewer than the paper has."""
+    """Dtypes of the gradients that are alive at the peak, and whether these are fewer bytes than in the paper."""
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
         if buffer.at_peak and buffer.memory == "device" and buffer.category in ("gradients", "accumulator"):

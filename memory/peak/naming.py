@@ -1,14 +1,13 @@
-"""What the names that JAX wrote, and the lines of the source, say of the values of a program.
+"""Reads from JAX's names and from source lines what the values of a program are.
 
-Few values carry a name that says what they are: compilers add copies, loops name their stacks for the loop, libraries
-open no scopes. A value without one has the name of its makers, of what it is copied or computed from, or of its
-readers; an operation without scopes that of the functions it was called through. `label` is what a report's sums call
-the buffers of one kind, and `folded` tells how many modules such a name stands for.
+Few values carry a name that says what they are: compilers add copies, loops name their stacks after the loop, libraries
+open no scopes. A value without a name takes that of its makers, of the values it is copied or computed from, or of its
+readers. An operation without scopes takes the name of the functions it was called through. `label` is the key under
+which a report sums the buffers of one kind, and `folded` adds the number of modules that such a key covers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
@@ -20,14 +19,14 @@ from bytescope.memory.hlo.shapes import Index
 from bytescope.memory.peak.checkpoint_names import MARK
 from bytescope.memory.records.report_record import Buffer
 
-# What says how a value was kept, not what it is; and what only says how a loop reads and writes its stacks.
+# Operations that say how a value was kept, not what it is; marks of a loop that reads and writes its stacks.
 _BOOKKEEPING = NOISE | {"reduce_precision"}
 _STACKING = ("jit(dynamic_update_index_in_dim)", "jit(dynamic_index_in_dim)")
 # Operations that take a part of their operand, or bring its parts together.
 _TAKING = frozenset(("dynamic-slice", "slice", "all-gather", "all-gather-start", "all-gather-done"))
 # Operations whose result is their operand.
 _MOVING = frozenset(("copy", "bitcast", "opt-barrier", "copy-done"))
-# Values that stand for nothing of their own until something is written into them or made of them.
+# Initial values, which have no meaning until something is written into them or computed from them.
 _FILLERS = frozenset(("broadcast", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"))
 
 _NUMBERED = re.compile(r"\d$")
@@ -36,7 +35,7 @@ _OPERATIONS = frozenset(("transpose", ""))
 
 
 class Naming:
-    """Looks up scopes and lines in one module; what is found is remembered."""
+    """Looks up scopes and source lines in one module, with a cache."""
 
     def __init__(self, module: Module, flow: Flow):
         self.module, self.flow = module, flow
@@ -45,33 +44,34 @@ class Naming:
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
 
     def scope(self, instruction: Instruction) -> Scope:
-        """The scope of an instruction by its op_name; what that does not tell, by the code it was written in."""
+        """The scope of an instruction, from its op_name; parts that the op_name lacks come from its stack frames."""
         if instruction.id not in self._scopes:
             metadata = self.module.metadata(instruction)
             scope = parse(metadata.op_name)
-            if metadata.op_name and all(map(scopes.is_layer, map(scopes.plain, scope.path))):
-                scope = self._by_code(scope, metadata)
-            elif scope.path and all(word.startswith(scopes.EQUINOX) for word in scope.path):  # not the user's modules
-                scope = dataclasses.replace(scope, path=self._by_code(scope, metadata).path)
-            self._scopes[instruction.id] = scope
+            component, path = scope.component, scope.path
+            if metadata.op_name and all(scopes.is_layer(scopes.plain(word)) for word in path):
+                component, path = self._by_code(scope, metadata)
+            elif path and all(word.startswith(scopes.EQUINOX) for word in path):  # not the user's modules
+                path = self._by_code(scope, metadata)[1]
+            self._scopes[instruction.id] = Scope(scope.phase, path, component, scope.operation)
         return self._scopes[instruction.id]
 
-    def _by_code(self, scope: Scope, metadata: Metadata) -> Scope:
-        """A scope without a module, with the component and the modules of the frames it was called through."""
+    def _by_code(self, scope: Scope, metadata: Metadata) -> tuple[str, tuple[str, ...]]:
+        """Component and module path of a scope without a module, from the frames it was called through."""
         key = id(metadata.frames)  # of one module's table, where a chain of frames is one object
         if key not in self._code:
-            name = sources.component_of_code(metadata.frames) or scope.component
+            component = sources.component_of_code(metadata.frames) or scope.component
             line = sources.source_line(metadata).rpartition("/")[2]
-            self._code[key] = name or line, sources.modules_of_code(metadata.frames)
-        name, modules = self._code[key]
-        return dataclasses.replace(scope, component=name, path=modules or scope.path)
+            self._code[key] = component or line, sources.modules_of_code(metadata.frames)
+        component, modules = self._code[key]
+        return component, modules or scope.path
 
     def best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """The instruction whose name says best what a value is, with its metadata and scope; None for none.
+        """The instruction whose name describes a value best, with its metadata and scope; None if there is none.
 
-        The nearest maker that names a part of the model; a loop's own bookkeeping only when nothing else
-        does; when no maker is named, what the value is copied or computed from, and what reads it. A copy that a
-        loop or the compiler makes outside of a known component has the scopes and the line of what it copies.
+        That is the nearest maker that names a part of the model. The bookkeeping of a loop is used only if no other
+        maker has a name; without a named maker, what the value is copied or computed from, then its readers. A copy
+        that a loop or the compiler makes outside a known component has the scopes and the source line of its source.
         """
         key = instruction.id, index
         if key not in self._found:
@@ -80,26 +80,34 @@ class Naming:
 
     def _find(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
         rank, named = self._nearest(self.flow.makers(instruction, index))
-        if rank and (filled := self._filled(instruction, index)):
-            rank, named = 0, filled
+        if rank:
+            filled = self._filled(instruction, index)
+            if filled:
+                rank, named = 0, filled
         if named is None:
             named = self._nearest(self._near(instruction, index), first=True)[1]
         if named is None:
             return None, Metadata(), Scope()
         metadata, scope = self.module.metadata(named), self.scope(named)
-        if rank and scope.component not in scopes.KNOWN and (copied := self._copied(instruction, index)):
-            frames, other = self.module.metadata(copied).frames, self.scope(copied)
-            scope = dataclasses.replace(scope, path=other.path, component=other.component)
-            return named, dataclasses.replace(metadata, frames=frames or metadata.frames), scope
+        if rank and scope.component not in scopes.KNOWN:
+            copied = self._copied(instruction, index)
+            if copied:
+                source, frames = self.scope(copied), self.module.metadata(copied).frames
+                return (
+                    named,
+                    Metadata(metadata.op_name, frames or metadata.frames),
+                    Scope(scope.phase, source.path, source.component, scope.operation),
+                )
         if not sources.source_line(metadata):
-            metadata = dataclasses.replace(metadata, frames=self._frames(instruction, index))
+            metadata = Metadata(metadata.op_name, self._frames(instruction, index))
         if not scope.component:
-            scope = self._by_code(scope, metadata)
+            component, path = self._by_code(scope, metadata)
+            scope = Scope(scope.phase, path, component, scope.operation)
         return named, metadata, scope
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """The first candidate that JAX named for what it is (rank 0), else for control flow (1), else for the stacks
-        of a loop (2); (3, None) for none. `first`: the first at all."""
+        """The first candidate that is named after what it computes (rank 0), else after control flow (1), else after
+        the stacks of a loop (2); (3, None) for none. `first`: the first candidate of any rank."""
         best: tuple[int, Instruction | None] = 3, None
         for candidate in candidates:
             op_name = self.module.metadata(candidate).op_name
@@ -117,7 +125,7 @@ class Naming:
         return best
 
     def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """What is named best of the value that another is a part, or the gathered whole, of; None where it is not."""
+        """The named maker of the array that a value is a slice of or is gathered from; None if it is neither."""
         made = self.flow.origin(instruction, index).instruction
         for _ in range(4):
             if made is None or made.opcode not in _TAKING:
@@ -132,7 +140,7 @@ class Naming:
         return None
 
     def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """What is named best of the values that a loop writes over one that it starts with, such as zeros."""
+        """The named maker of the values that a loop writes over an initial value, such as zeros; None for none."""
         made = self.flow.origin(instruction, index).instruction
         if made is None or made.opcode not in _FILLERS:
             return None
@@ -155,16 +163,18 @@ class Naming:
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """The nearest frames with a line, for a value whose name has none: of makers, of what it is made from, of
-        readers."""
-        near = (*self.flow.makers(instruction, index), *self._near(instruction, index))
-        found = (metadata.frames for metadata in map(self.module.metadata, near) if sources.source_line(metadata))
-        return next(found, ())
+        """The nearest frames with a source line, for a value whose name has none: of its makers, of what it is made
+        from, of its readers."""
+        for near in (*self.flow.makers(instruction, index), *self._near(instruction, index)):
+            metadata = self.module.metadata(near)
+            if sources.source_line(metadata):
+                return metadata.frames
+        return ()
 
     def _near(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
-        """What a value that the compiler added belongs to: what it copies, then its readers, then the loop around it.
+        """Instructions that a value added by the compiler belongs to: what it copies, its readers, the loop around it.
 
-        What is only filled with one value belongs to its readers first.
+        For an initial value the readers come first.
         """
         made = self.flow.origin(instruction, index).instruction or instruction
         sides = [self.flow.ancestors(made), self.flow.readers(instruction)]
@@ -174,30 +184,27 @@ class Naming:
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
-    """The key of a residual in `residuals_by_name`, of all else in `workspace_by_scope`.
+    """The key of a residual in `residuals_by_name`, of another buffer in `workspace_by_scope`.
 
-    `modules`: how many of a kind the component is, told behind it where it is more than one.
+    `modules`: number of modules that the component covers, appended if it is more than one.
     """
     component = f"{buffer.component} x {modules}" if modules > 1 else buffer.component
     if buffer.category != "residuals":
         return f"{buffer.phase}/{component}"
-    return buffer.checkpoint_name or f"({component}/{_operation(buffer)})"
-
-
-def _operation(buffer: Buffer) -> str:
-    """The operation that made a residual; what a loop or a block hands on is its carry."""
     operation = parse(buffer.op_name.removesuffix(f"/{MARK}")).operation
-    return "carry" if operation in NOISE - _OPERATIONS else operation
+    if operation in NOISE - _OPERATIONS:
+        operation = "carry"  # of a loop or a block
+    return buffer.checkpoint_name or f"({component}/{operation})"
 
 
 def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """Key -> the key with the number of modules it stands for, "backward/CausalAttn x 6", where there are several.
+    """Key -> the key with its number of modules, "backward/CausalAttn x 6", for keys that cover several modules.
 
-    `Attention_0` of six blocks, or `attn_0` to `attn_5`, are six of a kind: the buffers at the peak tell them apart by
-    their module paths, up to the scope that names the component. Paths without numbers, such as those of classes, do
-    not tell how many there are.
+    `Attention_0` of six blocks, or `attn_0` to `attn_5`, are six of a kind: the module paths of the buffers at the peak
+    differ, up to the scope that names the component. Paths without numbers, such as those of classes, do not give the
+    number of modules.
     """
-    modules: dict[str, set[tuple[str, ...]]] = {}
+    paths: dict[str, set[tuple[str, ...]]] = {}
     examples: dict[str, Buffer] = {}
     for buffer in buffers:
         if not buffer.at_peak or buffer.memory != "device" or buffer.category not in ("residuals", "workspace"):
@@ -205,10 +212,11 @@ def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
         path = tuple(buffer.module.split("/"))
         component, depth = locate(path)
         if component == buffer.component and not buffer.checkpoint_name:
-            modules.setdefault(label(buffer), set()).add(path[:depth])
+            paths.setdefault(label(buffer), set()).add(path[:depth])
             examples[label(buffer)] = buffer
-    return {
-        key: label(examples[key], len(found))
-        for key, found in modules.items()
-        if len(found) > 1 and any(_NUMBERED.search(word) for path in found for word in path)
-    }
+    counted = {}
+    for key, modules in paths.items():
+        words = [word for path in modules for word in path]
+        if len(modules) > 1 and any(_NUMBERED.search(word) for word in words):
+            counted[key] = label(examples[key], len(modules))
+    return counted

@@ -1,46 +1,48 @@
-"""Any step traced once and lowered for a target: for devices that are not here, or are not the ones it was written for.
+"""Lowers any traced step for a target: for devices that are not present, or not the ones that the step was written for.
 
-A jaxpr says what is computed; where is said by shardings, in the arguments and inside of it (sharding constraints,
-shard_map, inner jits). Those that name devices of this process are moved: a mesh becomes the mesh of the same axes and
-sizes over the target's devices. The compiled program is then the target's own, to the byte.
+A jaxpr says what is computed. Devices are named by shardings, in the arguments and inside the jaxpr (sharding
+constraints, shard_map, inner jits), and by the types of values. Those that name devices of this process are moved: a
+mesh becomes the mesh of the same axes and sizes over the target's devices. The compiled program is then the target's
+own, to the byte. Parts that name no device are not changed, and shared parts stay shared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
 from bytescope.memory.program import callbacks
-from bytescope.memory.program.place import TargetPlacement, is_abstract
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 
 def moves(program: TracedStage, target: Target) -> bool:
-    """Whether a `jax.stages.Traced` is for other devices than the target's: by its arguments, else by the meshes in
-    it."""
-    meshes = _meshes(program.jaxpr.jaxpr, {})
-    devices = devices_of(program) or {device for mesh in meshes for device in mesh.devices.flat}
-    return not set(devices) <= set(target.devices()) if devices else target.is_described
+    """Whether a `jax.stages.Traced` is for other devices than the target's, by the shardings of its arguments, or
+    without any by the meshes in its jaxpr."""
+    devices = set(devices_of(program))
+    if not devices:
+        for mesh in _meshes(program.jaxpr.jaxpr, {}):
+            devices.update(mesh.devices.flat)
+    return not devices <= set(target.devices()) if devices else target.is_described
 
 
 def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """The meshes that equations of a Jaxpr name devices by."""
+    """Yields the meshes of devices that equations of a Jaxpr name."""
     import jax
 
     if id(jaxpr) in seen:
         return
     seen[id(jaxpr)] = jaxpr
-    leaves = [
-        leaf
-        for equation in jaxpr.eqns
-        for value in equation.params.values()
-        for leaf in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
+    leaves: list[Any] = []
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            leaves += value if isinstance(value, (tuple, list)) else (value,)
     for leaf in leaves:
         mesh = leaf if isinstance(leaf, jax.sharding.Mesh) else getattr(leaf, "mesh", None)
         inside = getattr(leaf, "jaxpr", leaf)
@@ -51,79 +53,40 @@ def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def devices_of(program: TracedStage) -> list[Any]:
-    """The devices that a `jax.stages.Traced` is for by the shardings of its arguments; [] where they name none."""
-    return list(dict.fromkeys(device for sharding in _shardings(program) for device in _devices(sharding)))
-
-
-def _devices(sharding: Any) -> Sequence[Any]:
-    """The devices of a sharding, () of none and of one over an abstract mesh."""
-    if sharding is None or is_abstract(getattr(sharding, "mesh", None)):
-        return ()
-    return sharding._device_assignment
+    """The devices of a `jax.stages.Traced` by the shardings of its arguments; [] if the shardings name none."""
+    devices: list[Any] = []
+    for sharding in _shardings(program):
+        if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
+            devices += sharding._device_assignment
+    return list(dict.fromkeys(devices))
 
 
 def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     """A `jax.stages.Traced` lowered for a target's devices, as a `jax.stages.Lowered`; arguments keep their names.
 
-    Raises ReportError where the program's mesh has another number of devices than the target.
+    Raises ReportError if the program's mesh has another number of devices than the target.
     """
     import jax
-
-    params, place = program._params, TargetPlacement(target)
-    jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
-    inside, moved = place.closed(jaxpr), [place.concrete(sharding) for sharding in _shardings(program)]
-    context = place.context(params["ctx_mesh"])
-    if not place.has_mesh and all(sharding is None for sharding in moved):
-        moved = [place.one_device] * len(moved)
-    leaves = [
-        jax.ShapeDtypeStruct(own.aval.shape, own.aval.dtype, weak_type=own.aval.weak_type, sharding=sharding)
-        for own, sharding in zip(program._meta_tys_flat, moved)
-    ]
-    args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
-    results = [place.concrete(sharding) if _is_given(sharding) else None for sharding in params["out_shardings"]]
-    if not leaves and not place.has_mesh and not any(results):
-        results = [place.one_device] * len(results)
-    step = _as_function(program, inside)
-    with context:
-        return jax.jit(
-            step,
-            out_shardings=jax.tree.unflatten(program.out_tree, results),
-            donate_argnums=_donated(program),
-            keep_unused=params["keep_unused"],
-        ).lower(*args, **kwargs)
-
-
-def _shardings(program: TracedStage) -> list[Any]:
-    """The sharding of each leaf of the arguments, None where it is anybody's choice."""
-
-    def sharding(told: Any, own: Any) -> Any:
-        if _is_given(told):
-            return told
-        return own.sharding if own.committed else None
-
-    return list(map(sharding, program._params["in_shardings"], program._meta_tys_flat))
-
-
-def _is_given(sharding: Any) -> bool:
-    """Whether it is a sharding: not None, and not what jax has in the place of one that nobody gave."""
-    import jax
-
-    return isinstance(sharding, jax.sharding.Sharding)
-
-
-def _donated(program: TracedStage) -> tuple[int, ...]:
-    """Numbers of the positional arguments of which every leaf is donated."""
-    import jax
-
-    args, _ = program.args_info
-    flags = [[info.donated for info in jax.tree.leaves(arg)] for arg in args]
-    return tuple(number for number, own in enumerate(flags) if own and all(own))
-
-
-def _as_function(program: TracedStage, inside: Any) -> Callable[..., Any]:
-    """A function of the program's own arguments that computes a ClosedJaxpr, and is called as the program's was."""
-    import jax
     from jax.extend import core
+
+    params, placement = program._params, TargetPlacement(target)
+    jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
+    inside = placement.closed(jaxpr)
+    moved = [placement.concrete(sharding) for sharding in _shardings(program)]
+    context = placement.context(params["ctx_mesh"])
+    if not placement.has_mesh and all(sharding is None for sharding in moved):
+        moved = [placement.one_device] * len(moved)
+    leaves = []
+    for own, sharding in zip(program._meta_tys_flat, moved):
+        aval = own.aval
+        leaves.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding))
+    args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
+    results = [
+        placement.concrete(sharding) if isinstance(sharding, jax.sharding.Sharding) else None
+        for sharding in params["out_shardings"]
+    ]
+    if not leaves and not placement.has_mesh and not any(results):
+        results = [placement.one_device] * len(results)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         flat = core.jaxpr_as_fun(inside)(*jax.tree.leaves((args, kwargs)))
@@ -131,20 +94,44 @@ def _as_function(program: TracedStage, inside: Any) -> Callable[..., Any]:
 
     step.__name__ = step.__qualname__ = program.fun_name
     vars(step)["__signature__"] = _signature(program)
-    return step
+    donated = []  # positional arguments all of whose leaves are donated
+    for number, arg in enumerate(program.args_info[0]):
+        flags = [info.donated for info in jax.tree.leaves(arg)]
+        if flags and all(flags):
+            donated.append(number)
+    with context:
+        return jax.jit(
+            step,
+            out_shardings=jax.tree.unflatten(program.out_tree, results),
+            donate_argnums=tuple(donated),
+            keep_unused=params["keep_unused"],
+        ).lower(*args, **kwargs)
+
+
+def _shardings(program: TracedStage) -> list[Any]:
+    """The sharding of each leaf of the arguments; None if neither jit's in_shardings nor a committed array fixes it."""
+    import jax
+
+    shardings = []
+    for given, own in zip(program._params["in_shardings"], program._meta_tys_flat):
+        if isinstance(given, jax.sharding.Sharding):  # else jax's marker for "not given"
+            shardings.append(given)
+        else:
+            shardings.append(own.sharding if own.committed else None)
+    return shardings
 
 
 def _signature(program: TracedStage) -> inspect.Signature:
     """The parameters of the traced function, by the names that jax keeps of its leaves."""
     import jax
 
-    (args, kwargs), names = program.args_info, iter(program.jaxpr.jaxpr.debug_info.arg_names or ())
-    found = []
+    (args, kwargs), leaf_names = program.args_info, iter(program.jaxpr.jaxpr.debug_info.arg_names or ())
+    names = []
     for number, arg in enumerate(args):
-        told = [next(names, "") or "" for _ in jax.tree.leaves(arg)]
-        root = re.match(r"[A-Za-z_]\w*(?=$|\[|\.)", told[0]) if told else None
-        found.append(root[0] if root else f"args_{number}")
-    if len({*found, *kwargs}) < len(found) + len(kwargs):  # *args: all leaves of all of them have its name
+        own = [next(leaf_names, "") or "" for _ in jax.tree.leaves(arg)]
+        root = re.match(r"[A-Za-z_]\w*(?=$|\[|\.)", own[0]) if own else None
+        names.append(root[0] if root else f"args_{number}")
+    if len({*names, *kwargs}) < len(names) + len(kwargs):  # the leaves of all values of *args have its name
         return inspect.Signature(
             [
                 inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -152,6 +139,219 @@ def _signature(program: TracedStage) -> inspect.Signature:
             ]
         )
     return inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in found]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
     )
+
+
+def _is_abstract(mesh: Any) -> bool:
+    """Whether a mesh is an AbstractMesh, which has no devices."""
+    import jax
+
+    return isinstance(mesh, jax.sharding.AbstractMesh)
+
+
+class TargetPlacement:
+    """Moves meshes, shardings, types, contexts and jaxprs from devices of this process to a target's devices."""
+
+    def __init__(self, target: Target):
+        import jax
+
+        self.target = target
+        self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
+        self.kind = jax.sharding.Mesh(target.devices()[:1], ("one",)).abstract_mesh.abstract_device
+        self._meshes: dict[Any, Any] = {}
+        self._first_abstract: Any = None  # the first abstract mesh that was met
+        self._jaxprs: dict[int, Any] = {}
+        self._contexts: dict[Any, Any] = {}
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether anything that was moved has a mesh, which then names the devices; jax places the rest."""
+        return bool(self._meshes)
+
+    # ---- meshes and shardings
+
+    def concrete(self, sharding: Any) -> Any:
+        """The sharding of an argument or a result over the target's devices, also if its mesh is abstract; None stays
+        None."""
+        mesh = getattr(sharding, "mesh", None)
+        return self.sharding(sharding.update(mesh=self._over_target(mesh)) if _is_abstract(mesh) else sharding)
+
+    def sharding(self, sharding: Any) -> Any:
+        """A sharding over the target's devices; None stays None."""
+        import jax
+
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            if _is_abstract(sharding.mesh):
+                return sharding.update(mesh=self.abstract(sharding.mesh))
+            # Every sharding has a memory kind; these two are the default and not a request of the program.
+            default = sharding.memory_kind in (None, "device", "unpinned_host")
+            memory_kind = None if default else sharding.memory_kind
+            return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec, memory_kind=memory_kind)
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            return self.one_device
+        if isinstance(sharding, jax.sharding.Sharding):
+            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: say it as a NamedSharding")
+        return sharding
+
+    def mesh(self, mesh: Any) -> Any:
+        """The mesh of the same axes and sizes over the target's devices; the same object if it has these devices
+        already, or none."""
+        import jax
+
+        if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
+            return mesh
+        if mesh not in self._meshes:
+            devices = self._mesh_devices(mesh)
+            moved = mesh
+            if set(mesh.devices.flat) != set(devices.flat):
+                moved = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+            self._meshes[mesh] = moved
+        return self._meshes[mesh]
+
+    def _over_target(self, mesh: Any) -> Any:
+        """The mesh of the target's devices for an abstract mesh."""
+        import jax
+
+        own = jax.sharding.Mesh(self._mesh_devices(mesh), mesh.axis_names, axis_types=mesh.axis_types)
+        return self._meshes.setdefault(own, own)
+
+    def _mesh_devices(self, mesh: Any) -> Any:
+        """The target's devices in the shape of a mesh. Raises ReportError for a mesh of another size."""
+        if mesh.size != self.target.n_devices:
+            axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+            raise ReportError(
+                f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                f"{self.target.n_devices}: change the mesh or the target"
+            )
+        return self.target.mesh_devices(*mesh.axis_sizes)
+
+    def abstract(self, mesh: Any) -> Any:
+        """An abstract mesh with the target's kind of device, if it names a kind; the same object if nothing changes."""
+        if not _is_abstract(mesh) or mesh.empty:
+            return mesh
+        if self._first_abstract is None and not mesh.manual_axes:
+            self._first_abstract = mesh
+        if mesh.abstract_device in (None, self.kind):
+            return mesh
+        return mesh.update(abstract_device=self.kind)
+
+    def context(self, mesh: Any) -> Any:
+        """The context to lower in: the mesh that the program was traced under, over the target's devices."""
+        import jax
+
+        if getattr(mesh, "empty", True) and self._first_abstract is not None and not self.has_mesh:
+            mesh = self._over_target(self._first_abstract)  # traced under an abstract mesh only
+        moved = self.mesh(mesh)
+        return contextlib.nullcontext() if getattr(moved, "empty", True) else jax.set_mesh(moved)
+
+    # ---- jaxprs
+
+    def closed(self, jaxpr: Any) -> Any:
+        """A ClosedJaxpr over the target's devices; its constants become numpy arrays, except for random keys."""
+        import jax
+        import numpy as np
+        from jax.extend import core
+
+        consts = []
+        for const in jaxpr.consts:
+            is_key = isinstance(const, jax.Array) and jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
+            consts.append(np.asarray(const) if isinstance(const, jax.Array) and not is_key else const)
+        return core.ClosedJaxpr(self.jaxpr(jaxpr.jaxpr), consts)
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """A Jaxpr whose equations and types name the target's devices; a shared jaxpr stays shared."""
+        from jax.extend import core
+
+        if id(jaxpr) in self._jaxprs:
+            return self._jaxprs[id(jaxpr)][1]
+        own: dict[Any, Any] = {}
+
+        def atoms(given: Sequence[Any]) -> list[Any]:
+            out = []
+            for atom in given:
+                if isinstance(atom, core.Var):
+                    if atom not in own:
+                        aval = self.type(atom.aval)
+                        own[atom] = atom if aval is atom.aval else type(atom)(aval)
+                    out.append(own[atom])
+                else:
+                    out.append(self.literal(atom))
+            return out
+
+        equations = []
+        for equation in jaxpr.eqns:
+            # In this order, so that the abstract mesh that `context` takes is the first one of the program.
+            invars, outvars = atoms(equation.invars), atoms(equation.outvars)
+            params = {key: self.parameter(value) for key, value in equation.params.items()}
+            context = self.equation_context(equation)
+            equations.append(equation.replace(invars=invars, outvars=outvars, params=params, ctx=context))
+        moved = jaxpr.replace(
+            invars=atoms(jaxpr.invars),
+            constvars=atoms(jaxpr.constvars),
+            eqns=equations,
+            outvars=atoms(jaxpr.outvars),
+        )
+        self._jaxprs[id(jaxpr)] = jaxpr, moved  # keeps the old jaxpr, so that its id is not used again
+        return moved
+
+    def literal(self, literal: Any) -> Any:
+        """A literal whose type names the target's kind of device; its value has the type a second time."""
+        aval = self.type(literal.aval)
+        if aval is literal.aval:
+            return literal
+        value = literal.val
+        if hasattr(value, "aval"):  # a scalar or an array of jax's own; a new one has no mesh in its type
+            value = value.copy() if hasattr(value, "copy") else type(value)(value, value.dtype)
+        return type(literal)(value, aval)
+
+    def type(self, aval: Any) -> Any:
+        """A type that names the target's kind of device; the same object if nothing changes."""
+        sharding = getattr(aval, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if sharding is None or mesh is None:
+            return aval
+        moved = self.abstract(mesh)
+        return aval if moved is mesh else aval.update(sharding=sharding.update(mesh=moved))
+
+    def equation_context(self, equation: Any) -> Any:
+        """The context that an equation was traced under, with the target's kind of device in its mesh."""
+        import jax
+
+        context, kernel = equation.ctx, equation.primitive.name == "pallas_call"
+        mesh = moved = context.cur_abstract_mesh
+        if not mesh.empty:
+            moved = self.abstract(mesh)
+        elif kernel and self.target.platform == "cuda":  # from jax 0.11 on Pallas asks which GPU a kernel is for
+            moved = jax.sharding.AbstractMesh((), (), abstract_device=self.kind)
+        if moved is mesh:
+            return context
+        key = context, kernel
+        if key not in self._contexts:
+            # jax creates contexts only from its current settings, so this copies one with another mesh.
+            self._contexts[key] = other = object.__new__(type(context))
+            for name in type(context).__slots__:
+                if name != "__weakref__" and hasattr(context, name):
+                    object.__setattr__(other, name, getattr(context, name))
+            object.__setattr__(other, "cur_abstract_mesh", moved)
+        return self._contexts[key]
+
+    def parameter(self, value: Any) -> Any:
+        """A parameter of an equation, with every mesh, sharding and jaxpr in it moved."""
+        import jax
+        from jax.extend import core
+
+        if isinstance(value, jax.sharding.Mesh):
+            return self.mesh(value)
+        if isinstance(value, jax.sharding.AbstractMesh):
+            return self.abstract(value)
+        if isinstance(value, jax.sharding.Sharding):
+            return self.sharding(value)
+        if isinstance(value, core.ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, core.Jaxpr):
+            return self.jaxpr(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self.parameter, value))
+        return value

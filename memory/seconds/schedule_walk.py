@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bytescope.memory.records.report_record import STEP_PHASES
-from bytescope.memory.seconds import collective_seconds, constants, kernel_seconds
+from bytescope.memory.seconds import constants, operation_seconds
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -136,7 +136,7 @@ class _Prices:
         if isinstance(step, Start):
             stream = _STREAM.get(step.kind, _COLLECTIVES)
             term = "collectives" if stream == _COLLECTIVES else "host_link"
-            return _Sent(step.name, stream, collective_seconds.seconds(step, self.rates), (step.phase, term))
+            return _Sent(step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term))
         if isinstance(step, Loop):
             return _Turns(step.trips, self.of(step.steps))
         return step
@@ -144,7 +144,7 @@ class _Prices:
     def _kernel(self, kernel: ScheduledKernel) -> _Compute:
         once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
         if once not in self._kernels:
-            self._kernels[once] = kernel_seconds.seconds(once, self.rates)
+            self._kernels[once] = operation_seconds.kernel_seconds(once, self.rates)
         taken = self._kernels[once]
         launching = min(self.rates.floor_seconds, taken)
         return _Compute(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.seconds import chip_rates, spread, step_schedule
+from bytescope.memory.seconds import chip_rates, constants, step_schedule
 from bytescope.memory.seconds import rates as rates_of
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import TERMS, Walked, walk
@@ -31,7 +31,7 @@ class StepPrediction:
     """The seconds of an update: of all its calls of the step.
 
     Fields:
-        seconds: predicted. low, high: between which four of five measured runs lay (`spread`).
+        seconds: predicted. low, high: between which four of five measured runs lay (`constants.spread_of`).
         by_phase (`records.STEP_PHASES`), by_term (`walk.TERMS`): each adds up to `seconds`.
         bound_by: the term that takes the most. rates: where the rates are from.
         tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None for what
@@ -96,7 +96,7 @@ def of(
         return None
     if not 0 < update < math.inf:
         raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
-    low, high = spread.of(known).around(update)
+    low, high = constants.spread_of(known).around(update)
     return StepPrediction(
         update,
         low,

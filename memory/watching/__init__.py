@@ -2,6 +2,6 @@
 
 In: any step, plain or jitted, with its arguments. Out: `executable.compile` returns the executable and the report of
 that executable; `watched.watch` returns a step that is called as before. Start at `watched.py`, which decides what a
-call runs. `reporting` writes its messages and compares predicted with measured bytes; `failure` lists what a device
-holds when a step runs out of memory, and writes `findings.post_mortem` as text, page and JSON.
+call runs. `reporting` writes its messages: predicted and measured bytes, and, for a step that ran out of memory, the
+arrays that the device holds and the post-mortem (`findings.post_mortem`) as text, page and JSON.
 """

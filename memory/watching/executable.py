@@ -154,9 +154,8 @@ def compiled(
             elsewhere = found.name if found else "other devices"
             return compilation, found, Executable(compilation.executable, _refusing(elsewhere))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
-    compilation, found = compiled_for(stage, target=target)
-    if compilation.jaxpr is None:
-        compilation = dataclasses.replace(compilation, jaxpr=jaxpr)
+    read, found = compiled_for(stage, target=target)
+    compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
     executable = compilation.executable
     if not compilation.local:
         return compilation, found, Executable(executable, _refusing(found.name if found else "other devices"))
@@ -168,10 +167,9 @@ def compiled(
 
 def statics_of(jitted: Any) -> Statics:
     """Returns the static arguments of a step that `jax.jit` made; jax keeps both their numbers and their names."""
-    told = getattr(jitted, "_jit_info", None)
-    return Statics(
-        tuple(getattr(told, "static_argnums", None) or ()), tuple(getattr(told, "static_argnames", None) or ())
-    )
+    options = getattr(jitted, "_jit_info", None)
+    numbers, names = getattr(options, "static_argnums", None), getattr(options, "static_argnames", None)
+    return Statics(tuple(numbers or ()), tuple(names or ()))
 
 
 def is_wrapper(jitted: Any) -> bool:
@@ -210,6 +208,6 @@ def _refusing(target: str) -> Callable[..., Any]:
 
 
 def _named(values: StaticValues) -> str:
-    return ", ".join(
-        f"{name if isinstance(name, str) else f'args[{name}]'}={value!r:.40}" for part in values for name, value in part
-    )
+    numbers, names = values
+    named = [f"args[{number}]={value!r:.40}" for number, value in numbers]
+    return ", ".join(named + [f"{name}={value!r:.40}" for name, value in names])

@@ -28,9 +28,8 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human, parse_bytes
-from bytescope.memory.watching import failure
 from bytescope.memory.watching.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
-from bytescope.memory.watching.reporting import StepReporter
+from bytescope.memory.watching.reporting import EXHAUSTED, StepReporter, is_exhausted
 
 # Exceptions that an executable raises before it runs, if it was not compiled for the arguments.
 _MISMATCH = (TypeError, ValueError)
@@ -190,7 +189,7 @@ class Watched:
             compilation, target, executable = compiled(self._step, args, kwargs)
             device = compilation.executable.runtime_executable().local_devices()[0]
         except Exception as error:  # an error of the step itself is raised again when it is called
-            if failure.is_exhausted(error):
+            if is_exhausted(error):
                 raise
             self._reporter.unwatched(error)
             return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
@@ -216,7 +215,7 @@ class Watched:
         import jax
 
         error = jax.errors.JaxRuntimeError(
-            f"{failure.EXHAUSTED}: {self._reporter.name} is predicted to take {human(report.predicted_bytes)} per "
+            f"{EXHAUSTED}: {self._reporter.name} is predicted to take {human(report.predicted_bytes)} per "
             f"device, more than limit={human(limit)}"
         )
         limited = dataclasses.replace(report, limit_bytes=limit, fits=False, verdict="exceeds")
@@ -225,7 +224,7 @@ class Watched:
 
     def _explain(self, error: BaseException, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> None:
         """Reports the post-mortem of an out-of-memory error, once per error; ignores other errors."""
-        if not failure.is_exhausted(error) or getattr(error, "_bytescope_told", False):
+        if not is_exhausted(error) or getattr(error, "_bytescope_told", False):
             return
         import jax
 

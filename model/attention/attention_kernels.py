@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.model.attention.chunked import chunked_attention
-from bytescope.model.attention.scoring import Scoring
+from bytescope.model.attention.chunked import Scoring, chunked_attention
 from bytescope.model.layers import dropout
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
@@ -136,7 +135,8 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
             f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
             "or use chunked"
         )
-    if (width := config.score_width) % 8 or width > 128:
+    width = config.score_width
+    if width % 8 or width > 128:
         shown = f"model.d_head={config.d_head}"
         if width > config.d_head:
             shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"

@@ -16,6 +16,7 @@ Of packed rows a query counts the scores of its own segment alone. The pairs sta
 see each other depends on the data, the trip count does not.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bytescope.model.attention.scoring import Scoring
+from bytescope.model.layers import soft_cap
 from bytescope.model.names import tag
 
 Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
@@ -33,6 +34,34 @@ Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Mask = Callable[[jax.Array, jax.Array], jax.Array]
 # Of packed rows, the segment ids of the blocks of queries and of keys, int32 [n, B, c] each.
 Ids = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How kernels that compute scores themselves make one of a product of query and key.
+
+    scale: the factor, 0 for 1/sqrt(K). cap: scores are bent to lie within -cap and cap (Gemma 2, arXiv 2408.00118); 0
+    for no such bound.
+    """
+
+    scale: float = 0.0
+    cap: float = 0.0
+
+    def _factor(self, width: int) -> float:
+        return self.scale or width**-0.5
+
+    def __call__(self, products: jax.Array, width: int) -> jax.Array:
+        """The scores of products [...] over heads of `width`, in their dtype."""
+        return soft_cap(products * self._factor(width), self.cap)
+
+    def slope(self, scores: jax.Array, width: int) -> jax.Array | float:
+        """The derivative of `scores` by their products; 0 for masked ones where there is a cap."""
+        if not self.cap:
+            return self._factor(width)
+        # Masked scores are far below: their square would overflow.
+        return self._factor(width) * (1.0 - jnp.square(jnp.maximum(scores / self.cap, -1.0)))
+
+
 PLAIN = Scoring()
 
 

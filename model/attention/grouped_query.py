@@ -122,7 +122,8 @@ class Attention(nnx.Module):
         config, segments_BL = self.config, None if packed is None else packed.ids_BL
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do so inside.
-            if ring := self.place.ring:
+            ring = self.place.ring
+            if ring:
                 context_BLHK = ring_attention(
                     q_BLHK,
                     k_BLGK,

@@ -40,7 +40,8 @@ class LatentAttention(Attention):
         def matrix(shape: tuple[int, ...], axes: tuple[str, ...], std: float = config.init_std) -> nnx.Param:
             return param(rngs.params(), shape, axes, precision.param, std=std, contracted=True)
 
-        if rank := config.mla_q_rank:
+        rank = config.mla_q_rank
+        if rank:
             self.w_q_down, self.w_q_up = matrix((D, rank), down), matrix((rank, H, K), up)
             self.norm_q_latent = Norm(config, precision, place, "mla_q_rank", STREAM, "latent_state")
         else:

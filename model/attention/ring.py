@@ -31,6 +31,7 @@ from bytescope.model.attention.chunked import (
     PLAIN,
     Ids,
     Mask,
+    Scoring,
     add_gradients,
     add_pairs,
     blocks,
@@ -41,7 +42,6 @@ from bytescope.model.attention.chunked import (
     start,
     triangle,
 )
-from bytescope.model.attention.scoring import Scoring
 from bytescope.model.names import tag
 from bytescope.model.placement import Ring, row_major
 from bytescope.model.zigzag import chunk_length
@@ -249,7 +249,8 @@ def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
     """Raises ValueError for a dimension that is not divisible by the sizes of its mesh axes."""
     chunk_length(length, ring.size, f"mesh.{ring.axis}")
     for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
-        if size % (parts := math.prod(ring.mesh.shape[axis] for axis in axes)):
+        parts = math.prod(ring.mesh.shape[axis] for axis in axes)
+        if size % parts:
             over = " x ".join(f"mesh.{axis}={ring.mesh.shape[axis]}" for axis in axes)
             raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
 

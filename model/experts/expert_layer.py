@@ -88,7 +88,7 @@ class Experts(nnx.Module):
         logits_BLE, choice = self.route(x_BLD)
         if real_BL is not None:
             expert_BLK = jnp.where(real_BL[..., None], choice.expert_BLK, self.config.experts)
-            choice = dataclasses.replace(choice, expert_BLK=expert_BLK)
+            choice = Choice(expert_BLK, choice.weight_BLK, choice.share_BLE)
         if self.config.moe_kernel == "dense":
             y_BLD, dropped = self._dense(x_BLD, choice), jnp.zeros((), jnp.float32)
         else:
@@ -99,14 +99,16 @@ class Experts(nnx.Module):
     def _routed(self, x_BLD: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
         config, place, act = self.config, self.place, ACTIVATIONS[self.activation]
         kernel = config.moe_kernel
-        factor = config.capacity_factor or CAPACITY * (kernel == "capacity")
+        factor = config.capacity_factor
+        if kernel == "capacity" and not factor:
+            factor = CAPACITY
         how = How(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
         with jax.named_scope("dispatch"):
             plan = expert_products.make_plan(how, place, choice.expert_BLK)
             x_X1D, weight_X1 = expert_products.dispatch(how, place, x_BLD, choice.weight_BLK, plan)
             x_X1D = tag(x_X1D, "dispatched")
         with jax.named_scope("experts"):
-            matrices = (self.w_up, *((self.w_gate,) if self.gated else ()))
+            matrices = (self.w_up, self.w_gate) if self.gated else (self.w_up,)
             up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, again=self.again)
             up_XF = tag(up_XF, "expert_up")
             act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)

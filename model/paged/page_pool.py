@@ -46,7 +46,7 @@ class View:
     meta_fields=["compute"],
 )
 @dataclasses.dataclass(frozen=True)
-class Pool:
+class PagePool:
     """The pages of one layer.
 
     Fields:
@@ -64,7 +64,7 @@ class Pool:
     @classmethod
     def zeros(
         cls, pages: int, groups: int, key_width: int, value_width: int, stored: DTypeLike, compute: DTypeLike
-    ) -> "Pool":
+    ) -> "PagePool":
         """A pool without contents. value_width: 0 for latents."""
         narrow = jnp.dtype(stored).itemsize == 1
 
@@ -77,14 +77,14 @@ class Pool:
         values = array(value_width) if value_width else None
         return cls(array(key_width), values, scales(key_width), scales(value_width), compute)
 
-    def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "Pool":
+    def write(self, k_BTGK: jax.Array, v_BTGV: jax.Array | None, view: View) -> "PagePool":
         """The pool with the keys and values of the tokens of a step."""
         at = view.places
         keys, key_scales = _put(self.keys, self.key_scales, k_BTGK, at)
         if v_BTGV is None or self.values is None:
             return dataclasses.replace(self, keys=keys, key_scales=key_scales)
         values, value_scales = _put(self.values, self.value_scales, v_BTGV, at)
-        return Pool(keys, values, key_scales, value_scales, self.compute)
+        return PagePool(keys, values, key_scales, value_scales, self.compute)
 
     def read(self, pages_BP: jax.Array, value_width: int) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, G, K] and values [B, S, G, V] of pages, in the compute dtype."""
@@ -97,7 +97,7 @@ class Pool:
 def _put(
     pool: jax.Array, scales: jax.Array | None, new_BTGK: jax.Array, at: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Pool and scales with what is new at (page, offset); narrow numbers have a scale for each head of a token."""
+    """The pool and scales with what is new at (page, offset); narrow numbers have a scale for each head of a token."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
     integers = jnp.issubdtype(pool.dtype, jnp.integer)

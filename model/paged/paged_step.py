@@ -10,25 +10,25 @@ from jax.typing import DTypeLike
 from bytescope.model.attention.attention_kernels import scoring_of
 from bytescope.model.block import Block
 from bytescope.model.model_config import ModelConfig
-from bytescope.model.paged.page_pool import Pool, View
+from bytescope.model.paged.page_pool import PagePool, View
 from bytescope.model.paged.paged_kernels import KERNELS
 from bytescope.model.runs import layers_of, stack_of
 from bytescope.model.segments import Packed
 from bytescope.model.transformer import Transformer
 
 
-def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[Pool]:
+def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTypeLike) -> list[PagePool]:
     """An empty pool for each layer; of latent attention the latent and the rotated part of the key, of one head."""
     if config.attention_kind == "mla":
         shape = 1, config.mla_kv_rank + config.mla_d_rope, 0
     else:
         shape = config.n_kv_heads, config.d_head, config.d_head
-    return [Pool.zeros(pages, *shape, stored, compute) for _ in range(config.n_layers)]
+    return [PagePool.zeros(pages, *shape, stored, compute) for _ in range(config.n_layers)]
 
 
 def step(
-    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool], kernel: str
-) -> tuple[jax.Array, list[Pool]]:
+    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
+) -> tuple[jax.Array, list[PagePool]]:
     """(normed output of the last block [B, T, D], the pools with the keys and values of these tokens).
 
     Layers are unrolled: a loop over stacked ones would copy the pages of a layer out of the stack and back.
@@ -61,7 +61,8 @@ def _blocks(model: Transformer) -> Iterator[Block]:
         for layer, block in enumerate(model.blocks):
             yield block.set(layer, again=False)
         return
-    stacks = {name: nnx.split(getattr(model, name)) for name in {stack_of(config, n) for n in range(config.n_layers)}}
+    names = {stack_of(config, layer) for layer in range(config.n_layers)}
+    stacks = {name: nnx.split(getattr(model, name)) for name in names}
     for layer in range(config.n_layers):
         name = stack_of(config, layer)
         graph, state = stacks[name]

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Axes, Placement
-from bytescope.model.quantized import absmax, groups, int8, nf4
+from bytescope.model.quantized import groups, nf4
 
 CHUNK = 2**18  # numbers that one thread of the host quantizes at once: they stay in its caches
 
@@ -41,7 +41,7 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ArraySpec:
     """An array that is stored: contracted dimensions are one, and have the logical axis of the first of them."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Format:
 
     summary: str
     block: int
-    parts: Callable[[Matrix], dict[str, Part]]
+    parts: Callable[[Matrix], dict[str, ArraySpec]]
     on_device: Callable[[jax.Array], dict[str, jax.Array]]
     decode: Callable[[Mapping[str, jax.Array]], jax.Array]
 
@@ -77,48 +77,74 @@ class Base(Format):
     finish: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
 
-def _nf4_parts(matrix: Matrix) -> dict[str, Part]:
+def _nf4_parts(matrix: Matrix) -> dict[str, ArraySpec]:
     (inputs, outputs), axes = matrix.sizes, (matrix.axes[0], *matrix.axes[matrix.inputs :])
     scales = inputs // nf4.BLOCK
     return {
-        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
-        "scales": Part((scales, *matrix.outputs), jnp.uint8, axes),
-        "scale_blocks": Part((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
-        "scale_mean": Part((), jnp.float32, ()),
+        "codes": ArraySpec((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "scales": ArraySpec((scales, *matrix.outputs), jnp.uint8, axes),
+        "scale_blocks": ArraySpec((nf4.scale_blocks(scales * outputs),), jnp.float32, (None,)),
+        "scale_mean": ArraySpec((), jnp.float32, ()),
     }
 
 
 def _nf4_finish(codes_OP: np.ndarray, scale_OB: np.ndarray) -> dict[str, np.ndarray]:
-    scales, largest, mean = absmax.encode(scale_OB)
+    scales, largest, mean = nf4.encode_scales(scale_OB)
     return {"codes": codes_OP.T, "scales": scales.T, "scale_blocks": largest, "scale_mean": mean}
 
 
 def _nf4_on_device(w_IO: jax.Array) -> dict[str, jax.Array]:
     codes, scale = nf4.encode_on_device(w_IO)
-    return {"codes": codes, **dict(zip(("scales", "scale_blocks", "scale_mean"), absmax.encode_on_device(scale)))}
+    return {"codes": codes, **dict(zip(("scales", "scale_blocks", "scale_mean"), nf4.encode_scales_on_device(scale)))}
 
 
 def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
-    scale = absmax.decode(parts["scales"], parts["scale_blocks"], parts["scale_mean"])
+    scale = nf4.decode_scales(parts["scales"], parts["scale_blocks"], parts["scale_mean"])
     # Decoded once: fused with the rest, each scale would be decoded for all of its 64 weights.
     return nf4.decode(parts["codes"], jax.lax.optimization_barrier(scale))
 
 
-def _int8_parts(matrix: Matrix) -> dict[str, Part]:
+# 8-bit weights with one scale per output, round(127 w / largest) (Dettmers et al. 2022, arXiv 2208.07339, section 2):
+# the paper's vector-wise quantization of weights only. Activations stay in 16 bits, and there are no outlier columns,
+# which the paper needs where activations are quantized too.
+INT8_MAX, INT8_STEP = np.float32(127), np.float32(1 / 127)
+
+
+def encode_int8(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; 0 for zeros alone."""
+    x = w_OI.astype(np.float32, order="C")
+    largest = np.maximum(x.max(-1), -x.min(-1))
+    x *= (INT8_MAX / np.where(largest > 0, largest, 1))[:, None]
+    return np.rint(x, out=x).astype(np.int8), largest * INT8_STEP
+
+
+def encode_int8_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of weights [inputs, outputs] that are on a device: codes [inputs, outputs]."""
+    x = w_IO.astype(jnp.float32)
+    largest = jnp.abs(x).max(0)
+    return jnp.round(x * (INT8_MAX / jnp.where(largest > 0, largest, 1))[None]).astype(jnp.int8), largest * INT8_STEP
+
+
+def decode_int8(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """The float32 weights [inputs, ...] of codes of that shape and scales [...]."""
+    return codes.astype(jnp.float32) * scale[None]
+
+
+def _int8_parts(matrix: Matrix) -> dict[str, ArraySpec]:
     axes = (matrix.axes[0], *matrix.axes[matrix.inputs :])
     return {
-        "codes": Part((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
-        "scales": Part(matrix.outputs, jnp.float32, axes[1:]),
+        "codes": ArraySpec((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
+        "scales": ArraySpec(matrix.outputs, jnp.float32, axes[1:]),
     }
 
 
-def _groups_parts(size: int, matrix: Matrix) -> dict[str, Part]:
+def _groups_parts(size: int, matrix: Matrix) -> dict[str, ArraySpec]:
     inputs, axes = matrix.sizes[0], (matrix.axes[0], *matrix.axes[matrix.inputs :])
     of_group = (inputs // size, *matrix.outputs)
     return {
-        "codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
-        "zeros": Part(of_group, jnp.uint8, axes),
-        "scales": Part(of_group, jnp.float16, axes),
+        "codes": ArraySpec((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+        "zeros": ArraySpec(of_group, jnp.uint8, axes),
+        "scales": ArraySpec(of_group, jnp.float16, axes),
     }
 
 
@@ -143,9 +169,9 @@ BASES: Mapping[str, Base | None] = {
         "8 bits, one scale per output",
         0,
         _int8_parts,
-        lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
-        lambda parts: int8.decode(parts["codes"], parts["scales"]),
-        int8.encode,
+        lambda w_IO: dict(zip(("codes", "scales"), encode_int8_on_device(w_IO))),
+        lambda parts: decode_int8(parts["codes"], parts["scales"]),
+        encode_int8,
         lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
     ),
 }
@@ -184,7 +210,7 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
         )
 
 
-def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
+def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
     """The arrays that a weight is stored as."""
     return format_of(base).parts(matrix)
 

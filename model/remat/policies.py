@@ -74,7 +74,7 @@ MATMULS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class RematPolicy:
+class CheckpointPolicy:
     """One row of the table.
 
     saveable: a `jax.checkpoint` policy, None for no checkpoint at all. names: the checkpoint names that it keeps.
@@ -97,7 +97,7 @@ class RematPolicy:
         return jax.checkpoint(piece, policy=self.saveable, prevent_cse=not scanned)  # type: ignore[arg-type]  # offload policies return more than bools
 
 
-def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> RematPolicy:
+def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> CheckpointPolicy:
     """The policy that keeps the names `save`, those of `offload` in pinned host memory, and recomputes the rest."""
     if offload:
         saveable = cp.save_and_offload_only_these_names(
@@ -108,27 +108,29 @@ def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) ->
         )
     else:
         saveable = cp.save_only_these_names(*save) if save else cp.nothing_saveable
-    return RematPolicy(summary, saveable, (*save, *offload), offloads=bool(offload), moved=tuple(offload))
+    return CheckpointPolicy(summary, saveable, (*save, *offload), offloads=bool(offload), moved=tuple(offload))
 
 
-POLICIES: Mapping[str, RematPolicy | None] = {
-    "none": RematPolicy("every residual kept, nothing recomputed", None),
+POLICIES: Mapping[str, CheckpointPolicy | None] = {
+    "none": CheckpointPolicy("every residual kept, nothing recomputed", None),
     "full": keep("only the input of each block kept, the block recomputed"),
     "selective": keep("everything outside the attention core kept, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
     "megatron": keep(
         "what Megatron keeps, 34 sbh + 5 as^2b: only element-wise work recomputed", (*MEGATRON, *QUANTIZED)
     ),
     "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
-    "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
-    "dots_no_batch": RematPolicy(
+    "dots": CheckpointPolicy("outputs of all matrix products kept", cp.dots_saveable),
+    "dots_no_batch": CheckpointPolicy(
         "outputs of matrix products with weights kept, the attention core recomputed",
         cp.dots_with_no_batch_dims_saveable,
     ),
-    "sqrt": dataclasses.replace(
-        keep("inputs of groups of about sqrt(N) blocks kept, each group and block recomputed"), nested=True
+    "sqrt": CheckpointPolicy(
+        "inputs of groups of about sqrt(N) blocks kept, each group and block recomputed",
+        cp.nothing_saveable,
+        nested=True,
     ),
     "offload": keep("inputs of blocks in pinned host memory, the block recomputed", offload=("block_in",)),
-    "offload_dots": RematPolicy(
+    "offload_dots": CheckpointPolicy(
         "outputs of matrix products with weights in pinned host memory, the rest recomputed",
         cp.offload_dot_with_no_batch_dims("device", "pinned_host"),
         offloads=True,
@@ -149,7 +151,7 @@ def _core_products(primitive: object, *inputs: object, **params: object) -> bool
     )
 
 
-def _saving(name: str, saveable: Callable[..., object] | None) -> RematPolicy:
+def _saving(name: str, saveable: Callable[..., object] | None) -> CheckpointPolicy:
     """Returns the row of POLICIES with another `jax.checkpoint` policy."""
     row = POLICIES[name]
     if row is None:
@@ -158,7 +160,7 @@ def _saving(name: str, saveable: Callable[..., object] | None) -> RematPolicy:
 
 
 # Rows of POLICIES where products are in fp8.
-IN_FP8: Mapping[str, RematPolicy] = {
+IN_FP8: Mapping[str, CheckpointPolicy] = {
     name: _saving(name, saveable)
     for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _core_products)),
@@ -170,7 +172,7 @@ IN_FP8: Mapping[str, RematPolicy] = {
 # Likewise in models with experts, whose products are kernels, or have an axis of experts: they go by these names.
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 _EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
-WITH_EXPERTS: Mapping[str, RematPolicy] = {
+WITH_EXPERTS: Mapping[str, CheckpointPolicy] = {
     name: _saving(name, saveable)
     for name, saveable in (
         ("dots", cp.save_from_both_policies(cp.dots_saveable, _EXPERT_PRODUCTS)),
@@ -194,7 +196,7 @@ class Segment:
 
     start: int
     stop: int
-    policy: RematPolicy
+    policy: CheckpointPolicy
     name: str
 
     @property
@@ -206,7 +208,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class RematPlan:
+class LayerPolicies:
     """`config.remat` resolved: a policy for every layer.
 
     Args:
@@ -233,7 +235,8 @@ class RematPlan:
             for name in names:
                 if name not in NAMES:
                     raise ValueError(f"remat.{key} names {name!r}: choose from {', '.join(NAMES)}")
-        if both := set(self.save) & set(self.offload):
+        both = set(self.save) & set(self.offload)
+        if both:
             raise ValueError(f"remat.save and remat.offload both name {min(both)!r}: choose one")
         used = [self.policy, *(self._range(text)[2] for text in self.layers)]
         if bool(self.save or self.offload) != ("custom" in used):
@@ -249,8 +252,12 @@ class RematPlan:
     @property
     def asked(self) -> set[str]:
         """Checkpoint names that the user gave; those of rows of POLICIES are left out."""
-        ranges = [name for name in (self._range(text)[2] for text in self.layers) if name not in POLICIES]
-        return {*self.save, *self.offload, *(kept for name in ranges for kept in self.row(name).names)}
+        asked = {*self.save, *self.offload}
+        for text in self.layers:
+            name = self._range(text)[2]
+            if name not in POLICIES:
+                asked.update(self.row(name).names)
+        return asked
 
     def _check(self, name: str) -> None:
         """Raises ValueError for what is neither a policy nor checkpoint names."""
@@ -271,7 +278,7 @@ class RematPlan:
             raise ValueError(f"remat.layers={text!r}: write FIRST-END:POLICY, such as 0-8:none for the first 8")
         return int(match[1]), int(match[2]), match[3]
 
-    def row(self, name: str) -> RematPolicy:
+    def row(self, name: str) -> CheckpointPolicy:
         """The policy of this name: a row of POLICIES, `custom` with the plan's own names, or names joined by `+`."""
         known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:

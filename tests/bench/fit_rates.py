@@ -8,7 +8,7 @@ so that one odd row does not pull; every source weighs as the root of its progra
 weigh one together, and a constant that is 0.3 away from 1 costs as much as a row that is 8 % away. Rows are those of
 the set `jax` of quality A and of the newest vintage of their source. Printed: the constants, predicted/measured of
 every row with and without them, the share within 0.85 to 1.15 and the median, quantiles by generation of chip
-(memory/seconds/spread.py), and the scores of each source with constants that were fitted without it.
+(memory/seconds/constants.py), and the scores of each source with constants that were fitted without it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def summary(rows: Sequence[Measured], values: Constants) -> str:
 
 
 def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
-    """Quantiles of (program, ratio), as memory/seconds/spread.py has them."""
+    """Quantiles of (program, ratio), as memory/seconds/constants.py has them."""
     found = ", ".join(f"{at:.0%} {cohorts.quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9)) if pairs else "none"
     return f"{found} ({len(pairs)} rows, {len(dict(pairs))} programs)"
 
@@ -132,7 +132,8 @@ def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
 def measured(
     rows: Sequence[MeasuredRow], answers: Mapping[str, Mapping[str, Any]], programs: Mapping[str, str]
 ) -> list[Measured]:
-    """The rows that have a time and a compiled program on a chip whose rates are known; `programs` names each one's."""
+    """The rows that have a time and a compiled program on a chip whose rates are known; `programs` names each
+    one's."""
     found = []
     for row in rows:
         answer = answers.get(row.id)

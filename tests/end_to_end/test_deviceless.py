@@ -44,12 +44,11 @@ def test_fsdp_reduce_scatters_gradients_and_gathers_no_whole_stack():
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize(("name", "target", "gib"), [("llama_8b", "h100:8", 24), ("llama_405b", "h100:64x8", 66)])
-def test_shipped_meshes_fit_where_they_should(name, target, gib):
-    config = load(name)
-    program = build(config, targets.parse(target).devices())
+def test_a_shipped_mesh_fits_where_it_should():
+    target = "h100:64x8"
+    program = build(load("llama_405b"), targets.parse(target).devices())
     report = memory.analyze(program.lower(), target=target)
-    assert report.fits and report.allocated_bytes < gib * 2**30
+    assert report.fits and report.allocated_bytes < 66 * 2**30
     assert sum(report.breakdown.values()) == report.allocated_bytes
     elements = sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(program.state.params)

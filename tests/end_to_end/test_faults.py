@@ -10,15 +10,17 @@ from end_to_end.lives import Fault, Ground, Life, same
 
 @pytest.mark.exhaustive
 def test_a_life_with_faults_ends_with_the_curve_of_one_without(tmp_path):
-    """The terminal closed, the cache and a checkpoint damaged, killed in a save: nothing is lost. Of all parameters,
-    test_survival.py has kills; here are adapters, whose base no checkpoint holds, and packed chats."""
-    life = Life(Ground(tmp_path / "ground", steps=100, adapters=True), tmp_path / "run", random.Random(4))
-    for kind in ("SIGHUP", "damaged compile cache", "killed in a save", "damaged checkpoint"):
+    """The cache and a checkpoint damaged, killed in a save: nothing is lost. Of all parameters, test_survival.py has
+    kills and SIGTERM; here are adapters, whose base no checkpoint holds, and packed chats."""
+    ground = Ground(tmp_path / "ground", steps=60, adapters=True)
+    ground.undisturbed(1)  # fills the cache that is damaged first
+    life = Life(ground, tmp_path / "run", random.Random(4))
+    for kind in ("damaged compile cache", "killed in a save", "damaged checkpoint"):
         if not life.over:  # a machine with more to do may see its end first
             life.suffer(kind, KINDS[kind])
     life.finish()
     assert not life.wrong and life.identical(), life.wrong
-    assert len(life.faults) > 2 and all(fault.recovered for fault in life.faults)
+    assert len(life.faults) > 1 and all(fault.recovered for fault in life.faults)
 
 
 @pytest.mark.quick

@@ -27,7 +27,7 @@ def check_viewer(compilation, folder):
 STEPS = [
     ("cpu", "named"),
     ("h200", "named"),
-    *exhaustive(("cpu", "none"), ("cpu", "full"), *(("h200:8", policy) for policy in programs.POLICIES)),
+    *exhaustive(("cpu", "full"), ("h200:8", "none")),
 ]
 
 
@@ -50,16 +50,10 @@ def test_other_programs(name, tmp_path):
         ("tiny", "cpu:1", {}),
         *exhaustive(
             ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
-            ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
-            ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
             ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
-            ("llama_1b", "b200", {"model.attention": "chunked"}),
-            ("llama_8b", "h200:8", {"remat.policy": "none"}),
-            ("llama_8b", "h200:8", {"loss.kind": "full"}),
-            ("llama_70b", "h100:8x8", {}),
-            ("llama_405b", "h100:64x8", {}),
-            ("gpt3_175b", "a100-80g:16x8", {}),
-            ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
+            ("llama_1b", "b200", {"model.attention": "chunked", "remat.policy": "none"}),
+            ("llama_405b", "h100:64x8", {"loss.kind": "full"}),
+            ("gpt3_175b", "a100-80g:16x8", {"remat.policy": "dots_no_batch", "precision.preset": "fp32"}),
         ),
     ],
     ids=str,

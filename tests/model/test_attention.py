@@ -43,9 +43,13 @@ def reference(q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "chunk"), [("naive", 512), ("chunked", 7), *exhaustive(("chunked", 8), ("chunked", 512))]
+    ("kernel", "chunk", "heads", "groups"),
+    [
+        ("naive", 512, 4, 2),
+        ("chunked", 7, 4, 2),
+        *exhaustive(("naive", 512, 4, 1), ("chunked", 8, 4, 4), ("chunked", 512, 4, 1)),
+    ],
 )
-@pytest.mark.parametrize(("heads", "groups"), [(4, 2), *exhaustive((4, 4), (4, 1))])
 def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
     q, k, v, weight = inputs(21, heads, groups)
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from bytescope.memory.analysis import report_of
-from bytescope.model.fp8.fp8_products import choose_matmul
+from bytescope.model.fp8 import choose_matmul
 from bytescope.model.names import NAMES
 from bytescope.model.precision import PRECISIONS
 from bytescope.train.program.program import build
@@ -26,7 +26,7 @@ GPU = {
     "data.seq_len": 1024,
     "batch.micro": 2,
 }
-# jax announces from 0.11 on that Pallas will drop the backend of model/fp8/fp8_kernel.py; it works still.
+# jax announces from 0.11 on that Pallas will drop the backend of model/fp8.py; it works still.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
     pytest.mark.usefixtures("assembler"),

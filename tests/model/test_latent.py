@@ -150,7 +150,6 @@ def plain():
             "remat.save": "kv_latent,k_rope,q,lse",
         },
         *exhaustive(
-            {"model.attention": "chunked", "model.attention_chunk": 8},
             {"remat.policy": "full"},
             {"remat.policy": "minimal"},
         ),

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from bytescope.model.placement import HERE
-from bytescope.model.quantized import absmax, int8, nf4, quantized_formats
+from bytescope.model.quantized import nf4, quantized_formats
 from bytescope.model.quantized.quantized_formats import BASES, Matrix, parts_of
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
@@ -46,8 +46,8 @@ def test_bytes_of_bitsandbytes():
 @pytest.mark.quick
 def test_double_quantization_of_bitsandbytes():
     # Its dynamic map.
-    assert digest(absmax.LEVELS) == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
-    codes, largest, mean = absmax.encode(nf4.encode(weights(96, 448))[1])
+    assert digest(nf4.SCALE_LEVELS) == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
+    codes, largest, mean = nf4.encode_scales(nf4.encode(weights(96, 448))[1])
     assert digest(codes) == "1740a016d962701539d099eb46cdf1966d0095c1441e338a978b93d67f04a207"
     assert largest.tolist() == [0.023911941796541214, 0.04107779636979103, 0.02395561710000038]
     assert float(mean) == 0.05212126299738884
@@ -97,8 +97,8 @@ def test_zeros_and_single_numbers():
     back = nf4.LEVELS[np.stack([codes >> 4, codes & 15], -1)].reshape(2, 2, 64) * scale[..., None]
     np.testing.assert_array_equal(back.reshape(2, 128), row)
     assert all(np.isfinite(array).all() for array in arrays.values())
-    np.testing.assert_array_equal(int8.encode(row)[0].astype(np.float32)[1, 70], -127)
-    assert not int8.encode(row)[0][0].any() and int8.encode(row)[1][0] == 0
+    np.testing.assert_array_equal(quantized_formats.encode_int8(row)[0].astype(np.float32)[1, 70], -127)
+    assert not quantized_formats.encode_int8(row)[0][0].any() and quantized_formats.encode_int8(row)[1][0] == 0
 
 
 @pytest.mark.quick
@@ -127,8 +127,8 @@ def test_round_trip(base, error, matrix):
     assert found.shape == matrix.shape
     codes, scale = BASES[base].encode(w_OI)
     if base == "nf4":
-        eight, largest, mean = absmax.encode(scale)
-        scale = absmax.LEVELS[eight] * np.repeat(largest, 256)[: eight.size].reshape(eight.shape) + mean
+        eight, largest, mean = nf4.encode_scales(scale)
+        scale = nf4.SCALE_LEVELS[eight] * np.repeat(largest, 256)[: eight.size].reshape(eight.shape) + mean
         numbers = nf4.LEVELS[np.stack([codes >> 4, codes & 15], -1)].reshape(outputs, -1, 64)
         expected = (numbers * scale[..., None]).reshape(outputs, inputs)
     else:

@@ -79,11 +79,8 @@ def hops_of(function, *arguments) -> int:
         ({"context": 4}, 40, 3),  # 5 positions a chunk, in blocks of 3 and 2
         ({"tensor": 2, "context": 4}, 32, 2),
         *exhaustive(
-            ({"context": 1}, 32, 4),
-            ({"context": 4}, 32, 4),
+            ({"context": 1}, 40, 64),  # blocks never longer than a chunk
             ({"context": 8}, 32, 1),
-            ({"context": 2}, 40, 64),  # blocks never longer than a chunk
-            ({"data": 2, "context": 4}, 32, 2),
             ({"data": 2, "tensor": 2, "context": 2}, 32, 4),
         ),
     ],
@@ -151,7 +148,7 @@ def test_no_position_sees_a_later_one(devices):
         assert not reached[0, 1:].any()
 
 
-@pytest.mark.parametrize("context", [2, *exhaustive(1, 8)])
+@pytest.mark.parametrize("context", [2, *exhaustive(8)])
 def test_flops_are_those_of_the_lower_triangle(devices, context):
     """Each rank forms m (2m+1) + (C-1) 2m^2 pairs of blocks; together N (N+1) / 2 for N = 2mC, as on one device."""
     batch, length, chunk = 2, 64, 2
@@ -176,7 +173,7 @@ def test_flops_are_those_of_the_lower_triangle(devices, context):
     assert both.kernel_recomputed == product * pairs and both.recomputed == 0
 
 
-@pytest.mark.parametrize("context", [4, *exhaustive(2, 8)])
+@pytest.mark.parametrize("context", [4, *exhaustive(8)])
 def test_nothing_travels_without_need(devices, context):
     """Keys and values make C-1 hops a pass, their gradients C: back to where they belong."""
     ring, arguments = ring_of(devices, context=context), inputs(64)[:3]

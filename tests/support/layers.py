@@ -72,10 +72,6 @@ EXCEPTIONS = {
 }
 # Imports for type checkers that close a circle inside one room; each is to be removed.
 CLOSING = {
-    ("memory.formulas.adapter_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.formulas.expert_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.formulas.latent_formulas", "memory.formulas.transformer_formulas"),
-    ("memory.peak.logits", "memory.peak.buffer_rules"),
     ("memory.report.remat_account", "memory.report.remat_plan"),
 }
 # Folders that import their parent folder and are imported by it; each is to be separated.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bytescope.model.fp8.fp8_products import TILE
+from bytescope.model.fp8 import TILE
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.pipeline.layer_order import reordered
 from bytescope.train.program.config_files import as_text, flatten, load, override

@@ -118,7 +118,7 @@ def _kind(action: argparse.Action) -> str:
 
 def _lists() -> dict[str, str]:
     """Flags that take several names with commas between them."""
-    from bytescope.memory.formulas.adapter_formulas import TARGETS
+    from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
     from bytescope.train.plan.fit import fit_space
@@ -135,8 +135,8 @@ def _keys() -> dict[str, str]:
     """Config key -> kind of its value."""
     from bytescope.configs import base
     from bytescope.train.parallel.xla_options import TABLE
-    from bytescope.train.program.checks import CHOICES, OF_THE_MODEL
     from bytescope.train.program.config_files import flatten
+    from bytescope.train.program.valid_values import CHOICES, OF_THE_MODEL
 
     tables: dict[str, Any] = {
         **CHOICES,

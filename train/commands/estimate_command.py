@@ -16,8 +16,8 @@ from bytescope.memory.commands.arguments import (
 )
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
+from bytescope.memory.formulas.model_shape import TARGETS, Adapters
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import config_facts
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora-targets",
         metavar="T,T",
-        help=f"the matrices that have an adapter (default: all of {','.join(adapter_formulas.TARGETS)})",
+        help=f"the matrices that have an adapter (default: all of {','.join(TARGETS)})",
     )
     parser.add_argument(
         "--lora-base",

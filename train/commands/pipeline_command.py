@@ -11,9 +11,8 @@ from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.train.pipeline import schedule_figures
 from bytescope.train.pipeline.published_schedules import PUBLISHED
-from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedule import Schedule, divide_layers
 from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
-from bytescope.train.pipeline.stage_layers import divide_layers
 
 ALL = "all"
 # More units than this take seconds to draw, and no page shows them.

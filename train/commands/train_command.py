@@ -201,9 +201,10 @@ def _show_data(config: Any) -> int:
     from bytescope.train.data.first_row import show_data
     from bytescope.train.data.settings import DataConfig
     from bytescope.train.program.checks import check_without_devices
+    from bytescope.train.program.program_settings import read_settings
 
     try:
-        check_without_devices(config)
+        check_without_devices(read_settings(config))
     except ValueError as error:
         raise UserError(str(error)) from error
     show_data(DataConfig(**config.data), config.seed, make_console())

@@ -1,4 +1,4 @@
-"""From logical axes, which the model names, to shardings of one mesh, by the tables of train/parallel/axes.py."""
+"""Turns logical axes, which the model names, into shardings of one mesh, by the tables of train/parallel/axes.py."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ class Layout(Placement):
 
     @property
     def local(self) -> "Layout":
-        """The layout within a `jax.shard_map` over the data-parallel ranks."""
+        """The layout inside a `jax.shard_map` over the data-parallel ranks."""
         # All axes if no other has more than one device: then nothing is left for the compiler to shard.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
@@ -78,7 +78,7 @@ class Layout(Placement):
         return "allgather" if self.peers.emulated else "ragged_all_to_all"
 
     def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of the mesh axes that have more than one device."""
+        """Returns the mesh axes that have more than one device."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
@@ -128,7 +128,9 @@ class Layout(Placement):
           ValueError: two dimensions claim the same mesh axis.
         """
         dims = [self.mesh_axes(axis, state=state) for axis in axes]
-        used = [mesh_axis for dim in dims for mesh_axis in dim]
+        used: list[str] = []
+        for dim in dims:
+            used += dim
         if len(used) != len(set(used)):
             twice = next(axis for axis in used if used.count(axis) > 1)
             claims = [f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim]
@@ -166,7 +168,10 @@ class Layout(Placement):
         if self._size(axes) == 1:
             return function(self, *arrays, weights)
         # The compiler would reduce a gradient wherever something is added to it; here each rank sums its own.
-        taken = (*self.manual, *(axes if self.mesh.shape["tensor"] > 1 else [a for a in AXES if a not in self.manual]))
+        added = axes
+        if self.mesh.shape["tensor"] == 1:
+            added = tuple(axis for axis in AXES if axis not in self.manual)
+        taken = (*self.manual, *added)
         inner = dataclasses.replace(self, manual=taken)
         batch = tuple(axis for axis in BATCH if axis in axes)
         spec = PartitionSpec(batch, "context", None)
@@ -245,7 +250,12 @@ class Layout(Placement):
         # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel refuses any left.
         if not left or (self._size(AXES) == 1 and not self.manual):
             return function
-        over = [tuple({mesh_axis for dim in self.split(axes) for mesh_axis in dim}) for axes in sums]
+        over = []  # for each result the mesh axes that it is summed over
+        for axes in sums:
+            summed: set[str] = set()
+            for dim in self.split(axes):
+                summed.update(dim)
+            over.append(tuple(summed))
 
         def part(*arguments):
             results = function(*arguments)

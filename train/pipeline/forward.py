@@ -36,9 +36,9 @@ class PipelineForward:
         model = nnx.merge(self.graph, joined(params, frozen))
         packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
-        stacks, fixed = (
-            {unit.rows.stack: tree.get(unit.rows.stack, {}) for unit in self.units} for tree in (params, frozen or {})
-        )
+        names = [unit.rows.stack for unit in self.units]
+        stacks = {name: params.get(name, {}) for name in names}
+        fixed = {name: (frozen or {}).get(name, {}) for name in names}
         micro = Micro(None, packed, jnp.zeros((), jnp.int32), jnp.zeros(2))
         counts = [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.units]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,6 @@ from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
-from bytescope.train.pipeline.ticks import Ticks
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load
@@ -29,6 +29,44 @@ from bytescope.train.step.step_weights import Weights
 
 # What autodiff would call the two passes, for reports to tell them apart: here each is written out.
 FORWARD, BACKWARD = "jvp", "transpose(jvp)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """The table of a schedule as a loop reads it, a row a tick; int32, -1 for nothing.
+
+    forward, backward: [ticks, stages, 3] micro-batch, chunk, slot. enter: micro-batch whose embedding the first stage
+    reads. end: micro-batch whose loss is computed, and the slot of its output. leave: micro-batch whose gradient leaves
+    the first stage. keep: slot for the output of the last stage.
+    """
+
+    forward: jax.Array
+    backward: jax.Array
+    enter: jax.Array
+    end: jax.Array
+    leave: jax.Array
+    keep: jax.Array
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Ticks":
+        """Those of a schedule."""
+        stage, chunk = schedule.place_of(0)
+
+        def first(table: np.ndarray) -> np.ndarray:
+            return np.where(table[:, stage, 1] == chunk, table[:, stage, 0], -1)
+
+        arrays = (
+            schedule.forward,
+            schedule.backward,
+            first(schedule.forward),
+            schedule.ends,
+            first(schedule.backward),
+            schedule.output_write,
+        )
+        return cls(*(jnp.asarray(array, jnp.int32) for array in arrays))
+
+
+jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +155,10 @@ class _Run:
         shape, dtype = self._stream
         between = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
-        stash = [
-            [self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
-            for unit, kept in zip(whole.units, self._residuals())
-        ]
+        stash = []  # for each stack its residuals [stages, slots, rows of a chunk, ...]
+        for unit, kept in zip(whole.units, self._residuals()):
+            rows = stages, slots, unit.rows.rows
+            stash.append([self._spread(jnp.zeros((*rows, *leaf.shape), leaf.dtype)) for leaf in kept])
         sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
         sums = whole.weights.totals(sums)
         loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
@@ -381,15 +419,21 @@ class _Run:
         return y, d
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
-        """(tally, gradients), the routers' sums in the order of the layers."""
-        routing: Load | None = None
-        for unit, load in zip(self.whole.units, carry["loads"]):
-            if load is not None:
-                places = jnp.asarray(unit.rows.places)
-                routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
-        if carry["pool"] is not None and routing is not None:
-            busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
-            balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
-            routing = dataclasses.replace(routing, balance=jnp.full_like(routing.balance, balance))
+        """Returns (tally, gradients) of all micro-batches from the carry after the last tick."""
+        routing = self._routing(carry)
         sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # a stack may be frozen
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)
+
+    def _routing(self, carry: dict[str, Any]) -> Load | None:
+        """Returns the sums of the routers in the order of the layers; None without experts."""
+        for unit, load in zip(self.whole.units, carry["loads"]):
+            if load is None:
+                continue
+            places = jnp.asarray(unit.rows.places)
+            by_layer: Load = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
+            if carry["pool"] is None:
+                return by_layer
+            busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
+            balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
+            return dataclasses.replace(by_layer, balance=jnp.full_like(by_layer.balance, balance))
+        return None

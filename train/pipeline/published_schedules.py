@@ -9,7 +9,7 @@ from fractions import Fraction
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class PassTimes:
     """Seconds, or any unit, of one stage and micro-batch."""
 
     forward: Fraction = Fraction(1)
@@ -22,7 +22,7 @@ class Work:
         return self.forward + self.inputs + self.weights
 
 
-EQUAL = Work()
+EQUAL = PassTimes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Published:
     """
 
     source: str
-    bubble: Callable[[int, Work], Fraction]
+    bubble: Callable[[int, PassTimes], Fraction]
     held: Callable[[int, int], Fraction]
     parameters: int = 1
     ours: str = ""
@@ -47,7 +47,7 @@ class Published:
         """`held` in units of what all layers keep of one micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
-    def share(self, stages: int, micro_batches: int, work: Work = EQUAL) -> Fraction:
+    def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:
         """The bubble as a share of the step."""
         idle = self.bubble(stages, work)
         return idle / (micro_batches * work.all + idle)

@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from bytescope.train.pipeline.schedule import IDLE, Schedule
-from bytescope.train.pipeline.stage_layers import divide_layers
+from bytescope.train.pipeline.schedule import IDLE, Schedule, divide_layers
 
 
 @dataclasses.dataclass(frozen=True)

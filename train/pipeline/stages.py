@@ -1,4 +1,4 @@
-"""Which layers lie on which stage, and in which rows of the stacked parameters."""
+"""The layers of each stage, and the rows of the stacked parameters that hold them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,8 +7,7 @@ import numpy as np
 
 from bytescope.model import ModelConfig
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.stage_layers import divide_layers
+from bytescope.train.pipeline.schedule import Schedule, divide_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,20 +54,29 @@ class Stages:
 
     @classmethod
     def of(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
-        """Each virtual stage a range of layers, as even as can be."""
+        """Divides the layers evenly: each virtual stage has a range of layers."""
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])
         stacks = []
         for name in (DENSE, BLOCKS):
-            if layers := layers_of(model, name):
+            layers = layers_of(model, name)
+            if layers:
                 stacks.append(_rows(name, layers, starts, schedule.placement))
         return cls(tuple(stacks))
 
 
 def _rows(stack: str, layers: Sequence[int], starts: np.ndarray, placement: Sequence[Sequence[int]]) -> StackRows:
-    held = [[[layer for layer in layers if starts[k] <= layer < starts[k + 1]] for k in chunks] for chunks in placement]
-    rows = max(len(chunk) for chunks in held for chunk in chunks)
-    order = [layer for chunks in held for chunk in chunks for layer in chunk + [-1] * (rows - len(chunk))]
-    first = np.array([[chunk[0] if chunk else 0 for chunk in chunks] for chunks in held], np.int32)
-    count = np.array([[len(chunk) for chunk in chunks] for chunks in held], np.int32)
+    shape = len(placement), len(placement[0])
+    first, count = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    chunks: list[list[int]] = []  # the layers of each chunk, stage by stage
+    for stage, virtual_stages in enumerate(placement):
+        for chunk, k in enumerate(virtual_stages):
+            own = [layer for layer in layers if starts[k] <= layer < starts[k + 1]]
+            chunks.append(own)
+            first[stage, chunk] = own[0] if own else 0
+            count[stage, chunk] = len(own)
+    rows = int(count.max())
+    order: list[int] = []
+    for own in chunks:
+        order += [*own, *[-1] * (rows - len(own))]
     return StackRows(stack, tuple(order), rows, first, count)

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
+from bytescope.memory.formulas.model_shape import ExpertShape, Latent
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Numbers that a config has and --params leaves open: flag -> (the config's key, help text).

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.formulas.expert_formulas import ExpertShape
+from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.plan.config_facts import BATCH_AXES, experts_of, mesh_of
 

@@ -155,9 +155,10 @@ def config_mistakes() -> Iterator[None]:
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
     from bytescope.train.program.checks import check_without_devices
+    from bytescope.train.program.program_settings import read_settings
 
     with config_mistakes():
-        check_without_devices(configs.load(name, overrides))
+        check_without_devices(read_settings(configs.load(name, overrides)))
 
 
 def build_program(config: ConfigDict, target: Target) -> Program:

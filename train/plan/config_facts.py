@@ -16,13 +16,10 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
+from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
@@ -354,11 +351,11 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
     if config["remat.policy"] == "auto":
         return ()
-    from bytescope.model.remat.policies import POLICIES, RematPlan
+    from bytescope.model.remat.policies import POLICIES, LayerPolicies
 
     save, offload, ranges = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
     segments = []
-    for part in RematPlan(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
+    for part in LayerPolicies(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
         policy, row = part.name if part.name in POLICIES else "custom", part.policy
         saved = [name for name in row.names if name not in row.moved]
         segments.append(segment(policy, part.stop - part.start, part.groups, saved, row.moved))

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import BY_ROW, LARGEST_TILE, SMALLEST_TILE, ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
+from bytescope.memory.formulas.expert_formulas import LARGEST_TILE, SMALLEST_TILE
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
+from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ExpertShape, Latent
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
@@ -124,11 +123,11 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "block_input": transformer_formulas.BLOCK_INPUT._asdict(),
         "outside": [row._asdict() for row in (transformer_formulas.EMBEDDING_MASK, *transformer_formulas.HEAD)],
         "logits": transformer_formulas.LOGITS._asdict(),
-        "by_row": BY_ROW,
+        "by_row": transformer_formulas.BY_ROW,
         "tiles": (SMALLEST_TILE, LARGEST_TILE),
         "precisions": {name: _without_name(row) for name, row in config_facts.PRECISIONS.items()},
         "optimizers": {name: _without_name(row) for name, row in config_facts.OPTIMIZERS.items()},
-        "targets": adapter_formulas.TARGETS,
+        "targets": TARGETS,
         "bases": {name: row._asdict() for name, row in adapter_formulas.BASES.items()},
         "offloads": training_state.OFFLOAD,
         "parts": training_state.ROLES,

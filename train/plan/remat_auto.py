@@ -24,9 +24,10 @@ from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
 from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
-from bytescope.train.program.checks import check_values
+from bytescope.train.program.checks import check
 from bytescope.train.program.config_files import flatten, override
-from bytescope.train.program.program import Program, build
+from bytescope.train.program.program import Program, assemble, build
+from bytescope.train.program.program_settings import Settings, read_settings
 from bytescope.train.user_errors import DoesNotFit
 
 # FLOP/s and bytes/s of one or two cores, for ranking plans only: for an unknown device, and for a CPU, whose measured
@@ -125,18 +126,18 @@ def settled_program(
     Takes the arguments of `settle`, and raises what `settle` and `train.program.program.build` raise.
     """
     devices = jax.devices() if devices is None else list(devices)
-    config, decided = settle(config, devices, tell, agree)
-    return dataclasses.replace(build(config, devices), decided=decided)
+    settings, decided = settle(read_settings(config), devices, tell, agree)
+    return assemble(check(settings, devices), decided)
 
 
 def settle(
-    config: ConfigDict,
+    settings: Settings,
     devices: Sequence[jax.Device],
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
-) -> tuple[ConfigDict, str]:
-    """Returns the config with `remat.policy=auto` replaced by a plan, and a line about the plan; with another policy,
-    the config unchanged and "".
+) -> tuple[Settings, str]:
+    """Returns the settings with `remat.policy=auto` replaced by a plan, and a line about the plan; with another policy,
+    the settings unchanged and "".
 
     Processes that train together need the same program: each of them searches with the budget of process 0, and takes
     the plan of process 0.
@@ -147,30 +148,28 @@ def settle(
 
     Raises:
       DoesNotFit: no plan fits the budget.
-      ValueError: a value that is in no table, a budget that is not a valid size, or a config that cannot run.
+      ValueError: the policy is not that of process 0, or the config cannot run.
     """
-    check_values(config)
-    first = agree(config.remat.policy)
-    if first != config.remat.policy:
+    remat = settings.remat
+    first = agree(remat.policy)
+    if first != remat.policy:
         raise ValueError(
-            f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
-            "processes the same config"
+            f"remat.policy={remat.policy} differs from process 0, which has {first}: give all processes the same config"
         )
-    if config.remat.policy != AUTO:
-        return config, ""
-    if config.remat.granularity != "block":
+    if remat.policy != AUTO:
+        return settings, ""
+    if remat.granularity != "block":
         raise ValueError(
-            f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
+            f"remat.granularity={remat.granularity} with remat.policy=auto, which chooses what a "
             "whole block keeps; set remat.granularity=block"
         )
-    for key in ("layers", "save", "offload"):
-        if config.remat[key]:
+    for key, names in (("layers", remat.layers), ("save", remat.save), ("offload", remat.offload)):
+        if names:
             raise ValueError(
-                f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses it: "
-                "give one of the two"
+                f"remat.{key}={','.join(names)} with remat.policy=auto, which chooses it: give one of the two"
             )
-    keys, line = _search(Compiler(config, devices), config.remat.budget, tell, agree)
-    return with_keys(config, keys), line
+    keys, line = _search(Compiler(settings.config, devices), remat.budget, tell, agree)
+    return read_settings(with_keys(settings.config, keys)), line
 
 
 def _search(

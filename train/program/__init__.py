@@ -1,6 +1,13 @@
 """A config becomes the program that runs.
 
 In: a config file with its overrides, and devices. Out: the step that runs, its abstract arguments and its initializer.
-`config_files.py` reads a config, `checks.py` says which values it may contain, `choices.py` chooses mesh, kernels,
-batch and remat plan, `program.py` makes the step.
+The path, in the order of `program.build`:
+
+    config_files.load              file and overrides -> ConfigDict
+    program_settings.read_settings ConfigDict -> Settings: typed groups, each value checked by valid_values.py
+    checks.check                   Settings, devices -> Choices: mesh, kernels, batch, ..., checked together, once
+    program.assemble               Choices -> Program: the traced step is checked once by step_checks.check_traced
+    Program.compile_for_report     the compiled step, checked once by step_checks.check_compiled
+
+`remat.policy=auto` is settled between `read_settings` and `check`, by train/plan/remat_auto.py.
 """

@@ -1,314 +1,235 @@
-"""What a config may contain: values of tables, least values, and what has to fit together."""
+"""What has to fit together in a config: `check` makes all choices of a program, and refuses what cannot run.
 
-from __future__ import annotations
+`check` runs every check once, in a fixed order, so that a config with several mistakes is always refused for the same
+one. Single values are checked before, by `program_settings.read_settings`. What only the traced or the compiled step
+shows is checked afterwards, in `step_checks.py`.
+"""
 
+import dataclasses
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.remat.remat_problem import COSTS
-from bytescope.memory.units import parse_bytes
-from bytescope.model import ModelConfig, Precision, RematPlan
-from bytescope.model.adapters import TARGETS, Lora
-from bytescope.model.attention.attention_kernels import KERNELS
-from bytescope.model.attention.kinds import KINDS
-from bytescope.model.experts.exchange import DISPATCHES
-from bytescope.model.experts.expert_kernels import MOE_KERNELS
-from bytescope.model.experts.routers import ROUTERS
-from bytescope.model.layers import MLPS, POSITIONS
-from bytescope.model.names import NAMES, TILED, names_in
-from bytescope.model.norm import NORMS
-from bytescope.model.precision import PRECISIONS, ROLES
-from bytescope.model.quantized.quantized_formats import BASES
-from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIES
-from bytescope.train.data import settings
+from bytescope.model import LayerPolicies, ModelConfig, Precision
+from bytescope.model.adapters import TARGETS, Lora, is_adapter
+from bytescope.model.attention.attention_kernels import choose_kernel, platform_of
+from bytescope.model.experts.expert_kernels import choose_moe_kernel
+from bytescope.model.fp8 import choose_matmul
+from bytescope.model.frozen import ROUTER_BIAS, names_of
+from bytescope.model.layers import MLPS
+from bytescope.model.names import TILED
+from bytescope.model.remat.policies import AUTO
 from bytescope.train.data.batch_algebra import BatchAlgebra
-from bytescope.train.data.tokenizer import ByteTokenizer
-from bytescope.train.parallel.axes import SHARDS, STRATEGIES
+from bytescope.train.parallel.axes import SHARDS, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
-from bytescope.train.program.config_files import flatten
-from bytescope.train.step.losses import LOSSES
-from bytescope.train.step.modes import ACCUMULATION
+from bytescope.train.parallel.xla_options import compiler_options
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.stages import Stages
+from bytescope.train.program.choices import Choices
+from bytescope.train.program.program_settings import Settings
 from bytescope.train.step.optimizer.host_offload import has_host_memory
-from bytescope.train.step.optimizer.loss_scale import GREATEST
-from bytescope.train.step.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
-from bytescope.train.step.routing import BALANCE_LAYERS
-
-if TYPE_CHECKING:  # the module imports grain
-    from bytescope.train.data.batches import Data
-
-# Every key that names a row of a table: a typo fails here, with the valid names.
-CHOICES: Mapping[str, Collection[str]] = {
-    "model.norm": NORMS,
-    "model.mlp": MLPS,
-    "model.position": POSITIONS,
-    "loss.kind": LOSSES,
-    "loss.balance_layers": BALANCE_LAYERS,
-    "batch.mode": ACCUMULATION,
-    "optimizer.name": OPTIMIZERS,
-    "optimizer.batch_scaling": SCALINGS,
-    "optimizer.clip": CLIPS,
-    "remat.cost": COSTS,
-    "mesh.strategy": STRATEGIES,
-    "mesh.dispatch": DISPATCHES,
-    **{f"data.{key}": table for key, table in settings.CHOICES.items()},
-}
-
-# The same for what tables of the model name; those of tuples name several, and those of roles may be left empty.
-OF_THE_MODEL = {
-    "precision.preset": PRECISIONS,
-    **{f"precision.{role}": table for role, table in ROLES.items()},
-    "model.attention": ("auto", *KERNELS),
-    "model.attention_kind": KINDS,
-    "model.router": ROUTERS,
-    "model.moe_kernel": MOE_KERNELS,
-    "remat.policy": (*POLICIES, AUTO),
-    "remat.granularity": GRANULARITIES,
-    "remat.save": NAMES,
-    "remat.offload": NAMES,
-    "lora.base": BASES,
-}
-MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
-
-# key -> least value. Sizes of the model, batch and mesh have checks of their own.
-LEAST = {
-    "seed": 0,
-    "train.steps": 1,
-    "train.log_every": 1,
-    "train.eval_every": 0,
-    "train.eval_sequences": 0,
-    "train.checkpoint_every": 0,
-    "train.sample_tokens": 0,
-    "train.sample_temperature": 0.0,
-    "train.stall_timeout": 0.0,
-    "data.skip_bad": 0,
-    "model.norm_eps": 0.0,
-    "model.attention_scale": 0.0,
-    "model.attention_softcap": 0.0,
-    "model.logits_softcap": 0.0,
-    "model.rope_local_theta": 0.0,
-    "model.global_every": 0,
-    "optimizer.learning_rate": 0.0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.end_fraction": 0.0,
-    "optimizer.eps": 0.0,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.clip_norm": 0.0,
-    "loss.chunk": 1,
-    "loss.balance": 0.0,
-    "loss.router_z": 0.0,
-    "optimizer.router_bias_rate": 0.0,
-    "model.router_scale": 0.0,
-    "mesh.prefetch": 0,
-    "batch.tokens": 0,
-    "optimizer.base_batch_tokens": 0,
-    "lora.rank": 0,
-    "precision.loss_scale_init": 2.0**-14,
-    "precision.loss_scale_growth_every": 1,
-}
+from bytescope.train.step.optimizer.trainable import check_quantized, frozen_names
 
 
-# Keys whose values lie above 0, and those of rates of decay: from 0 to below 1.
-POSITIVE = ("model.init_std", "model.embed_scale", "model.rope_theta")
-DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
-# What may hold paths, whose bytes need not be UTF-8.
-PATHS = ("data.", "init.", "train.cache_dir")
-_LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
-# Whole numbers are int32 on a device, or count what no run has more of; tokens per update may be more. Others are
-# float32 there.
-LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
-TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
-LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
-# Maximum number of passes over the data without a warning: repeated tokens lose most of their value within about 16
-# passes (Muennighoff et al. 2023, arXiv 2305.16264).
-MANY_PASSES = 16
+def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
+    """Returns what the settings come to on these devices: mesh, kernels, batch, remat policies, frozen parameters.
 
-
-def _value(config: ConfigDict, key: str) -> Any:
-    """The value of the dotted `key`."""
-    *groups, name = key.split(".")
-    for group in groups:
-        config = config[group]
-    return config[name]
-
-
-def check_values(config: ConfigDict) -> None:
-    """Raises ValueError for a value that is not in its table, not a finite number, or outside the range of its key."""
-    for key, value in flatten(config).items():
-        if isinstance(value, str) and not key.startswith(PATHS) and _LONE.search(value):
-            raise ValueError(f"{key}={value!r} is not UTF-8: give text in that encoding")
-        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:  # nor nan
-            raise ValueError(f"{key}={value}: give a finite number of float32")
-        largest = LARGEST_TOKENS if key in TOKENS else LARGEST
-        if isinstance(value, int) and abs(value) > largest:
-            raise ValueError(f"{key}={value}: give at most {largest}")
-    for key, least in LEAST.items():
-        if (value := _value(config, key)) < least:
-            raise ValueError(f"{key}={value}: give {least} or more")
-    vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
-    if multiple > 0 and vocab > (max_vocab := LARGEST // multiple * multiple):
-        raise ValueError(
-            f"model.vocab_size={vocab} is too large, rounded up to a multiple of model.vocab_multiple="
-            f"{multiple}: give at most {max_vocab}"
-        )
-    for key in POSITIVE:
-        if (value := _value(config, key)) <= 0:
-            raise ValueError(f"{key}={value}: give a number above 0")
-    for key in DECAYS:
-        if not 0 <= (value := _value(config, key)) < 1:
-            raise ValueError(f"{key}={value}: give a number from 0 to below 1, such as 0.9")
-    for key, table in CHOICES.items():
-        if (value := _value(config, key)) not in table:
-            raise ValueError(f"{key}={value!r}: {remedy_for(value, table)}")
-    _check_names(config)
-    if (scale := config.precision.loss_scale_init) > GREATEST:
-        raise ValueError(f"precision.loss_scale_init={scale}: give at most {GREATEST:g}")
-    if config.remat.budget:
-        try:
-            parse_bytes(config.remat.budget)
-        except ReportError as error:
-            raise ValueError(f"remat.budget: {error}") from error
-
-
-def _check_names(config: ConfigDict) -> None:
-    """Raises ValueError for a name that no table of the model has; the model says so too, without the nearest."""
-    for key, table in OF_THE_MODEL.items():
-        value = _value(config, key)
-        if (key in MAY_BE_EMPTY and not value) or (key == "remat.policy" and "+" in value):  # the names of tensors
-            continue
-        for name in value if isinstance(value, tuple) else (value,):
-            if name not in table:
-                raise ValueError(f"{key}={name!r}: {remedy_for(str(name), table)}")
-    for text in config.remat.layers:  # 0-8:none, or 0-8:q_rot+v+block_in@host
-        for name in str(text).partition(":")[2].split("+"):
-            if name.removesuffix(ON_HOST) not in (*NAMES, *POLICIES, ""):
-                raise ValueError(f"remat.layers={text!r}: {remedy_for(name, (*POLICIES, *NAMES))}")
-
-
-def check_without_devices(config: ConfigDict) -> None:
-    """Raises ValueError for what no device could run: values outside their tables and ranges, policies that do not
-    exist. It starts no device; sizes that have to fit each other, or a mesh, are left to `choices.check`."""
-    check_values(config)
-    if config.remat.policy != AUTO:
-        remat_plan(config, fp8=False)
-
-
-def remat_plan(config: ConfigDict, fp8: bool) -> RematPlan:
-    """The plan of `config.remat`; fp8: whether the products of the blocks are. Raises ValueError as it does."""
-    remat = config.remat
-    return RematPlan(
-        remat.policy,
-        tuple(remat.save),
-        tuple(remat.offload),
-        tuple(remat.layers),
-        remat.granularity,
-        fp8=fp8,
-        experts=config.model.experts > 0,
-    )
-
-
-def doubtful(config: ConfigDict, platform: str) -> list[str]:
-    """Returns a warning line for each setting that is allowed but probably not meant on devices of `platform`."""
-    lines, optimizer, steps = [], config.optimizer, config.train.steps
-    if optimizer.warmup_steps > steps:
-        lines.append(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
-            f"comes to {optimizer.learning_rate:g}; lower one or raise the other"
-        )
-    if not optimizer.learning_rate:
-        lines.append("optimizer.learning_rate=0: no parameter will change")
-    if platform == "cpu":
-        lines += [
-            f"offload.{name}=true on a CPU, whose memory is the host's: this frees nothing; set it false"
-            for name in ("optimizer", "params")
-            if config.offload[name]
-        ]
-    return lines
-
-
-def doubtful_data(config: ConfigDict, data: Data, read: int) -> list[str]:
-    """Returns a warning line for each setting that is allowed but probably not meant for this data.
-
-    read: number of sequences that all updates of the run read.
+    Raises:
+      ValueError: anything in the config that cannot run there, with the value and the remedy.
     """
-    lines, steps, vocabulary = [], config.train.steps, config.model.vocab_size
-    passes = read / len(data.train)
-    if passes > MANY_PASSES:
-        lines.append(
-            f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MANY_PASSES} passes a "
-            f"model only memorizes the data: set train.steps={max(int(steps * MANY_PASSES / passes), 1)}, or "
-            "give more data"
-        )
-    if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
-        lines.append(
-            f"data.tokenizer=bytes makes {data.vocab_size} different tokens, and model.vocab_size="
-            f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="
-            f"{data.vocab_size}"
-        )
-    return lines
-
-
-def check_sequence(config: ConfigDict, layout: Layout) -> None:
-    """Raises ValueError where the sequence is not divisible by the number of devices that share it, or by their chunks,
-    and for what ring attention does not have."""
-    context, tensor = layout.context, layout.mesh.shape["tensor"]
-    if context > 1 and config.model.dropout:
+    if settings.remat.policy == AUTO:
         raise ValueError(
-            f"model.dropout={config.model.dropout} with mesh.context={context}: ring attention has no "
+            "remat.policy=auto has to be settled before a program is built: call train.plan.remat_auto.settled_program"
+        )
+    precision = Precision.of(vars(settings.precision))
+    mesh = settings.mesh
+    layout = Layout(
+        make_mesh(mesh.sizes, devices),
+        STRATEGIES[mesh.strategy],
+        mesh.sequence_parallel,
+        reduce=precision.reduce,
+        dispatch=mesh.dispatch,
+    )
+    _check_ring_and_length(settings, layout)
+    _check_tiles(settings, layout)
+    _check_experts(settings, layout)
+    matmul = choose_matmul(precision, devices[0])
+    precision = dataclasses.replace(precision, matmul=matmul[0])
+    model, kernel, moe_kernel = _choose_kernels(settings, precision, layout)
+    batch = BatchAlgebra.of(settings.batch, layout.ranks, settings.seq_len)
+    _check_offload(settings, layout, batch)
+    remat = settings.layer_policies(fp8=matmul[0] != "wide")
+    _check_unroll(model, remat)
+    compiler_options(settings.xla, mesh.prefetch, devices[0].platform)  # refuses options that the compiler lacks
+    schedule, stages = _choose_stages(settings, layout, model, remat, batch)
+    choices = Choices(
+        settings=settings,
+        layout=layout,
+        model=model,
+        precision=precision,
+        kernel=kernel,
+        matmul=matmul,
+        moe_kernel=moe_kernel,
+        remat=remat,
+        batch=batch,
+        frozen=frozenset(),
+        lora=_choose_adapters(settings, layout, model),
+        schedule=schedule,
+        stages=stages,
+    )
+    choices = dataclasses.replace(choices, frozen=_choose_frozen(choices))
+    if settings.lora.base != "bf16":
+        check_quantized(choices.abstract(), layout, choices.frozen)
+    return choices
+
+
+def check_without_devices(settings: Settings) -> None:
+    """Raises ValueError for remat policies that do not exist. It starts no device."""
+    if settings.remat.policy != AUTO:
+        settings.layer_policies(fp8=False)
+
+
+def _check_ring_and_length(settings: Settings, layout: Layout) -> None:
+    """Checks the model against ring attention, and the sequence length against the devices that share a sequence."""
+    model, context, tensor = settings.model, layout.context, layout.mesh.shape["tensor"]
+    if context > 1 and model.dropout:
+        raise ValueError(
+            f"model.dropout={model.dropout} with mesh.context={context}: ring attention has no "
             "dropout; set model.dropout=0 or mesh.context=1"
         )
-    if context > 1 and config.model.attention not in ("auto", "chunked"):
+    if context > 1 and model.attention not in ("auto", "chunked"):
         raise ValueError(
-            f"model.attention={config.model.attention} with mesh.context={context}: ring attention "
+            f"model.attention={model.attention} with mesh.context={context}: ring attention "
             "runs the chunked kernel only; set model.attention=auto"
         )
-    if context > 1 and config.model.attention_kind != "gqa":
+    if context > 1 and model.attention_kind != "gqa":
         raise ValueError(
-            f"model.attention_kind={config.model.attention_kind} with mesh.context={context}: ring "
+            f"model.attention_kind={model.attention_kind} with mesh.context={context}: ring "
             "attention has keys and values of one width; set mesh.context=1"
         )
     parts, shown = 1, []
     if context > 1:
         parts = 2 * context
         shown.append(f"2 x mesh.context {context}")
-    if config.mesh.sequence_parallel:
+    if settings.mesh.sequence_parallel:
         parts = math.lcm(parts, context * tensor)
         shown.append(f"tensor {tensor}")
-    if config.data.seq_len % parts:
+    if settings.seq_len % parts:
         raise ValueError(
-            f"data.seq_len={config.data.seq_len} is not divisible by {' and '.join(shown)}: make it a "
+            f"data.seq_len={settings.seq_len} is not divisible by {' and '.join(shown)}: make it a "
             f"multiple of {parts}, or change the mesh"
         )
 
 
-def check_tiles(config: ConfigDict, layout: Layout) -> None:
-    """Raises ValueError where `model.mlp_chunk` does not divide a device's positions, or recomputes a tensor that
-    `custom` wants to keep."""
-    chunk, here = config.model.mlp_chunk, config.data.seq_len // layout.stream_parts
+def _check_tiles(settings: Settings, layout: Layout) -> None:
+    """Checks that `model.mlp_chunk` divides a device's positions, and that the policy `custom` keeps nothing in it."""
+    chunk, positions = settings.model.mlp_chunk, settings.seq_len // layout.stream_parts
     if not chunk:
         return
-    if chunk < here and here % chunk:
-        near = max(size for size in range(1, chunk) if here % size == 0)
+    if chunk < positions and positions % chunk:
+        near = max(size for size in range(1, chunk) if positions % size == 0)
         raise ValueError(
-            f"model.mlp_chunk={chunk} does not divide the {here} positions that a device has of "
-            f"data.seq_len={config.data.seq_len}: {near} does"
+            f"model.mlp_chunk={chunk} does not divide the {positions} positions that a device has of "
+            f"data.seq_len={settings.seq_len}: {near} does"
         )
-    if hidden := sorted({*config.remat.save, *config.remat.offload}.intersection(TILED)):
+    hidden = {*settings.remat.save, *settings.remat.offload}.intersection(TILED)
+    if hidden:
         raise ValueError(
-            f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which recomputes "
+            f"checkpoint name {min(hidden)!r} is never kept with model.mlp_chunk={chunk}, which recomputes "
             "the MLP: leave it out, or set model.mlp_chunk=0"
         )
 
 
-def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
-    """Raises ValueError where `model.unroll` layers do not divide a range of layers that is looped over."""
+def _check_experts(settings: Settings, layout: Layout) -> None:
+    """Checks that experts divide over `mesh.expert`, and that nothing is on that they cannot be combined with."""
+    model, parts, dispatch = settings.model, layout.mesh.shape["expert"], settings.mesh.dispatch
+    asked = f"model.experts={model.experts}"
+    if not model.experts:
+        if parts > 1:
+            raise ValueError(
+                f"mesh.expert={parts} with model.experts=0: there are no experts to share; set "
+                "mesh.expert=1, and mesh.fsdp for these devices"
+            )
+        return
+    if model.experts % parts:
+        near = math.gcd(model.experts, parts)
+        raise ValueError(
+            f"{asked} is not divisible by mesh.expert={parts}: every device holds as many experts; set "
+            f"mesh.expert={near}, and mesh.fsdp for the other devices"
+        )
+    slots = model.moe_kernel == "capacity"
+    if parts > 1 and dispatch != "auto" and slots != (dispatch == "all_to_all"):
+        remedy = "mesh.dispatch=all_to_all" if slots else "model.moe_kernel=capacity"
+        raise ValueError(
+            f"mesh.dispatch={dispatch} with model.moe_kernel={model.moe_kernel}: slots of fixed number go "
+            f"by all_to_all, rows of varying number by the others; set {remedy}, or mesh.dispatch=auto"
+        )
+    if settings.precision.preset == "fp8":
+        raise ValueError(
+            f"precision.preset=fp8 with {asked}: products of experts are not computed in fp8; choose "
+            "precision.preset=bf16"
+        )
+    if settings.lora.base != "bf16":
+        raise ValueError(
+            f"lora.base={settings.lora.base} with {asked}: weights of experts are not quantized; set lora.base=bf16"
+        )
+
+
+def _choose_kernels(
+    settings: Settings, precision: Precision, layout: Layout
+) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
+    """Returns the model with its kernels, then the attention kernel and that of experts, each with the reason."""
+    model, platform = ModelConfig.of(settings.model), platform_of(layout.mesh.devices.flat[0])
+    if settings.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"data.seq_len={settings.seq_len} is longer than model.max_seq_len="
+            f"{model.max_seq_len}: shorten the sequences, or raise model.max_seq_len"
+        )
+    kernel = choose_kernel(
+        model,
+        precision,
+        platform,
+        settings.seq_len,
+        packed="segments" in settings.batch_names,
+        head_parts=layout.mesh.shape["tensor"],
+    )
+    level = settings.xla["optimization_level"]
+    if level not in ("", "O0") and kernel[0] == "chunked" and layout.mesh.size > 1:
+        # XLA's compiler (0.10 to 0.12) would abort the process.
+        raise ValueError(
+            f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
+            "this level; set model.attention=cudnn or naive, or leave the level empty"
+        )
+    moe_kernel = choose_moe_kernel(model, platform)
+    return dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0]), kernel, moe_kernel
+
+
+def _check_offload(settings: Settings, layout: Layout, batch: BatchAlgebra) -> None:
+    """Checks that devices have host memory for `offload`, and that offloaded parameters can be streamed."""
+    device = layout.mesh.devices.flat[0]
+    asked = "offload.params=true" if settings.offload.params else "offload.optimizer=true"
+    if (settings.offload.params or settings.offload.optimizer) and not has_host_memory(device):
+        raise ValueError(f"{asked}: {device.device_kind} has no pinned host memory; set it false")
+    if not settings.offload.params:
+        return
+    if batch.accumulation > 1:
+        raise ValueError(
+            f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): gradients of "
+            "parameters in host memory go there too, and nothing can sum them there; raise batch.micro, "
+            "with a remat policy, or set offload.params=false"
+        )
+    if layout.strategy.stored and not layout.strategy.by_layer:
+        raise ValueError(
+            f"{asked} with mesh.strategy={settings.mesh.strategy}: that strategy copies all parameters to "
+            "the device at once; choose zero3 or ddp, or set offload.params=false"
+        )
+
+
+def _check_unroll(model: ModelConfig, remat: LayerPolicies) -> None:
+    """Checks that ranges of layers fit the model, and that `model.unroll` divides each range that is a loop."""
     for segment in remat.segments(model.n_layers):
         count = (segment.stop - segment.start) // segment.groups
         if model.unroll < count and count % model.unroll:
@@ -319,164 +240,117 @@ def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
             )
 
 
-def check_effort(config: ConfigDict, kernel: str, layout: Layout) -> None:
-    """Raises ValueError for an effort level at which XLA's compiler (0.10 to 0.12) would abort the process."""
-    level = config.xla.optimization_level
-    if level not in ("", "O0") and kernel == "chunked" and layout.mesh.size > 1:
-        raise ValueError(
-            f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
-            "this level; set model.attention=cudnn or naive, or leave the level empty"
-        )
-
-
-def check_offload(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> None:
-    """Raises ValueError for state in host memory where there is no such memory, or where it cannot be streamed."""
-    asked = next((f"offload.{name}=true" for name in ("params", "optimizer") if config.offload[name]), "")
-    if asked and not has_host_memory(layout.mesh.devices.flat[0]):
-        raise ValueError(f"{asked}: {layout.mesh.devices.flat[0].device_kind} has no pinned host memory; set it false")
-    if not config.offload.params:
-        return
-    if batch.accumulation > 1:
-        raise ValueError(
-            f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): gradients of "
-            "parameters in host memory go there too, and nothing can sum them there; raise batch.micro, "
-            "with a remat policy, or set offload.params=false"
-        )
-    if layout.strategy.stored and not layout.strategy.by_layer:
-        raise ValueError(
-            f"{asked} with mesh.strategy={config.mesh.strategy}: that strategy copies all parameters to "
-            "the device at once; choose zero3 or ddp, or set offload.params=false"
-        )
-
-
-# The keys, with their values, that need the update layer by layer.
-PARTWISE = (
-    ("optimizer.fused_backward", True),
-    ("offload.optimizer", True),
-    ("offload.params", True),
-    ("optimizer.clip", "layer"),
-)
-
-
-def check_partwise(config: ConfigDict, precision: Precision) -> str:
-    """The first row of PARTWISE that the config asks for, as key=value; "" if there is none.
-
-    Raises:
-      ValueError: there is one, and something else needs the update of all layers together.
-    """
-    found = [(key, value) for key, value in PARTWISE if _value(config, key) == value]
-    if not found:
-        return ""
-    key, value = found[0]
-    asked = f"{key}={str(value).lower()}"
-    if precision.loss_scale == "dynamic":
-        raise ValueError(
-            f"{asked} with precision.preset={config.precision.preset}: an overflow in one layer would "
-            "have to undo the update of all layers; choose bf16, which needs no loss scale"
-        )
-    if config.batch.accumulation_schedule:
-        raise ValueError(
-            f"{asked} with batch.accumulation_schedule: an update layer by layer takes one number of "
-            "micro-batches; set batch.accumulation"
-        )
-    return asked
-
-
-def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, trained: Collection[str]) -> None:
-    """Raises ValueError for what an update inside the backward pass cannot be combined with.
-
-    trained: the top of the tree of trained parameters.
-    """
-    asked = "optimizer.fused_backward=true"
-    if config.model.experts:
-        raise ValueError(
-            f"{asked} with model.experts={config.model.experts}: their auxiliary losses are known only "
-            "after all layers; set optimizer.fused_backward=false"
-        )
-    if "blocks" not in trained:
-        raise ValueError(
-            f"{asked} with all blocks frozen (optimizer.freeze): no layer has an update; set "
-            "optimizer.fused_backward=false"
-        )
-    if batch.accumulation > 1:
-        raise ValueError(
-            f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): a layer is "
-            "updated before the next micro-batch is read; raise batch.micro instead"
-        )
-    if config.optimizer.clip_norm and config.optimizer.clip == "global":
-        raise ValueError(
-            f"{asked} with optimizer.clip_norm={config.optimizer.clip_norm}: the norm of all gradients is "
-            "known only after all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0"
-        )
-    if not config.model.scan:
-        raise ValueError(
-            f"{asked} with model.scan=false: the update is part of the loop over layers; set model.scan=true"
-        )
-    for segment in remat.segments(config.model.n_layers):
-        if segment.groups > 1:
+def _choose_stages(
+    settings: Settings, layout: Layout, model: ModelConfig, remat: LayerPolicies, batch: BatchAlgebra
+) -> tuple[Schedule, Stages] | tuple[None, None]:
+    """Returns the schedule of the pipeline and the layers of its stages; (None, None) without a pipeline."""
+    stages, tensor, virtual = layout.mesh.shape["stage"], layout.mesh.shape["tensor"], settings.pipeline.virtual
+    asked = f"mesh.stage={stages}"
+    if stages == 1:
+        if virtual > 1:
             raise ValueError(
-                f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
-                "choose full, or another policy without groups"
+                f"pipeline.virtual={virtual} with mesh.stage=1: there are no stages; set "
+                "mesh.stage, or pipeline.virtual=1"
             )
-
-
-def check_traced(
-    remat: RematPlan, loss: Callable[..., Any], state: Any, batch: BatchAlgebra, names: Sequence[str]
-) -> None:
-    """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
-
-    `loss`: (params, batch, dropout_key_B, frozen) -> scalar; `state`: the abstract TrainState; `names`: of the arrays
-    of a batch.
-    """
-    asked = remat.asked
-    if not asked:
-        return
-    array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
-    # Some names exist only where a custom gradient keeps them, so the gradient is traced.
-    traced = jax.make_jaxpr(jax.grad(loss, has_aux=True))(state.params, dict.fromkeys(names, array), keys, state.frozen)
-    made = names_in(traced.jaxpr)
-    if missing := asked - made:
+        return None, None
+    for is_asked, key, why in _refused_with_stages(settings, model, remat):
+        if is_asked:
+            raise ValueError(f"{asked} with {key}: {why}")
+    schedule = make_schedule(settings.pipeline.schedule, stages, batch.accumulation, virtual)
+    if model.n_layers < schedule.virtual_stages:
         raise ValueError(
-            f"checkpoint name {min(missing)!r} does not occur in this program: choose from {', '.join(sorted(made))}"
+            f"{asked} with model.n_layers={model.n_layers}: {schedule.virtual_stages} virtual stages need "
+            "a layer each; set fewer stages, or a smaller pipeline.virtual"
         )
-
-
-def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
-    """The adapters of the group `lora`, None for a rank of 0.
-
-    Raises:
-      ValueError: a value that no adapter can have, or what cannot be combined with adapters.
-    """
-    group = config.lora
-    if not group.rank:
-        return None
-    asked = f"lora.rank={group.rank}"
-    if config.model.attention_kind != "gqa":
+    if model.padded_vocab % (stages * tensor):
         raise ValueError(
-            f"{asked} with model.attention_kind={config.model.attention_kind}: adapters are beside the "
+            f"{asked} with {model.padded_vocab} rows of the token table, which the stages share: set "
+            f"model.vocab_multiple={stages * tensor}"
+        )
+    return schedule, Stages.of(model, schedule)
+
+
+def _refused_with_stages(
+    settings: Settings, model: ModelConfig, remat: LayerPolicies
+) -> tuple[tuple[bool, str, str], ...]:
+    """Rows (whether it is asked for, key=value, why it is refused and the remedy) of what a pipeline does not have."""
+    segments, mesh = remat.segments(model.n_layers), settings.mesh
+    return (
+        (
+            settings.batch.mode != "scan",
+            f"batch.mode={settings.batch.mode}",
+            "micro-batches of one step pass through the stages; set batch.mode=scan",
+        ),
+        (not model.scan, "model.scan=false", "stages hold stacked layers; set model.scan=true"),
+        (
+            model.experts > 0 and model.moe_every > 1,
+            f"model.moe_every={model.moe_every}",
+            "a chunk has its dense layers first; set model.moe_every=1",
+        ),
+        (
+            len(segments) > 1,
+            f"remat.layers={','.join(settings.remat.layers)}",
+            "one program runs on all stages; set one remat.policy for all layers",
+        ),
+        (
+            any(segment.groups > 1 for segment in segments),
+            f"remat.policy={settings.remat.policy}",
+            "a chunk keeps the inputs of its blocks; set remat.policy=full",
+        ),
+        (
+            any(segment.policy.offloads for segment in segments),
+            f"remat.policy={settings.remat.policy}",
+            "the stash is in device memory; set remat.policy=full",
+        ),
+        (
+            settings.optimizer.fused_backward,
+            "optimizer.fused_backward=true",
+            "gradients are sums over micro-batches; set it false",
+        ),
+        (settings.offload.params, "offload.params=true", "stages read their layers once a micro-batch; set it false"),
+        (
+            mesh.context > 1,
+            f"mesh.context={mesh.context}",
+            "sends of a ring wait for all devices, whose stages are at different layers; set mesh.context=1",
+        ),
+        (
+            settings.pipeline.schedule == "zero_bubble",
+            "pipeline.schedule=zero_bubble",
+            "with recomputation its gradients of weights recompute each block once more; set pipeline.schedule=v",
+        ),
+    )
+
+
+def _choose_adapters(settings: Settings, layout: Layout, model: ModelConfig) -> Lora | None:
+    """Returns the adapters; None if `lora.rank` is 0."""
+    keys = settings.lora
+    if not keys.rank:
+        return None
+    asked = f"lora.rank={keys.rank}"
+    if model.attention_kind != "gqa":
+        raise ValueError(
+            f"{asked} with model.attention_kind={model.attention_kind}: adapters are beside the "
             "matrices of gqa; set lora.rank=0"
         )
     shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
-    lora = Lora(group.rank, group.alpha, tuple(group.targets), group.dropout, shared=group.rank % shards == 0)
-    if config.optimizer.freeze:
+    lora = Lora(keys.rank, keys.alpha, keys.targets, keys.dropout, shared=keys.rank % shards == 0)
+    if settings.optimizer.freeze:
         raise ValueError(
-            f"optimizer.freeze={','.join(config.optimizer.freeze)} with {asked}, which freezes everything "
+            f"optimizer.freeze={','.join(settings.optimizer.freeze)} with {asked}, which freezes everything "
             "but the adapters: leave it empty"
         )
-    if not MLPS[config.model.mlp][0] and set(lora.targets) == {"gate"}:
+    if not MLPS[model.mlp][0] and set(lora.targets) == {"gate"}:
         raise ValueError(
-            f"lora.targets=gate with model.mlp={config.model.mlp}, which has no gate: choose others of "
-            f"{', '.join(TARGETS)}"
+            f"lora.targets=gate with model.mlp={model.mlp}, which has no gate: choose others of {', '.join(TARGETS)}"
         )
-    dense = config.model.shared_experts or ModelConfig.from_dict(config.model).expert_layers < config.model.n_layers
+    dense = model.shared_experts or model.expert_layers < model.n_layers
     if not dense and set(lora.targets) <= {"gate", "up", "down"}:
         raise ValueError(
             f"lora.targets={','.join(lora.targets)} of a model whose every MLP is a mixture: routed "
             "experts have no adapters; choose some of q, k, v, o"
         )
-    for key, what in (("model.mlp_chunk", config.model.mlp_chunk), ("mesh.context", config.mesh.context - 1)):
-        if lora.dropout and what > 0:
+    for key, is_asked in (("model.mlp_chunk", model.mlp_chunk > 0), ("mesh.context", settings.mesh.context > 1)):
+        if lora.dropout and is_asked:
             raise ValueError(
                 f"lora.dropout={lora.dropout} with {key}: its masks are drawn for whole sequences on one "
                 f"device; set lora.dropout=0, or leave {key} at its default"
@@ -484,13 +358,29 @@ def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
     return lora
 
 
-def check_frozen(config: ConfigDict, frozen: Collection[str], precision: Precision) -> None:
-    """Raises ValueError for what cannot be combined with the parameters `frozen`, dotted paths."""
+def _choose_frozen(choices: Choices) -> frozenset[str]:
+    """Returns the dotted paths of the parameters that are not trained; `choices`: with no parameter frozen."""
+    model, patterns = choices.model, choices.settings.optimizer.freeze
+    biases = model.experts > 0 and model.router_bias
+    if not choices.lora and not patterns and not biases:
+        return frozenset()
+    names = names_of(choices.abstract())
+    if choices.lora:
+        frozen = frozenset(name for name in names if not is_adapter(name))
+    else:
+        frozen = frozen_names(names, patterns, model.scan)
+    _check_frozen(choices.settings, frozen, choices.precision)
+    return frozen | {name for name in names if name.endswith(ROUTER_BIAS)}
+
+
+def _check_frozen(settings: Settings, frozen: Collection[str], precision: Precision) -> None:
+    """Checks that nothing is on that the frozen parameters, dotted paths, cannot be combined with."""
     if not frozen:
         return
-    patterns = ",".join(config.optimizer.freeze)
-    why = f"lora.rank={config.lora.rank}" if config.lora.rank else f"optimizer.freeze={patterns}"
-    if config.offload.params:
+    why = f"optimizer.freeze={','.join(settings.optimizer.freeze)}"
+    if settings.lora.rank:
+        why = f"lora.rank={settings.lora.rank}"
+    if settings.offload.params:
         raise ValueError(
             f"offload.params=true with {why}: frozen parameters stay on the device, and those that are "
             "trained are few; set offload.params=false"

@@ -62,8 +62,10 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 
 
 def title_of(name: str) -> str:
-    """What reports and run directories call a config: a file's stem; of `hf:FOLDER` the folder's name, and of a
-    snapshot in Hugging Face's cache, whose own name is a digest, the model's."""
+    """Returns the title of a config in reports and run directories: the stem of a file, or the folder of `hf:FOLDER`.
+
+    If the folder is a snapshot in Hugging Face's cache, whose own name is a digest, the title is the model's name.
+    """
     if not name.startswith(WEIGHTS):
         return Path(name).stem
     folder = Path(os.path.abspath(os.path.expanduser(name.removeprefix(WEIGHTS))))
@@ -81,12 +83,12 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """As `load`, dotted key -> value."""
+    """Returns the config that `load` returns as a dict, dotted key -> value."""
     return flatten(load(name, overrides))
 
 
 def find_file(name: str) -> Path:
-    """The config file `name`: a path, or the name of a shipped config. Raises UserError where there is none."""
+    """Returns the config file `name`, a path or the name of a shipped config. Raises UserError if there is none."""
     if not name:
         raise UserError("the name of the config is empty: give a file, or a name that bytescope configs lists")
     own = Path(os.path.expanduser(name))
@@ -102,7 +104,7 @@ def find_file(name: str) -> Path:
 
 
 def shipped() -> list[Path]:
-    """The files of the shipped configs, sorted by name."""
+    """Returns the files of the shipped configs, sorted by name."""
     return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
@@ -113,7 +115,7 @@ def purposes() -> dict[str, str]:
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """(dotted key, default as text, meaning) of every key.
+    """Returns (dotted key, default as text, meaning) of every key.
 
     The meaning is the comment of the key's assignment in configs/base.py, on its line or on lines of their own above.
     """
@@ -137,19 +139,20 @@ def _comments(source: str) -> dict[int, str]:
 
 
 def as_text(value: Any) -> str:
-    """A value as the command line takes it: a tuple as a,b, a boolean in lower case."""
+    """Formats a value as the command line takes it: a tuple as a,b, a boolean in lower case."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """The config of file `name`, or of the folder of weights `hf:FOLDER`, with `overrides` ((dotted key, text) pairs)
-    applied.
+    """Returns the config of file `name`, or of the folder of weights `hf:FOLDER`, with overrides applied.
+
+    overrides: (dotted key, text) pairs.
 
     Raises:
-      UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type; or the model is
-        not that of the folder whose weights it begins from, or its adapters are not those of `init.adapter`.
+      UserError: no such file, a file without get_config(), an unknown key, or a value of the wrong type. Or the model
+        does not match the folder `init.folder`, or the adapters do not match `init.adapter`.
     """
     from bytescope.train.weights import finetune
 
@@ -172,7 +175,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 
 def _made_by(path: Path) -> ConfigDict:
-    """What get_config() of a file returns. Raises UserError for a file that is not a config, whatever it does."""
+    """Returns the result of get_config() in a file. Raises UserError for a file that is not a config."""
     if path.suffix != ".py":
         raise UserError(
             f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
@@ -214,7 +217,7 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
-    """The end of a message about an unknown key: the key that was probably meant, or where to look."""
+    """Returns the end of a message about an unknown key: the key that was probably meant, or where keys are listed."""
     near = _near_keys(key, valid)
     return f": {one_of(near[:MOST_NEAR])}" if near else "; bytescope keys lists the keys"
 
@@ -233,13 +236,14 @@ def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}
     moved = keys_named(name, valid)
-    beside = [
-        f"{group}.{near}" for near in nearest(name, [names[full] for full in valid if full.rpartition(".")[0] == group])
-    ]
+    in_group = [names[full] for full in valid if full.rpartition(".")[0] == group]
+    beside = [f"{group}.{near}" for near in nearest(name, in_group)]
     if moved or beside:
         return moved or beside
-    alike = nearest(name, dict.fromkeys(names.values()))
-    return [full for near in alike for full in valid if names[full] == near]
+    alike: list[str] = []
+    for near in nearest(name, dict.fromkeys(names.values())):
+        alike += [full for full in valid if names[full] == near]
+    return alike
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:

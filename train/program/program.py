@@ -5,6 +5,7 @@ The loop runs `Program.step`; reports analyse `Program.lower()`. They are the sa
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,24 +20,26 @@ from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, parted
-from bytescope.model.names import NAMES
 from bytescope.model.transformer import contracted, logical_axes, wide
-from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
-from bytescope.train.program.checks import check_fused, check_partwise, check_traced
-from bytescope.train.program.choices import Choices, check
-from bytescope.train.program.pipeline_checks import check_collectives
-from bytescope.train.program.pipelined_step import make_pipeline, notes_on
+from bytescope.train.pipeline.forward import PipelineForward
+from bytescope.train.pipeline.gradients import PipelineGradients
+from bytescope.train.pipeline.schedule_figures import expected_bubble, full_ticks, simulate
+from bytescope.train.pipeline.stage_units import stack_units
+from bytescope.train.program.checks import check
+from bytescope.train.program.choices import Choices
+from bytescope.train.program.program_settings import read_settings
+from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
-from bytescope.train.step.loss_fn import make_cross_entropy, make_loss
+from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.optimizer.host_offload import hosted_state, in_turns
 from bytescope.train.step.optimizer.loss_scale import Scaling
-from bytescope.train.step.optimizer.partwise import make_partwise
+from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
 from bytescope.train.step.optimizer.trainable import stored_frozen
-from bytescope.train.step.parts import StepParts
+from bytescope.train.step.parts import Loss, StepParts
 from bytescope.train.step.state import TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
 
@@ -61,7 +64,7 @@ class Program(Choices):
     @property
     def scanned(self) -> bool:
         """Whether one call of the step takes the global batch of an update, [A, B, L]."""
-        return self.config.batch.mode == "scan"
+        return self.settings.batch.mode == "scan"
 
     @property
     def calls_per_update(self) -> int:
@@ -91,7 +94,7 @@ class Program(Choices):
         """The jitted step (state, batch) -> (state, metrics); the state is donated."""
         # A function of its own: reports show the names of its arguments, `state` and `batch`.
         parts = self.parts
-        body = fused_step if parts.fused else ACCUMULATION[self.config.batch.mode][0]
+        body = fused_step if parts.fused else ACCUMULATION[self.settings.batch.mode][0]
 
         def step(state: TrainState, batch: dict[str, jax.Array]):
             return body(parts, state, batch)
@@ -109,7 +112,7 @@ class Program(Choices):
 
     def lower(self) -> jax.stages.Lowered:
         """The step that will run, lowered for the mesh's devices, which may be described ones."""
-        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
+        with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
@@ -120,12 +123,12 @@ class Program(Choices):
     @property
     def compiler_options(self) -> Options:
         """The compiler's options."""
-        return compiler_options(self.config.xla, self.config.mesh.prefetch, self.mesh.devices.flat[0].platform)
+        return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
         lowered = self.lower()
-        with xla_remat_pass(self.config.remat.xla_pass), kept_back():
+        with xla_remat_pass(self.settings.remat.xla_pass), kept_back():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
@@ -137,31 +140,17 @@ class Program(Choices):
           ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
           ReportError: an array is too large for XLA.
         """
-        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
+        with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
             check_sizes(traced.jaxpr)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
-        self._check_offload(compilation)
-        notes = (*compilation.notes, *notes_on(self, self.state))
-        compilation = dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
-        if self.schedule:
-            check_collectives(compilation, self.mesh)
-        return compilation
-
-    def _check_offload(self, compilation: Compilation) -> None:
-        """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""
-        segments = self.remat.segments(self.model.n_layers)
-        asked = [segment.name for segment in segments if segment.policy.offloads]
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        if asked and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
-            raise ValueError(
-                f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
-                f"{', '.join(NAMES)}, or use full"
-            )
+        check_compiled(self, compilation)
+        notes = (*compilation.notes, *pipeline_notes(self, self.state))
+        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
-        return in_turns(self._init, self.state)(self.config.seed)
+        return in_turns(self._init, self.state)(self.settings.seed)
 
     def _init(self, seed: jax.Array) -> TrainState:
         return init_state(
@@ -181,7 +170,7 @@ class Program(Choices):
             def own(seed: jax.Array) -> TrainState:
                 return dataclasses.replace(self._init(seed), frozen=None)
 
-            made = in_turns(own, dataclasses.replace(self.state, frozen=None))(self.config.seed)
+            made = in_turns(own, dataclasses.replace(self.state, frozen=None))(self.settings.seed)
             return dataclasses.replace(made, frozen=params)
 
         def rest() -> TrainState:
@@ -202,7 +191,7 @@ class Program(Choices):
             model = self.transformer(nnx.Rngs(params=jax.random.key(seed)))
             return parted(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
 
-        return in_turns(init, self.state.frozen)(self.config.seed)
+        return in_turns(init, self.state.frozen)(self.settings.seed)
 
 
 def init_state(
@@ -259,116 +248,213 @@ def describe_state(
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
-    """The program of a settled config over `devices` (default: all of this process's backend), described only.
+    """Returns the program of a settled config over `devices` (default: all of this process's backend), described only.
 
-    It checks the config, then assembles. `train.plan.remat_auto.settled_program` settles one with
-    `remat.policy=auto` first.
+    `train.plan.remat_auto.settled_program` settles a config with `remat.policy=auto` first.
 
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
     """
-    return assemble(check(config, jax.devices() if devices is None else list(devices)))
+    return assemble(check(read_settings(config), jax.devices() if devices is None else list(devices)))
 
 
-def assemble(choices: Choices) -> Program:
-    """The program of checked choices: its parts, and its state as shapes with shardings.
+def assemble(choices: Choices, decided: str = "") -> Program:
+    """Returns the program of checked choices: its parts, and its state as shapes with shardings.
+
+    decided: the plan that `remat.policy=auto` chose, in a line.
 
     Raises:
       ValueError: what only the traced model shows: a parameter that does not divide over the mesh, a checkpoint name
         that is never traced, an update layer by layer that something else rules out.
     """
-    config, layout, precision, batch = choices.config, choices.layout, choices.precision, choices.batch
+    settings, layout, precision, batch = choices.settings, choices.layout, choices.precision, choices.batch
     abstract = choices.abstract()
     graph, _ = nnx.split(abstract)
-    schedule = scale_by_batch(make_schedule(choices.optimizer, config.train.steps), choices.optimizer, batch)
-    every = _micro_steps(config, batch)
+    schedule = scale_by_batch(make_schedule(settings.optimizer, settings.steps), settings.optimizer, batch)
+    micro_steps = _micro_steps(choices)
     optimizer = make_optimizer(
-        choices.optimizer,
+        settings.optimizer,
         schedule,
-        vocabulary=config.model.vocab_size,
-        multisteps=every,
+        vocabulary=choices.model.vocab_size,
+        multisteps=micro_steps,
         accumulator=precision.accumulator,
     )
-    of_loss = choices.loss, choices.model, config.data.seq_len
-    loss = make_loss(*of_loss, graph, layout, precision, batch.micro, choices.frozen)
-    scaling = None
-    if precision.loss_scale == "dynamic":
-        scaling = Scaling(
-            config.precision.loss_scale_init, config.precision.loss_scale_growth_every, batch.rows * batch.seq_len
-        )
+    loss, scaling = _make_loss(choices, graph, layout), _make_scaling(choices)
     state = hosted_state(
         describe_state(abstract, layout, optimizer, scaling, choices.frozen),
-        hosts_params=config.offload.params,
-        hosts_optimizer=config.offload.optimizer,
+        hosts_params=settings.offload.params,
+        hosts_optimizer=settings.offload.optimizer,
     )
-    check_traced(choices.remat, loss, state, batch, choices.batch_names)
-    axes, products, unquantized = (
-        parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
-    )
-    weights = Weights(layout, axes, products, unquantized, precision)
+    check_traced(choices, loss, state)
+    weights = _describe_weights(choices, abstract)
     partwise = None
-    if check_partwise(config, precision):
-        assert isinstance(every, int)  # an update by parts has no schedule of the accumulation
+    if settings.layerwise_key:
+        assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
         partwise = make_partwise(
-            choices.optimizer,
+            settings.optimizer,
             schedule,
             precision,
-            every,
+            micro_steps,
             state,
-            vocabulary=config.model.vocab_size,
-            stacked=config.model.scan,
+            vocabulary=choices.model.vocab_size,
+            stacked=choices.model.scan,
         )
-    fused, local_loss, pipeline, evaluated = None, None, None, loss
+    evaluated, pipeline = loss, None
     if choices.schedule:
-        pipeline, evaluated = make_pipeline(choices, graph, weights)
-    elif config.optimizer.fused_backward:
-        check_fused(config, choices.remat, batch, state.params)
-        assert partwise is not None
-        cross_entropy = make_cross_entropy(*of_loss, layout, precision, batch.micro, choices.frozen)
-        fused = FusedBackward(graph, cross_entropy, weights, partwise, abstract.drops)
-    elif reduces_once(config, layout, batch):
-        local_graph, _ = nnx.split(choices.abstract(place=layout.local))
-        local_loss = make_loss(*of_loss, local_graph, layout.local, precision, batch.micro, choices.frozen)
+        pipeline, evaluated = _make_pipeline(choices, graph, weights)
     parts = StepParts(
         evaluated,
         optimizer,
         schedule,
-        config.seed,
+        settings.seed,
         weights,
-        local_loss=local_loss,
+        local_loss=_make_local_loss(choices),
         scaling=scaling,
         partwise=partwise,
-        fused=fused,
+        fused=_make_fused(choices, graph, weights, partwise, abstract.drops),
         routed=choices.model.routed,
         bias_rate=_bias_rate(choices),
         pipeline=pipeline,
     )
-    return Program(**vars(choices), parts=parts, state=state, graph=graph)
+    return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
 
 
-def _bias_rate(choices: Choices) -> float:
-    """By how much an update moves the routers' biases; 0 where there are none, or their routers are frozen."""
-    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(choices.abstract()))
-    return choices.config.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
-
-
-def _micro_steps(config: ConfigDict, batch: BatchAlgebra) -> int | Callable[[jax.Array], jax.Array]:
+def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
     """Calls of the optimizer for one update: 1, or with optax.MultiSteps the accumulation, a function of the update
-    where it follows a schedule."""
-    wrapped = ACCUMULATION[config.batch.mode][1]
+    if it follows a schedule."""
+    batch = choices.batch
+    wrapped = ACCUMULATION[choices.settings.batch.mode][1]
     if not wrapped:
         return 1
     return batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
 
 
-def reduces_once(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> bool:
-    """Whether every rank sums its own gradients, and they are reduced once, at the end of a call of the step.
+def _make_cross_entropy(choices: Choices) -> Callable[..., jax.Array]:
+    return make_cross_entropy(
+        choices.loss,
+        choices.model,
+        choices.batch.seq_len,
+        choices.layout,
+        choices.precision,
+        choices.batch.micro,
+        choices.frozen,
+    )
 
-    Under zero1 that sends half the bytes of an all-reduce. Under ddp a single micro-batch is better reduced layer by
-    layer, while the backward pass goes on. It is not done inside a ring of devices, nor with experts, whose rows go to
-    other ranks in every micro-step.
+
+def _make_loss(choices: Choices, graph: nnx.GraphDef, layout: Layout) -> Loss:
+    return make_loss(
+        choices.loss,
+        choices.model,
+        choices.batch.seq_len,
+        graph,
+        layout,
+        choices.precision,
+        choices.batch.micro,
+        choices.frozen,
+    )
+
+
+def _make_local_loss(choices: Choices) -> Loss | None:
+    """Returns the loss of one rank's sequences, if each rank sums its own gradients; else None.
+
+    The sums are reduced once then, at the end of a call of the step. Under zero1 that sends half the bytes of an
+    all-reduce. Under ddp a single micro-batch is better reduced layer by layer, while the backward pass goes on.
+    Gradients are not reduced once inside a ring of devices, nor with experts, whose rows go to other ranks in every
+    micro-step.
     """
-    if not layout.strategy.reduce_once or layout.ranks == 1 or layout.context > 1 or config.model.experts:
-        return False
-    single = config.batch.mode == "multisteps" or batch.accumulation == 1
-    return layout.strategy.stored or not single
+    settings, layout = choices.settings, choices.layout
+    if choices.schedule or settings.optimizer.fused_backward:
+        return None
+    if not layout.strategy.reduce_once or layout.ranks == 1 or layout.context > 1 or choices.model.experts:
+        return None
+    single = settings.batch.mode == "multisteps" or choices.batch.accumulation == 1
+    if single and not layout.strategy.stored:
+        return None
+    graph, _ = nnx.split(choices.abstract(place=layout.local))
+    return _make_loss(choices, graph, layout.local)
+
+
+def _make_scaling(choices: Choices) -> Scaling | None:
+    """Returns the rule of the loss scale; None if the precision has no dynamic one."""
+    if choices.precision.loss_scale != "dynamic":
+        return None
+    keys, batch = choices.settings.precision, choices.batch
+    return Scaling(keys.loss_scale_init, keys.loss_scale_growth_every, batch.rows * batch.seq_len)
+
+
+def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
+    """Returns the trained parameters as a step reads them."""
+    axes, products, unquantized = (
+        parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
+    )
+    return Weights(choices.layout, axes, products, unquantized, choices.precision)
+
+
+def _make_fused(
+    choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
+) -> FusedBackward | None:
+    """Returns the update inside the backward pass; None if it is not asked for."""
+    if choices.schedule or not choices.settings.optimizer.fused_backward:
+        return None
+    assert partwise is not None  # optimizer.fused_backward is a layerwise key
+    return FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, dropout)
+
+
+def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> tuple[PipelineGradients, Loss]:
+    """Returns the gradients of an update's micro-batches through the stages, and the loss of a held-out batch."""
+    precision, schedule, stages, routed = choices.precision, choices.schedule, choices.stages, choices.model.routed
+    assert schedule is not None and stages is not None
+    staged = choices.layout.staged
+    inside = dataclasses.replace(weights, layout=staged)
+    units = tuple(stack_units(choices.abstract(place=staged), stages.stacks, inside, schedule))
+    cross_entropy = _make_cross_entropy(choices)
+    coefficients = (0.0, 0.0)
+    if routed:
+        coefficients = choices.loss.balance / routed[0], choices.loss.router_z / routed[0]
+    mask = partial(token_mask, experts=choices.model.experts > 0, layout=choices.layout)
+    gradients = PipelineGradients(
+        graph,
+        cross_entropy,
+        schedule,
+        units,
+        weights,
+        precision.accumulator,
+        choices.abstract().drops,
+        coefficients,
+        choices.model.experts,
+        bool(routed) and choices.loss.balance_layers == "pooled",
+        mask,
+    )
+    return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
+
+
+def _bias_rate(choices: Choices) -> float:
+    """By how much an update moves the routers' biases; 0 without biases, or if their routers are frozen."""
+    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(choices.abstract()))
+    return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
+
+
+def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
+    """Returns what a report of a pipelined step says of its own figures; () without stages."""
+    schedule, stages = choices.schedule, choices.stages
+    if schedule is None or stages is None:
+        return ()
+    simulated, (formula, min_bubble) = simulate(schedule), expected_bubble(schedule)
+    notes = [
+        f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * simulated.bubble:.1f} % by its table "
+        f"({formula} is {100 * float(min_bubble):.1f} %); each stage needs "
+        f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
+        "allocate for residuals",
+        f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
+        "full, idle stages included; the timeline between the first and the last tick is that of one",
+    ]
+    padding = 0  # parameters in rows that hold no layer
+    for rows in stages.stacks:
+        for leaf in jax.tree.leaves(state.model_params[rows.stack]):
+            padding += math.prod(leaf.shape) * rows.order.count(-1) // len(rows.order)
+    if padding:
+        notes.append(
+            f"{padding:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
+            "fullest"
+        )
+    return tuple(notes)

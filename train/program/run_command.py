@@ -1,4 +1,4 @@
-"""The command of a run, so that its output can say what to type next: to resume, to go on, to search."""
+"""The command of a run, so that its output can show the next one: to resume, to train longer, to search."""
 
 import argparse
 import dataclasses
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A `bytescope train` as it was given.
+    """The words of a `bytescope train`.
 
-    config: as the command line names it, "" for the default. overrides: (dotted key, text) in order. flags: others
-    that a repetition needs, such as --rates and those of several processes. verbose: whether everything is to be said.
+    config: the name or path of the config, "" for the default. overrides: (dotted key, text) in order. flags: other
+    flags that a repetition needs, such as --rates and those of several processes. verbose: whether --verbose was given.
     """
 
     config: str = ""
@@ -22,18 +22,18 @@ class Command:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Command":
-        """From the parsed command line; with --fit its overrides are those that were found."""
-        flags = tuple(
-            f"--{name}={value}"
-            for name in ("rates", "coordinator", "process", "processes")
-            if (value := getattr(args, name)) is not None
-        )
-        return cls(args.config, tuple(args.overrides), flags, args.verbose)
+        """Returns the command of the parsed arguments; with --fit its overrides are those that the search found."""
+        flags = []
+        for name in ("rates", "coordinator", "process", "processes"):
+            value = getattr(args, name)
+            if value is not None:
+                flags.append(f"--{name}={value}")
+        return cls(args.config, tuple(args.overrides), tuple(flags), args.verbose)
 
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:
-        """The command that goes on in a run directory, quoted for a shell.
+        """Returns the command that resumes a run directory, quoted for a shell.
 
-        changes: dotted key -> text, in the place of overrides of the same keys. more: flags to add.
+        changes: dotted key -> text; they replace overrides of the same keys. more: flags to add.
         """
         changes = changes or {}
         kept = [(key, text) for key, text in self.overrides if key not in changes]
@@ -50,7 +50,7 @@ class Command:
         return shlex.join(words)
 
     def extend(self, workdir: Path, steps: int) -> str:
-        """The command that goes on to `steps` updates."""
+        """Returns the command that trains on to `steps` updates."""
         return self.resume(workdir, {"train.steps": str(steps)}, "--extend")
 
 

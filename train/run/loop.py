@@ -26,7 +26,7 @@ from bytescope.train.launch.runtime import forget_peak, return_freed_memory
 from bytescope.train.launch.signals import Stop
 from bytescope.train.plan import refusal
 from bytescope.train.plan.remat_auto import settled_program
-from bytescope.train.program.checks import doubtful, doubtful_data
+from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_settings
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
 from bytescope.train.run import profile, startup, summary, wandb_run
@@ -310,7 +310,8 @@ def run(
         startup.show_program(console, program, data.description, verbose=command.verbose)
         summary.show(console, [("passes", startup.passes(program, len(data.train)))])
         read = program.batch.rows_before(config.train.steps)
-        for line in (*doubtful(config, program.mesh.devices.flat[0].platform), *doubtful_data(config, data, read)):
+        warnings = doubtful_settings(program.settings, program.mesh.devices.flat[0].platform)
+        for line in (*warnings, *doubtful_data(program.settings, data, read)):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report

@@ -1,21 +1,25 @@
-"""A case of a calibration: one kernel at one size, as a program that runs a chain of it.
+"""Cases of a calibration: one kernel or copy at one size, each as a program that runs a chain of it.
 
-The program runs some links in a loop on the device, each of which needs the one before, and returns a scalar; calls
-follow each other without waiting, so that dispatch hides behind them. Barriers keep XLA from fusing neighbouring links
-into one kernel.
+The program runs links in a loop on the device, each of which needs the result of the one before, and returns a scalar.
+Calls follow each other without waiting, so that dispatch is hidden behind them. Barriers keep XLA from fusing
+neighbouring links into one kernel. `cases_of` lists all cases of a machine's devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.cost import roofline
+from bytescope.memory.devices.targets import Target, platform_of
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.seconds.rate_records import WAYS
 from bytescope.memory.units import human
 
-# Parts of what is measured, in the order in which they are shown.
+# Parts of a calibration, in the order in which they are shown.
 PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS = (
     "products",
     "thin products",
@@ -29,13 +33,17 @@ PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS =
 TO_HOST, TO_DEVICE = "to host", "to device"
 COPY, ADD = "copy", "add"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# A call of a program is to take about so long; links of one call, and those that one turn of its loop has.
-CALL_SECONDS, LEAST_LINKS, MOST_LINKS, UNROLLED = 5e-3, 4, 256, 8
+# Wanted seconds of one call of a program; links of one call, and links in one turn of its loop.
+CALL_SECONDS, MIN_LINKS, MAX_LINKS, UNROLLED = 5e-3, 4, 256, 8
 MIB = 2**20
-# The payload whose permutation tells the seconds of a hop, and whose copy those that a copy takes to begin.
+# Bytes of the payload whose permutation gives the seconds of a hop, and whose copy gives the latency of a copy.
 SHORT = 4096
-# What a link adds to what it chains: too little to overflow, too much for XLA to leave out.
+# Factor of the value that a link adds to its chain: too small to overflow, too large for XLA to leave out.
 SMALL = 1e-3
+# FLOPs of a backward pass of attention (five products) over those of a forward one (two).
+_BACKWARD = 2.5
+# Assumed rates of an accelerator without a data sheet, until it is measured: FLOP/s, bytes per second.
+_GUESS = (1e14, 1e12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +51,14 @@ class CalibrationCase:
     """One kernel at one size.
 
     Fields:
-        part: of `PARTS`. key: what it is within its part: (unit,) of products, (unit, m, k, n) of thin ones, (way,
-            head width) of attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
-        size: the side of a cube, keys, or bytes. work: FLOPs or bytes of one link. links: of one call.
-        make: the program, or whatever else has `start()`: a function that begins one call and returns what to wait for.
-        needed: measured however little time there is.
+        part: one of `PARTS`.
+        key: identifies the case within its part: (unit,) of products, (unit, m, k, n) of thin ones, (way, head width)
+        of
+            attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
+        size: the side of a cube, the number of keys, or bytes.
+        work: FLOPs or bytes of one link; links: number of links in one call.
+        make: returns an object with `start()`, a function that begins one call and returns an array to wait for.
+        needed: measured even if there is little time.
     """
 
     part: str
@@ -67,12 +78,13 @@ class CalibrationCase:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationSizes:
-    """Which sizes are measured, most wanted first.
+    """The sizes to measure, most important first.
 
     Fields:
-        units: of `cost.roofline.UNITS`. sides: of cubes. thin: (m, k, n). lengths: of attention. widths: of heads.
-        tokens: of attention over all sequences. heads: elements of all heads together.
-        arrays: bytes of an array that is copied. payloads: of a collective. copied: bytes over the host link.
+        units: of `cost.roofline.UNITS`; sides: of cubes; thin: (m, k, n) of thin products.
+        lengths: of sequences in attention; widths: of heads.
+        tokens: of attention over all sequences; heads: elements of all heads together.
+        arrays: bytes of an array that is copied; payloads: bytes of a collective; copied: bytes over the host link.
     """
 
     units: tuple[str, ...]
@@ -113,20 +125,53 @@ HOST = CalibrationSizes(
 )
 
 
+def sizes_of(target: Target) -> CalibrationSizes:
+    """The sizes to measure on a target's devices."""
+    return HOST if target.platform == "cpu" else ACCELERATOR
+
+
+def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
+    """The cases to measure: the needed ones first, then one case of each part in turn."""
+    units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
+    if target.peak_flops:
+        flops, bandwidth = target.peak_flops[units[0]], target.hbm_bytes_per_s
+    elif target.platform == "cpu":
+        flops, bandwidth = roofline.machine_rates()
+    else:
+        flops, bandwidth = _GUESS
+    parts = [
+        list(_floor_cases(devices[0])),
+        list(_product_cases(devices[0], units, sizes, flops)),
+        list(_memory_cases(devices[0], sizes, bandwidth)),
+        list(_attention_cases(devices[0], units[0], sizes, flops / 2)),
+        list(_host_link_cases(devices[0], sizes)),
+        list(_collective_cases(devices, sizes, bandwidth / 10)),
+        list(_thin_cases(devices[0], units[0], sizes, flops)),
+    ]
+    cases = []
+    for turn in range(max(map(len, parts))):
+        cases += [part[turn] for part in parts if turn < len(part)]
+    return sorted(cases, key=lambda case: not case.needed)
+
+
+# ---- chains ---------------------------------------------------------------------------------------------------
+
+
 def links_of(work: float, rate: float) -> int:
-    """Links of one call, a multiple of `UNROLLED` where there are so many."""
-    wanted = min(max(int(CALL_SECONDS * rate / work), LEAST_LINKS), MOST_LINKS)
+    """Number of links of one call, a multiple of `UNROLLED` if there are that many."""
+    wanted = min(max(int(CALL_SECONDS * rate / work), MIN_LINKS), MAX_LINKS)
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A program of links, each of which needs the one before: what `Case.make` makes.
+    """A program of links, each of which needs the result of the one before.
 
     Fields:
-        program: (before, x, *others) -> a first result that is the next call's `before`, and others.
-        before: the shape of `before`, float32. inputs: (shape, dtype, scale) of x and the others, normal numbers of
-            that scale. sharding: of all of them, on devices that need not be here.
+        program: (before, x, *others) -> results, of which the first is the `before` of the next call.
+        before: the shape of `before`, float32.
+        inputs: (shape, dtype, scale) of x and the others, filled with normal numbers of this scale.
+        sharding: of all arguments; its devices may be absent for `lower`.
     """
 
     program: Callable[..., Any]
@@ -145,12 +190,12 @@ class Chain:
         )
 
     def start(self) -> Callable[[], Any]:
-        """Compiles it and fills its inputs; a call begins a run, which waits for the one before."""
+        """Compiles the program and fills its inputs; returns a function that begins a run after the one before."""
         import jax
         import jax.numpy as jnp
 
         compiled = self.lower().compile()
-        values = [normal(self.sharding, number, *each) for number, each in enumerate(self.inputs)]
+        values = [_normal(self.sharding, number, *each) for number, each in enumerate(self.inputs)]
         last = [jax.device_put(jnp.zeros(self.before), self.sharding)]
 
         def run() -> Any:
@@ -160,7 +205,7 @@ class Chain:
         return run
 
 
-def chain(
+def _chain(
     device: JaxDevice,
     link: Callable[..., Any],
     links: int,
@@ -168,10 +213,9 @@ def chain(
     prepare: Callable[..., tuple[Any, ...]] | None = None,
     unroll: int = UNROLLED,
 ) -> Chain:
-    """`links` runs of `link(x, *others) -> x` on one device.
+    """A chain of `links` runs of `link(x, *others) -> x` on one device.
 
-    Args:
-        prepare: of the arguments once a call, outside of the chain.
+    `prepare`: computes `others` from the arguments, once per call and outside the chain.
     """
     import jax
     import jax.numpy as jnp
@@ -180,14 +224,14 @@ def chain(
         x = x + (before * 0).astype(x.dtype)
         others = prepare(x, *others) if prepare else others
         out = jax.lax.fori_loop(0, links, lambda _, x: link(x, *others), x, unroll=min(unroll, links))
-        # All of it is returned, so that all of it is computed.
+        # The whole array is returned, so that XLA computes all of it.
         return out[(0,) * out.ndim].astype(jnp.float32), out
 
     return Chain(program, (), inputs, jax.sharding.SingleDeviceSharding(device))
 
 
-def normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """An array of normal numbers, of which the first million repeat: zeros would spare a device power. Each device of a
+def _normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
+    """An array of normal numbers that repeats every million, because zeros would spare a device power. Each device of a
     sharding over the first dimension makes its own part."""
     import jax
     import numpy as np
@@ -197,3 +241,236 @@ def normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: 
     numbers = scale * np.random.default_rng(seed).standard_normal(min(size, 2**20), np.float32)
     filled = np.resize(numbers.astype(dtype), size).reshape(part)
     return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, lambda _: filled))
+
+
+# ---- cases of one device ---------------------------------------------------------------------------------------
+
+
+def _floor_cases(device: JaxDevice) -> Iterator[CalibrationCase]:
+    import jax
+    import jax.numpy as jnp
+
+    def make(links: int) -> Chain:
+        return _chain(
+            device,
+            lambda x: jax.lax.optimization_barrier(x * 1.0001),
+            links,
+            [((1024,), jnp.float32, 1.0)],
+            unroll=4 * UNROLLED,
+        )
+
+    yield CalibrationCase(FLOOR, (), 0, 0.0, MAX_LINKS, functools.partial(make, MAX_LINKS), needed=True)
+    yield CalibrationCase(CALL, (), 0, 0.0, 1, functools.partial(make, 1), needed=True)
+
+
+def _dtype(unit: str) -> Any:
+    import jax.numpy as jnp
+
+    return {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(unit, jnp.float32)
+
+
+def _times(unit: str) -> Callable[[Any, Any], Any]:
+    """Returns a function (x, w) -> x @ w in a unit, rounded to the dtype of x; fp8 is summed in float32 and rounded to
+    bfloat16 first."""
+    import jax
+    import jax.numpy as jnp
+
+    preset = jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if unit == "tf32" else None
+    precision = preset or (jax.lax.Precision.HIGHEST if unit == "fp32" else None)
+    out = jnp.bfloat16 if unit == "fp8" else None
+    return lambda x, w: jnp.matmul(x, w, precision=precision, preferred_element_type=out).astype(x.dtype)
+
+
+def _product_cases(
+    device: JaxDevice, units: Sequence[str], sizes: CalibrationSizes, flops: float
+) -> Iterator[CalibrationCase]:
+    def make(unit: str, side: int, links: int) -> Chain:
+        shape = (side, side), _dtype(unit)
+        return _chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side**-0.5)])
+
+    for side in sizes.sides:
+        for unit in units:
+            work = 2.0 * side**3
+            links = links_of(work, flops)
+            yield CalibrationCase(
+                PRODUCTS,
+                (unit,),
+                side,
+                work,
+                links,
+                functools.partial(make, unit, side, links),
+                needed=(unit, side) == (units[0], sizes.sides[0]),
+            )
+
+
+def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
+    """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
+
+    def make(m: int, k: int, n: int, links: int) -> Chain:
+        times, dtype = _times(unit), _dtype(unit)
+        return _chain(
+            device,
+            lambda x, up, down: times(times(x, up), down),
+            links,
+            [((m, k), dtype, 1.0), ((k, n), dtype, k**-0.5), ((n, k), dtype, n**-0.5)],
+        )
+
+    for m, k, n in sizes.thin:
+        work = 4.0 * m * k * n
+        links = links_of(work, flops)
+        yield CalibrationCase(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
+
+
+def _memory_cases(device: JaxDevice, sizes: CalibrationSizes, bandwidth: float) -> Iterator[CalibrationCase]:
+    import jax
+    import jax.numpy as jnp
+
+    barrier = jax.lax.optimization_barrier
+    # Kind -> arrays that a link reads and writes, and the link.
+    kinds: Mapping[str, tuple[int, Callable[..., Any]]] = {
+        COPY: (2, lambda x: barrier(x * 1.0001)),
+        ADD: (3, lambda x, y: barrier(x + y)),
+    }
+
+    def make(kind: str, size: int, links: int) -> Chain:
+        arrays, link = kinds[kind]
+        inputs = [((size // 4,), jnp.float32, scale) for scale in (1.0, SMALL)]
+        return _chain(device, link, links, inputs[: arrays - 1])
+
+    for size in sizes.arrays:
+        for kind, (arrays, _) in kinds.items():
+            links = links_of(arrays * size, bandwidth)
+            yield CalibrationCase(
+                MEMORY,
+                (kind,),
+                size,
+                float(arrays * size),
+                links,
+                functools.partial(make, kind, size, links),
+                needed=size == sizes.arrays[0],
+            )
+
+
+def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
+    for length in sizes.lengths:
+        for width in sizes.widths:
+            for way in WAYS:
+                batch, heads = max(sizes.tokens // length, 1), max(sizes.heads // width, 1)
+                causal, backward = way.endswith("causal"), way.startswith("backward")
+                work = 4.0 * batch * heads * length**2 * width * (0.5 if causal else 1.0)
+                links = links_of(work * (_BACKWARD if backward else 1.0), flops)
+                # A call of a backward chain begins with one forward pass.
+                work *= _BACKWARD + 1 / links if backward else 1.0
+                make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
+                yield CalibrationCase(
+                    ATTENTION,
+                    (way, width),
+                    length,
+                    work,
+                    links,
+                    make,
+                    needed=(length, width) == (sizes.lengths[0], sizes.widths[0]),
+                )
+
+
+def _attend(device: JaxDevice, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
+    """A chain of attention: cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, XLA's products elsewhere, because
+    cuDNN has no kernel for older GPUs."""
+    import jax
+
+    implementation = "cudnn" if platform_of(device) == "cuda" and unit == "bf16" else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
+    arrays = [(shape, _dtype(unit), 1.0)] * 3
+    if not backward:
+        return _chain(device, lambda q, k, v: q + SMALL * attend(q, k, v).astype(q.dtype), links, arrays)
+
+    def pull(g: Any, back: Any) -> Any:
+        return g + SMALL * sum(back(g))
+
+    return _chain(device, pull, links, [arrays[0], *arrays], prepare=lambda g, q, k, v: (jax.vjp(attend, q, k, v)[1],))
+
+
+# ---- cases of links --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    """Copies of an array of `size` bytes from one sharding to another."""
+
+    size: int
+    source: Any
+    destination: Any
+
+    def start(self) -> Callable[[], Any]:
+        """Fills the array; returns a function that begins a copy."""
+        import jax
+        import numpy as np
+
+        array = _normal(self.source, 0, (self.size // 4,), np.float32, 1.0)
+        return lambda: jax.device_put(array, self.destination)
+
+
+def _host_link_cases(device: JaxDevice, sizes: CalibrationSizes) -> Iterator[CalibrationCase]:
+    import jax
+
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    kind = next((kind for kind in ("pinned_host", "unpinned_host") if kind in kinds), None)
+    if kind is None:
+        return
+    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    for size in (sizes.copied, SHORT):
+        for way, source, destination in ((TO_HOST, on_device, on_host), (TO_DEVICE, on_host, on_device)):
+            make = functools.partial(_Copies, size, source, destination)
+            yield CalibrationCase(HOST_LINK, (way,), size, float(size), 1, make, needed=True)
+
+
+def _collective_cases(
+    devices: Sequence[JaxDevice], sizes: CalibrationSizes, bandwidth: float
+) -> Iterator[CalibrationCase]:
+    groups = [group for group in dict.fromkeys((len(devices), 2)) if 2 <= group <= len(devices)]
+    for size in (*sizes.payloads, SHORT):
+        for group in groups:
+            for kind in KINDS:
+                if size == SHORT and kind != KINDS[-1]:
+                    continue  # only the permutation, which gives the seconds of a hop
+                whole = size - size % (4 * group * group)
+                links = links_of(whole, bandwidth)
+                yield CalibrationCase(
+                    COLLECTIVES,
+                    (kind, group),
+                    whole,
+                    float(whole),
+                    links,
+                    functools.partial(_send, tuple(devices[:group]), kind, whole, links),
+                    needed=kind == KINDS[0] and (size, group) == (sizes.payloads[0], groups[0]),
+                )
+
+
+def _send(devices: tuple[JaxDevice, ...], kind: str, size: int, links: int) -> Chain:
+    """A chain of one collective whose payload, the unsharded array, is `size` bytes on each device."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    count, axis = len(devices), "all"
+    part = size // 4 // count
+    mesh = jax.sharding.Mesh(np.array(devices), (axis,))
+    ring = [(one, (one + 1) % count) for one in range(count)]
+    # A maximum instead of a sum needs no scaling afterwards; gathered or scattered values are written back in place.
+    send: Mapping[str, Callable[[Any], Any]] = {
+        "all-reduce": lambda x: jax.lax.pmax(x, axis),
+        "all-gather": lambda x: jax.lax.all_gather(x, axis, tiled=True)[:part] + SMALL,
+        "reduce-scatter": lambda x: x.at[:part].set(jax.lax.psum_scatter(x, axis, tiled=True) * SMALL),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, axis, ring),
+    }
+
+    def program(before: Any, x: Any) -> Any:
+        x = jax.lax.fori_loop(0, links, lambda _, x: send[kind](x), x + before[0] * 0)
+        return x[:1], x
+
+    spec = jax.sharding.PartitionSpec(axis)
+    local = part if kind == "all-gather" else part * count
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+    return Chain(mapped, (count,), [((local * count,), jnp.float32, 1.0)], jax.sharding.NamedSharding(mesh, spec))

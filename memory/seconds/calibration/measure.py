@@ -1,7 +1,7 @@
-"""Rates of this machine's devices, measured: cases are compiled, run by turns until the time is spent, and fitted.
+"""Measures the rates of this machine's devices: compiles cases, runs them in turn until the time is spent, fits rates.
 
-Cases are prepared in the order of how much they are wanted, for so much of the time; then all of them run by turns, so
-that a clock that falls or a neighbour that wakes reaches all alike. A case's seconds are the median over the turns.
+Cases are compiled in order of importance during a first part of the time. Then all of them run in turn, so that a
+falling clock or another program slows all of them alike. The seconds of a case are the median over the turns.
 """
 
 from __future__ import annotations
@@ -15,47 +15,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from bytescope.memory.cost import roofline
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.hlo.jax_types import JaxDevice
-from bytescope.memory.seconds.calibration import kernel_cases, links
 from bytescope.memory.seconds.calibration.cases import (
-    ACCELERATOR,
     ATTENTION,
     CALL,
     COLLECTIVES,
     FLOOR,
-    HOST,
     HOST_LINK,
     MEMORY,
     PRODUCTS,
     SHORT,
     CalibrationCase,
-    CalibrationSizes,
 )
 from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates
 
-# The share of the time in which cases are compiled; what a visit of one takes.
+# The share of the time in which cases are compiled; seconds of one visit of a case.
 _PREPARING, _VISIT_SECONDS = 0.7, 20e-3
-# What is needed may take so much of the time asked for, or so many seconds where that is more, and no longer: a machine
-# that others use too compiles slowly.
-_OVER, _LEAST_SECONDS = 1.25, 30.0
+# Needed cases may take this multiple of the time, or this number of seconds if that is more, because a shared machine
+# compiles slowly.
+_OVER, _MIN_SECONDS = 1.25, 30.0
 NO_TIME = "no time: give more --seconds"
-# Of a measured time, what its kernel is thought to take at least: a floor measured too high takes away no more.
-_LEAST_SHARE = 0.1
-# What an accelerator without a data sheet is thought to reach, until it is measured: FLOP/s, bytes per second.
-_GUESS = (1e14, 1e12)
+# Minimum share of a measured time that is work of the kernel, for a floor that was measured too high.
+_MIN_SHARE = 0.1
 _VERSIONS = ("bytescope", "jax", "jaxlib")
 Tell = Callable[[Sequence[str], int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A case measured: its `part`, `key`, `size` and `work` (see `cases.Case`), the median seconds of one link, and the
-    spread of its turns, the distance of the quartiles over the median; None where it had one at most."""
+    """A measured case: its `part`, `key`, `size` and `work` (see `cases.CalibrationCase`), and the median seconds of
+    one link. spread: the distance of the quartiles over the median; None for fewer than two turns."""
 
     part: str
     key: tuple[Any, ...]
@@ -67,7 +59,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What was measured. rates: of one device. left_out: case in words -> why it was not measured."""
+    """The result of a calibration. rates: of one device; left_out: label of a case -> why it was not measured."""
 
     rates: DeviceRates
     samples: tuple[Sample, ...]
@@ -78,22 +70,17 @@ class Calibration:
 class _Prepared:
     case: CalibrationCase
     run: Callable[[], Any]
-    calls: int  # of one visit
-    first: float = 0.0  # seconds of one link in a single call, which stands where there was no time for a turn
+    calls: int  # in one visit
+    first: float = 0.0  # seconds of one link in a single call, used if there was no time for a turn
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def visit(self) -> float:
-        """Runs its calls one behind the other; seconds of one link."""
+        """Runs the calls one after the other and returns the seconds of one link."""
         began = time.perf_counter()
         for _ in range(self.calls):
             last = self.run()
         last.block_until_ready()
         return (time.perf_counter() - began) / (self.calls * self.case.links)
-
-
-def sizes_of(target: Target) -> CalibrationSizes:
-    """What is measured of a target's devices."""
-    return HOST if target.platform == "cpu" else ACCELERATOR
 
 
 def measure(
@@ -103,13 +90,13 @@ def measure(
     seconds: float = 60.0,
     tell: Tell = lambda labels, done: None,
 ) -> Calibration:
-    """The rates that cases tell (of `cases_of`), measured in about so many seconds.
+    """Measures cases (of `cases.cases_of`) in about `seconds`, and fits the rates.
 
     Args:
-        target: with its data sheet, where there is one. devices: of this host, that the cases run on.
-        tell: is called with what runs and how many whole seconds are gone.
+        target: the devices, with their data sheet if there is one; devices: number of devices that the cases run on.
+        tell: called with the labels of what runs and the number of whole seconds that have passed.
 
-    Raises ReportError where a part that a prediction needs cannot be measured.
+    Raises ReportError if a part that a prediction needs cannot be measured.
     """
     clock = _TimeBudget(time.monotonic(), seconds, tell)
     prepared, left_out = _prepared(todo, clock)
@@ -122,7 +109,7 @@ def measure(
             clock.tell(f"turn {turn}", each.case.label)
             try:
                 each.seconds.append(each.visit())
-            except Exception as error:  # no memory is left beside the cases that were prepared after it
+            except Exception as error:  # no memory is left beside the cases that were prepared later
                 prepared.remove(each)
                 left_out[each.case.label] = _reason(error)
     samples = tuple(_sample(each) for each in prepared)
@@ -135,34 +122,34 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _TimeBudget:
-    """When it began, how many seconds were asked for, and who is told."""
+    """Start of a calibration, its number of seconds, and the function that shows its progress."""
 
     began: float
     seconds: float
     teller: Tell
 
     def tell(self, *labels: str) -> None:
-        self.teller(labels, int(min(self.gone, self.seconds)))
+        self.teller(labels, int(min(self.passed, self.seconds)))
 
     @property
-    def gone(self) -> float:
+    def passed(self) -> float:
         return time.monotonic() - self.began
 
     def late(self, needed: bool) -> bool:
-        """Whether no more cases are to be compiled."""
-        return self.gone > (self._limit if needed else _PREPARING * self.seconds)
+        """Whether the time for compiling a case is over."""
+        return self.passed > (self._limit if needed else _PREPARING * self.seconds)
 
     def over(self, turns: int) -> bool:
-        """Whether no more cases are to run, so many turns being done: the first is finished even past the time."""
-        return self.gone > (self.seconds if turns else self._limit)
+        """Whether the time for running is over after `turns` turns; the first turn may take longer."""
+        return self.passed > (self.seconds if turns else self._limit)
 
     @property
     def _limit(self) -> float:
-        return max(_OVER * self.seconds, _LEAST_SECONDS)
+        return max(_OVER * self.seconds, _MIN_SECONDS)
 
 
 def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
-    """(cases ready to run, those left out with the reason)."""
+    """(cases ready to run, label of a case that is left out -> reason)."""
     prepared, left_out = [], {}
     for case in todo:
         clock.tell(case.label)
@@ -171,7 +158,7 @@ def _prepared(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list
             continue
         try:
             prepared.append(_prepare(case))
-        except Exception as error:  # of the compiler or the device: a dtype or size that it has not, no memory left
+        except Exception as error:  # of the compiler or the device: an unsupported dtype or size, no memory left
             left_out[case.label] = _reason(error)
     return prepared, left_out
 
@@ -180,58 +167,32 @@ def _reason(error: Exception) -> str:
     return in_one_line(str(error))[:200] or type(error).__name__
 
 
-def cases_of(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationSizes) -> list[CalibrationCase]:
-    """What to measure, the needed first, then by turns a case of each part."""
-    units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
-    flops, moved = (
-        (target.peak_flops[units[0]], target.hbm_bytes_per_s)
-        if target.peak_flops
-        else roofline.machine_rates()
-        if target.platform == "cpu"
-        else _GUESS
-    )
-    rows = [
-        list(row)
-        for row in (
-            kernel_cases.floors(devices[0]),
-            kernel_cases.products(devices[0], units, sizes, flops),
-            kernel_cases.memory(devices[0], sizes, moved),
-            kernel_cases.attention(devices[0], units[0], sizes, flops / 2),
-            links.host_link(devices[0], sizes),
-            links.collectives(devices, sizes, moved / 10),
-            kernel_cases.thin(devices[0], units[0], sizes, flops),
-        )
-    ]
-    turns = [row[turn] for turn in range(max(map(len, rows))) for row in rows if turn < len(row)]
-    return sorted(turns, key=lambda case: not case.needed)
-
-
 def _prepare(case: CalibrationCase) -> _Prepared:
-    """Compiles a case, warms it up and chooses its calls of a visit."""
-    found = _Prepared(case, case.make().start(), 1)
-    found.visit()  # the first run loads kernels
-    found.first = found.visit()
-    call = max(found.first * case.links, 1e-6)
-    found.calls = min(max(int(_VISIT_SECONDS / call), 1), 1000)
-    return found
+    """Compiles a case, warms it up and chooses the number of calls of a visit."""
+    prepared = _Prepared(case, case.make().start(), 1)
+    prepared.visit()  # the first run loads kernels
+    prepared.first = prepared.visit()
+    call = max(prepared.first * case.links, 1e-6)
+    prepared.calls = min(max(int(_VISIT_SECONDS / call), 1), 1000)
+    return prepared
 
 
 def _sample(each: _Prepared) -> Sample:
-    case, seconds = each.case, each.seconds or [each.first]
-    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else None
-    middle = statistics.median(seconds)
-    return Sample(
-        case.part, case.key, case.size, case.work, middle, (quarters[2] - quarters[0]) / middle if quarters else None
-    )
+    case, seconds, spread = each.case, each.seconds or [each.first], None
+    median = statistics.median(seconds)
+    if len(seconds) > 1:
+        low, _, high = statistics.quantiles(seconds, n=4)
+        spread = (high - low) / median
+    return Sample(case.part, case.key, case.size, case.work, median, spread)
 
 
 def _rounded(value: float) -> float:
-    """Four digits of it: no clock tells more, and the file stays small."""
+    """The value in four digits: no clock is more precise, and the file stays small."""
     return float(f"{value:.4g}")
 
 
 def _about(target: Target, devices: int) -> dict[str, str]:
-    """What was measured, when and with which versions."""
+    """The device, the date and the versions of a calibration."""
     found = {
         "device": target.kind,
         "platform": target.platform,
@@ -247,9 +208,9 @@ def _about(target: Target, devices: int) -> dict[str, str]:
 
 
 def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
-    """The rates that samples say. about: what was measured, when and with which versions.
+    """Fits rates to samples. `about`: the device, the date and the versions of the calibration.
 
-    Raises ReportError where a part is missing that a prediction needs.
+    Raises ReportError if a part is missing that a prediction needs.
     """
     parts: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -290,8 +251,8 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
 
 
 def _work_seconds(sample: Sample, floor: float) -> float:
-    """What its work takes beside the floor of its kernel."""
-    return max(sample.seconds - floor, _LEAST_SHARE * sample.seconds)
+    """Seconds of a link without the floor of its kernel."""
+    return max(sample.seconds - floor, _MIN_SHARE * sample.seconds)
 
 
 def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
@@ -303,21 +264,21 @@ def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Cu
 
 
 def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
-    """Bytes per second over the bytes of a kernel: a copy and an addition of arrays of one size are one point."""
-    alike: dict[int, list[Sample]] = defaultdict(list)
+    """Bytes per second over the bytes of a kernel; a copy and an addition of arrays of one size are one point."""
+    by_size: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
-        alike[sample.size].append(sample)
-    points = {
-        statistics.fmean(s.work for s in found): _rounded(
-            sum(s.work for s in found) / sum(_work_seconds(s, floor) for s in found)
+        by_size[sample.size].append(sample)
+    points = {}
+    for group in by_size.values():
+        seconds = sum(_work_seconds(sample, floor) for sample in group)
+        points[statistics.fmean(sample.work for sample in group)] = _rounded(
+            sum(sample.work for sample in group) / seconds
         )
-        for found in alike.values()
-    }
     return tuple(sorted(points.items()))
 
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
-    """Bus bandwidth over payload bytes by kind and group; the shortest payloads tell of hops alone."""
+    """Bus bandwidth over payload bytes by kind and group; the shortest payloads measure only hops."""
     found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:

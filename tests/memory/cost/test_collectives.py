@@ -15,8 +15,8 @@ from bytescope.memory.formulas import communication_volume
 from bytescope.memory.formulas.communication_volume import Expected
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import ModelFacts
+from bytescope.memory.formulas.model_shape import StepLayout, gpt
 from bytescope.memory.formulas.training_state import PrecisionBytes
-from bytescope.memory.formulas.transformer_formulas import StepLayout, gpt
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo import mesh as hlo_mesh

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bytescope.memory.devices import chips, limits, platform, targets, topologies
+from bytescope.memory.devices import chips, limits, platform, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.watching import device_tables
 
 pytestmark = pytest.mark.quick
 
-HAS_CUDA = any(topologies.installed(f"jax_plugins.{name}") for name in topologies.CUDA_PLUGINS)
+HAS_CUDA = any(targets.installed(f"jax_plugins.{name}") for name in targets.CUDA_PLUGINS)
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 needs_cuda = pytest.mark.oracle("cuda")
 needs_tpu = pytest.mark.oracle("tpu")
@@ -132,7 +132,7 @@ def test_local_devices_and_simulated_ones():
 
 
 def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
-    monkeypatch.setattr(topologies, "installed", lambda module: False)
+    monkeypatch.setattr(targets, "installed", lambda module: False)
     targets._devices.cache_clear()
     for name, extra in (("h100", "bytescope[cuda]"), ("v5e", "bytescope[tpu]")):
         with pytest.raises(ReportError, match="pip install") as caught:
@@ -142,13 +142,13 @@ def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
 
 def test_a_gpu_that_cuda_13_has_left_needs_the_compiler_of_cuda_12(monkeypatch):
     asked = []
-    monkeypatch.setattr(topologies, "_topology", lambda name, platform, **options: asked.append(options) or [])
-    monkeypatch.setattr(topologies, "installed", lambda module: module.endswith("cuda13"))
+    monkeypatch.setattr(targets, "_topology", lambda name, platform, **options: asked.append(options) or [])
+    monkeypatch.setattr(targets, "installed", lambda module: module.endswith("cuda13"))
     with pytest.raises(ReportError, match=r"sm_70; in an environment of its own, pip install 'bytescope\[cuda12\]'"):
-        topologies.gpu_devices("v100", CHIPS["v100"], (1, 1))
-    monkeypatch.setattr(topologies, "installed", lambda module: True)
+        targets.gpu_devices("v100", CHIPS["v100"], (1, 1))
+    monkeypatch.setattr(targets, "installed", lambda module: True)
     for name in ("v100", "t4"):
-        topologies.gpu_devices(name, CHIPS[name], (1, 1))
+        targets.gpu_devices(name, CHIPS[name], (1, 1))
     old, new = (options["target_config"] for options in asked)
     assert "runtime_version { major: 12 minor: 9 }" in old and "major: 7 minor: 0" in old
     assert "runtime_version { major: 13 minor: 0 }" in new and "major: 7 minor: 5" in new

@@ -15,15 +15,14 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.findings import finding_rules as findings
-from bytescope.memory.findings.replicated_arrays import are_partial_sums, missing
+from bytescope.memory.findings.sharding_findings import are_partial_sums, missing
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
-from bytescope.memory.peak.batch_axes import Activation
-from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint

@@ -9,8 +9,7 @@ import pytest
 
 from bytescope.configs import llama_8b
 from bytescope.memory.cost.flops import count
-from bytescope.memory.cost.recomputed import recomputed_products
-from bytescope.memory.findings.spare_memory import spare_memory
+from bytescope.memory.findings.spare_memory import recomputed_products, spare_memory
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.module import Module

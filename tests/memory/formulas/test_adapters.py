@@ -14,10 +14,9 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.adapter_formulas import Adapters
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
+from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout, gpt
 from bytescope.train.plan.config_facts import PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat
 
@@ -30,7 +29,7 @@ ALONE = StepLayout()
 GPT3 = gpt(96, 12288, 96, 50257, dropout=False)
 
 
-def with_adapters(model, rank, targets=adapter_formulas.TARGETS, base="bf16"):
+def with_adapters(model, rank, targets=TARGETS, base="bf16"):
     return dataclasses.replace(model, adapters=Adapters(rank, targets, base))
 
 

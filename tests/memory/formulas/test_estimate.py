@@ -14,12 +14,9 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer_formulas
-from bytescope.memory.formulas.adapter_formulas import Adapters
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
+from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM, MIXED
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.train.plan import estimate_page
 from bytescope.train.plan.assumed_model import parse_count
 from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS, question_of
@@ -68,7 +65,7 @@ DEEPSEEK = Question(
 )
 DROPOUT = Question(
     1e9,
-    transformer_formulas.gpt(24, 2048, 16, 50304),
+    gpt(24, 2048, 16, 50304),
     StepLayout(tensor=4, sequence=True, data=2, zero=1),
     1024,
     4,

@@ -7,7 +7,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.formulas import communication_volume, reconcile
 from bytescope.memory.formulas.communication_volume import EXCHANGES as FORMULAS
 from bytescope.memory.formulas.communication_volume import sent
-from bytescope.memory.formulas.expert_formulas import ExpertShape
+from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.report import report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES

@@ -17,11 +17,9 @@ from bytescope.memory.formulas import (
     training_state,
     transformer_formulas,
 )
-from bytescope.memory.formulas.expert_formulas import ExpertShape
-from bytescope.memory.formulas.latent_formulas import Latent
 from bytescope.memory.formulas.memory_estimate import Question, estimate
+from bytescope.memory.formulas.model_shape import ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM
-from bytescope.memory.formulas.transformer_formulas import ModelShape, StepLayout
 from bytescope.model import ModelConfig
 from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
@@ -149,7 +147,7 @@ def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_pr
         forward = rematerialized.forward_flops(kind, "flash", 4096)
         assert forward == 2 * active + core
         again = rematerialized.walk(kind, "flash", ()).recomputed
-        down = kind.width * expert_formulas.mlp_width(kind)
+        down = kind.width * kind.dense_width
         if kind.experts:
             down += kind.width * kind.experts.width * kind.experts.per_token
         assert rematerialized.recomputed_flops(kind, "flash", again, 4096) == forward - 2 * down

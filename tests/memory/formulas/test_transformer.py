@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
+from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM, MIXED
-from bytescope.memory.formulas.transformer_formulas import StepLayout, gpt
 from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS
 
 pytestmark = pytest.mark.quick
@@ -93,7 +93,7 @@ def test_what_lies_outside_the_layers_and_on_the_first_stage():
 
 def test_llama_and_flash_forms_by_hand():
     """One token of Llama 3 8B: norms and what they give, queries, context, keys, values, the MLP's three, sums."""
-    llama = transformer_formulas.ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+    llama = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
     kept = transformer_formulas.layer_bytes(llama, StepLayout(), S, 1, attention="flash")
     assert kept == S * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32)
     assert transformer_formulas.layer_bytes(llama, StepLayout(), S, 1, attention="flash", recompute="selective") == kept

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from bytescope import memory
-from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import ModelFacts
+from bytescope.memory.formulas.model_shape import StepLayout, gpt
 from bytescope.memory.peak import ledger
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from support import programs
@@ -49,8 +49,8 @@ def test_gradients_have_their_reason(size, reason):
 
 
 def test_leaves_that_do_not_divide_are_named(devices):
-    model = transformer_formulas.gpt(1, 8, 1, 8)
-    question = Question(1, model, transformer_formulas.StepLayout(data=8, zero=3))
+    model = gpt(1, 8, 1, 8)
+    question = Question(1, model, StepLayout(data=8, zero=3))
     facts = ModelFacts(question=question, roles={"fsdp": "state"})
     report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), facts=facts)
     rows = {row.role: row for row in report.zero}

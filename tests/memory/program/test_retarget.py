@@ -1,9 +1,13 @@
 """A step that was traced here and is compiled for a target is the program that it is there, to the byte."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,3 +156,32 @@ def test_a_program_for_other_devices_is_refused(compiled):
     told = str(refused.value)
     assert "compiled for cpu" in told if compiled else "lowered for cpu" in told
     assert 'memory.analyze(step, *arguments, target="h200")' in told and ".trace(*arguments)" in told
+
+
+@pytest.mark.oracle("cuda")
+def test_literals_inside_of_a_shard_map_move_with_it(devices):
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("i", None), out_specs=P("i", None))
+    def step(x):
+        total = jax.lax.pcast(jnp.zeros(x.shape, x.dtype), "i", to="varying")
+        for _ in range(2):
+            x = jax.lax.ppermute(x, "i", [(n, (n + 1) % 8) for n in range(8)])
+            total = total + 2 * x
+        return total
+
+    report = memory.analyze(step, spec((64, 128), jnp.float32), target="h100:8")
+    assert report.breakdown["batch"] == 64 * 128 * 4 // 8
+
+
+@pytest.mark.oracle("cuda")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_kernel_of_pallas_is_for_the_target():
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    def step(x):
+        return pl.pallas_call(double, out_shape=spec(x.shape, x.dtype), compiler_params=triton.CompilerParams())(x)
+
+    report = memory.analyze(step, spec((64, 128), jnp.float32), target="h200")
+    assert report.peak_bytes == 2 * 64 * 128 * 4

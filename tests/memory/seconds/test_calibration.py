@@ -13,6 +13,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.seconds import rates
+from bytescope.memory.seconds.calibration import cases as calibration_cases
 from bytescope.memory.seconds.calibration import measure
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
@@ -20,20 +21,22 @@ from bytescope.memory.seconds.calibration.cases import (
     COLLECTIVES,
     FLOOR,
     HOST_LINK,
-    LEAST_LINKS,
+    MAX_LINKS,
     MEMORY,
     MIB,
-    MOST_LINKS,
+    MIN_LINKS,
     PRODUCTS,
     SHORT,
     THIN,
     UNROLLED,
     CalibrationCase,
     CalibrationSizes,
+    cases_of,
     links_of,
+    sizes_of,
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
-from bytescope.memory.seconds.kernel_seconds import seconds
+from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
@@ -108,10 +111,10 @@ def test_samples_say_the_rates_that_made_them(h200):
     assert found.source == "measured on 8 x NVIDIA H200 on 2026-11-22, jax 0.10.2"
     # What was measured is predicted again.
     cube = ScheduledKernel(PRODUCT, "forward", 1, 2 * 8192**3, "bfloat16", (1, 8192, 8192, 8192))
-    assert seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
+    assert kernel_seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
         2 * US + 160 * MIB / (2 * T), rel=0.2
     )
-    assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
+    assert kernel_seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
 
 
 @pytest.mark.quick
@@ -137,7 +140,7 @@ def test_a_floor_that_was_measured_too_high_takes_no_time_away(h200):
 
 @pytest.mark.quick
 def test_links_fill_a_call_in_whole_turns():
-    assert links_of(1e15, 1e12) == LEAST_LINKS and links_of(1.0, 1e12) == MOST_LINKS
+    assert links_of(1e15, 1e12) == MIN_LINKS and links_of(1.0, 1e12) == MAX_LINKS
     assert links_of(1e9, 4e12) == 16 and all(links_of(work, 1e12) % UNROLLED == 0 for work in (1e7, 1e8, 3e8))
 
 
@@ -205,7 +208,7 @@ TINY = CalibrationSizes(
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
     """The whole command, at the least that predictions need: its file is read again by the commands that predict."""
-    monkeypatch.setattr(measure, "HOST", TINY)
+    monkeypatch.setattr(calibration_cases, "HOST", TINY)
     file = tmp_path / "rates.json"
     assert cli.main(["calibrate", "--seconds=0.01", f"--out={file}"]) == 0
     shown = capsys.readouterr().out
@@ -279,7 +282,7 @@ def test_what_runs_on_a_card_compiles_for_it():
     devices = described("h100:8")
     target = targets.parse("h100:8")
     small = dataclasses.replace(
-        measure.sizes_of(target),
+        sizes_of(target),
         units=("bf16", "fp8"),
         sides=(1024,),
         lengths=(512,),
@@ -288,7 +291,7 @@ def test_what_runs_on_a_card_compiles_for_it():
         thin=(),
         arrays=(),
     )
-    programs = {case.label: case for case in measure.cases_of(devices, target, small)}
+    programs = {case.label: case for case in cases_of(devices, target, small)}
     for label, wanted in (
         ("products fp8 1024", ("f8e4m3fn",)),
         ("attention forward 128 512", ("__cudnn$fmhaSoftmax",)),
@@ -301,7 +304,7 @@ def test_what_runs_on_a_card_compiles_for_it():
 
 def test_a_gpu_without_bfloat16_is_measured_in_float16_and_without_cudnn():
     devices, target = described("t4"), targets.parse("t4")
-    cases = measure.cases_of(devices, target, measure.sizes_of(target))
+    cases = cases_of(devices, target, sizes_of(target))
     assert {case.key[0] for case in cases if case.part == PRODUCTS} == set(target.peak_flops) and cases[0].needed
     forward = next(case for case in cases if case.part == ATTENTION)
     lowered = forward.make().lower().as_text()

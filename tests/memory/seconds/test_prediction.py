@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import chip_rates, collective_seconds, kernel_seconds, rates, spread, step_prediction
+from bytescope.memory.seconds import chip_rates, constants, operation_seconds, rates, step_prediction
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Loop, ScheduledKernel, Start, Wait, to_json
 
 pytestmark = pytest.mark.quick
@@ -24,8 +24,8 @@ H100 = targets.parse("h100:8").to_json()
 @pytest.fixture(autouse=True)
 def a_byte_a_second(monkeypatch):
     """A kernel and a collective take as many seconds as they have bytes."""
-    monkeypatch.setattr(kernel_seconds, "seconds", lambda kernel, rates: float(kernel.bytes))
-    monkeypatch.setattr(collective_seconds, "seconds", lambda start, rates: float(start.bytes))
+    monkeypatch.setattr(operation_seconds, "kernel_seconds", lambda kernel, rates: float(kernel.bytes))
+    monkeypatch.setattr(operation_seconds, "transfer_seconds", lambda start, rates: float(start.bytes))
     monkeypatch.setattr(rates, "of", lambda target: SimpleNamespace(floor_seconds=0.25, source="by hand"))
 
 
@@ -62,16 +62,16 @@ def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():
 
 def test_the_interval_is_the_spread_of_predicted_over_measured(monkeypatch):
     """Four of five runs were predicted at 0.8 to 1.25 of what they took: where 6 s are predicted, 4.8 to 7.5 s."""
-    monkeypatch.setattr(spread, "of", lambda target: spread.Spread(0.8, 1.25, 10, "by hand"))
+    monkeypatch.setattr(constants, "spread_of", lambda target: constants.Spread(0.8, 1.25, 10, "by hand"))
     found = step_prediction.of(STEPS, H100)
     assert (found.low, found.high) == (pytest.approx(4.8), pytest.approx(7.5))
 
 
 def test_chips_that_nobody_measured_have_a_wider_interval():
-    known = [spread.of(targets.parse(name).to_json()) for name in ("h100:8", "a100-80g", "v100")]
-    assert spread.of({"name": "local", "kind": "NVIDIA H100 80GB HBM3", "platform": "cuda"}) == known[0]
+    known = [constants.spread_of(targets.parse(name).to_json()) for name in ("h100:8", "a100-80g", "v100")]
+    assert constants.spread_of({"name": "local", "kind": "NVIDIA H100 80GB HBM3", "platform": "cuda"}) == known[0]
     for name in ("b200", "l40s", "v5e:4x4", "cpu"):
-        other = spread.of({"name": name, "platform": "cpu" if name == "cpu" else "cuda"})
+        other = constants.spread_of({"name": name, "platform": "cpu" if name == "cpu" else "cuda"})
         assert not other.rows and other.low < min(each.low for each in known)
         assert other.high > max(each.high for each in known)
     for each in known:
@@ -132,7 +132,7 @@ def test_what_no_program_has_is_one_line(monkeypatch, raised):
     def refuses(kernel, rates):
         raise raised
 
-    monkeypatch.setattr(kernel_seconds, "seconds", refuses)
+    monkeypatch.setattr(operation_seconds, "kernel_seconds", refuses)
     with pytest.raises(ReportError, match="a damaged report"):
         step_prediction.of(STEPS, H100)
 

@@ -7,7 +7,13 @@ import pytest
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import achieved, chip_rates, collective_seconds, constants, kernel_seconds, rates
+from bytescope.memory.seconds import achieved, chip_rates, constants, rates
+from bytescope.memory.seconds.operation_seconds import (
+    attention_flops_per_s,
+    kernel_seconds,
+    product_flops_per_s,
+    transfer_seconds,
+)
 from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
@@ -36,7 +42,7 @@ def test_no_rate_exceeds_the_data_sheet(name):
     for dtype, unit in (("bfloat16", "bf16"), ("float16", "fp16"), ("float8_e4m3fn", "fp8"), ("float32", "fp32")):
         if unit in chip.peak_flops:
             for shape in ((16384, 16384, 16384), (8192, 28672, 8192), (128, 128, 65536)):
-                assert kernel_seconds.product_flops_per_s(product(*shape, dtype=dtype), found) <= chip.peak_flops[unit]
+                assert product_flops_per_s(product(*shape, dtype=dtype), found) <= chip.peak_flops[unit]
     assert all(rate <= chip.peak_flops[unit] for unit, curve in found.products.items() for _, rate in curve)
     assert max(rate for _, rate in found.memory) <= chip.hbm
     assert max(rate for row in found.collectives if row.hosts == 1 for _, rate in row.bus) <= 1.1 * chip.in_host
@@ -50,18 +56,18 @@ def test_a_target_has_the_rates_of_its_chip_and_an_unknown_accelerator_none():
 def test_a_cpus_are_measured_here_and_shared_by_its_devices():
     one, eight = (rates.of({"platform": "cpu", "kind": "cpu", "n_devices": n}) for n in (1, 8))
     kernel, floor = product(512, 512, 512, dtype="float32"), one.floor_seconds
-    alone, shared = (kernel_seconds.seconds(kernel, found) - floor for found in (one, eight))
+    alone, shared = (kernel_seconds(kernel, found) - floor for found in (one, eight))
     assert shared == pytest.approx(8 * alone)
     assert one.source == "rates measured here"
-    assert kernel_seconds.seconds(product(512, 512, 512), one) > 0  # bfloat16 takes the unit that there is
-    assert collective_seconds.seconds(Start("", "all-reduce", "forward", 2**20, 8), eight) > 0
+    assert kernel_seconds(product(512, 512, 512), one) > 0  # bfloat16 takes the unit that there is
+    assert transfer_seconds(Start("", "all-reduce", "forward", 2**20, 8), eight) > 0
 
 
 def test_cubes_that_were_measured_are_met():
     """In their time: the floor of a kernel is within it."""
     for side, rate in achieved.MEASURED["h100"]["products", "bf16"].points:
         cube = product(*(int(side),) * 3)
-        assert cube.flops / kernel_seconds.seconds(cube, H100) == pytest.approx(rate / constants.PRODUCTS, rel=0.01)
+        assert cube.flops / kernel_seconds(cube, H100) == pytest.approx(rate / constants.PRODUCTS, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +87,12 @@ def test_products_of_xlas_own_table_are_near_its_rates(batch, m, n, k, measured)
     """TFLOP/s in bfloat16 on sm_90, from which no curve was made (openxla/xla, matmul_interpolator_data.h). Split
     reductions are predicted too fast: 4096 x 256 x 4096 at 531, where 376 were measured."""
     kernel = product(m, n, k, batch)
-    assert kernel.flops / kernel_seconds.seconds(kernel, H100) == pytest.approx(measured * 1e12, rel=0.16)
+    assert kernel.flops / kernel_seconds(kernel, H100) == pytest.approx(measured * 1e12, rel=0.16)
 
 
 def test_a_thin_product_and_a_wave_more_are_slower():
     def rate(*shape):
-        return kernel_seconds.product_flops_per_s(product(*shape), H100)
+        return product_flops_per_s(product(*shape), H100)
 
     assert rate(8192, 8192, 64) < rate(8192, 8192, 1024) < 1.05 * rate(8192, 8192, 8192)
     assert rate(128, 8192, 8192) < rate(4096, 8192, 8192)
@@ -97,13 +103,13 @@ def test_a_thin_product_and_a_wave_more_are_slower():
 def test_a_kernel_that_computes_little_takes_its_bytes():
     thin = ScheduledKernel("product", "forward", 2**30, 2**20, "bfloat16", (1, 1024, 1024, 1))
     moved = ScheduledKernel("memory", "forward", 2**30)
-    assert kernel_seconds.seconds(thin, H100) == pytest.approx(kernel_seconds.seconds(moved, H100))
-    assert kernel_seconds.seconds(ScheduledKernel("memory", "forward", 0), H100) == H100.floor_seconds
+    assert kernel_seconds(thin, H100) == pytest.approx(kernel_seconds(moved, H100))
+    assert kernel_seconds(ScheduledKernel("memory", "forward", 0), H100) == H100.floor_seconds
 
 
 def test_attention_is_faster_without_a_mask_wider_and_longer():
     def rate(kind="attention", keys=4096, width=128, causal=False):
-        return kernel_seconds.attention_flops_per_s(
+        return attention_flops_per_s(
             ScheduledKernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100
         )
 
@@ -116,7 +122,7 @@ def test_attention_is_faster_without_a_mask_wider_and_longer():
 
 def test_collectives_grow_with_bytes_group_and_hosts():
     def seconds(kind, size, group=8, hosts=1):
-        return collective_seconds.seconds(Start("", kind, "forward", size, group, hosts), H100)
+        return transfer_seconds(Start("", kind, "forward", size, group, hosts), H100)
 
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         assert seconds(kind, 2**10) < seconds(kind, 2**26) < seconds(kind, 2**30)
@@ -130,7 +136,7 @@ def test_collectives_grow_with_bytes_group_and_hosts():
 
 
 def test_the_host_link_takes_bytes_and_a_beginning():
-    small, large = (collective_seconds.seconds(Start("c", "to-host", "forward", size), H100) for size in (1, 2**30))
+    small, large = (transfer_seconds(Start("c", "to-host", "forward", size), H100) for size in (1, 2**30))
     assert small == pytest.approx(H100.host_link_seconds, rel=1e-3)
     assert large == pytest.approx(H100.host_link_seconds + 2**30 / H100.host_link_bytes_per_s)
 
@@ -222,23 +228,17 @@ def test_a_kernel_that_scales_tiles_is_slower_than_a_librarys_whatever_its_shape
     ):
         library = product(*shape, dtype="float8_e4m3fn")
         tiled = dataclasses.replace(library, kind="tiled_product")
-        assert library.flops / kernel_seconds.seconds(tiled, H100) == pytest.approx(measured, rel=0.1)
-        assert (
-            kernel_seconds.seconds(library, H100)
-            < kernel_seconds.seconds(product(*shape), H100)
-            < kernel_seconds.seconds(tiled, H100)
-        )
+        assert library.flops / kernel_seconds(tiled, H100) == pytest.approx(measured, rel=0.1)
+        assert kernel_seconds(library, H100) < kernel_seconds(product(*shape), H100) < kernel_seconds(tiled, H100)
     thin = product(16, 2112, 7168, dtype="float8_e4m3fn")
-    assert kernel_seconds.seconds(dataclasses.replace(thin, kind="tiled_product"), H100) == kernel_seconds.seconds(
-        thin, H100
-    )
+    assert kernel_seconds(dataclasses.replace(thin, kind="tiled_product"), H100) == kernel_seconds(thin, H100)
 
 
 def test_another_network_changes_what_goes_between_hosts_alone():
     found = chip_rates.over(H100, "playbook")
     for group, hosts, slower in ((8, 1, False), (64, 8, True)):
         start = Start("", "all-reduce", "backward", 2**30, group, hosts)
-        there, here = (collective_seconds.seconds(start, each) for each in (found, H100))
+        there, here = (transfer_seconds(start, each) for each in (found, H100))
         assert (there > 1.5 * here) if slower else there == here
     assert "EFA" in found.source and found.products == H100.products
     with pytest.raises(ReportError, match="unknown network"):
@@ -250,20 +250,18 @@ def test_a_network_measured_by_size_meets_its_points_and_is_slower_over_more_hos
     found = chip_rates.over(H100, "efa")
     size = 256 << 20
     taken = [
-        collective_seconds.seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)
+        transfer_seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)
         for hosts in (4, 8)
     ]
     assert taken == [pytest.approx(31 / 32 * size / 253.36e9), pytest.approx(63 / 64 * size / 215.43e9)]
     for start in (("all-reduce", 64, 8), ("reduce-scatter", 64, 8), ("all-gather", 256, 32)):
         few, many = (
-            collective_seconds.seconds(
-                Start("", start[0], "forward", size, group=start[1] // by, hosts=start[2] // by), found
-            )
+            transfer_seconds(Start("", start[0], "forward", size, group=start[1] // by, hosts=start[2] // by), found)
             for by in (2, 1)
         )
         assert few < many
 
 
 def test_a_batch_of_small_products_fills_the_device_together():
-    one, many = (kernel_seconds.product_flops_per_s(product(1024, 1024, 64, batch=batch), H100) for batch in (1, 64))
+    one, many = (product_flops_per_s(product(1024, 1024, 64, batch=batch), H100) for batch in (1, 64))
     assert many > 1.2 * one

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bytescope.memory.seconds import collective_seconds, constants, kernel_seconds
+from bytescope.memory.seconds import constants, operation_seconds
 from bytescope.memory.seconds.schedule_walk import STREAMS, TERMS, walk
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
@@ -32,8 +32,8 @@ RATES = SimpleNamespace(floor_seconds=0.0)
 @pytest.fixture(autouse=True)
 def a_byte_a_second(monkeypatch):
     """A kernel, a collective and a copy take as many seconds as they have bytes."""
-    monkeypatch.setattr(kernel_seconds, "seconds", lambda kernel, rates: float(kernel.bytes))
-    monkeypatch.setattr(collective_seconds, "seconds", lambda start, rates: float(start.bytes))
+    monkeypatch.setattr(operation_seconds, "kernel_seconds", lambda kernel, rates: float(kernel.bytes))
+    monkeypatch.setattr(operation_seconds, "transfer_seconds", lambda start, rates: float(start.bytes))
     monkeypatch.setattr(constants, "SLOWDOWN", SLOWER - 1)
 
 
@@ -174,7 +174,7 @@ def test_a_loop_takes_what_its_turns_take_one_by_one(steps):
 def test_a_long_loop_is_multiplied_once_its_turns_are_alike(monkeypatch):
     """Kernels are asked for once, and the turns that are left take no time: 10**9 of them would never end."""
     asked = []
-    monkeypatch.setattr(kernel_seconds, "seconds", lambda kernel, rates: asked.append(kernel) or 1.0)
+    monkeypatch.setattr(operation_seconds, "kernel_seconds", lambda kernel, rates: asked.append(kernel) or 1.0)
     found = took(Loop(10**6, (Loop(1000, (compute(1, times=2), gather("a", 3), compute(1), Wait("a"))),)))
     assert found.seconds == pytest.approx(10**9 * 5) and len(asked) == 1
 

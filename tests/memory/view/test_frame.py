@@ -9,9 +9,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from bytescope.memory import view
-from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question
-from bytescope.memory.formulas.transformer_formulas import StepLayout
+from bytescope.memory.formulas.model_shape import StepLayout, gpt
 from bytescope.memory.units import BINARY, human
 from bytescope.memory.view import elements, frame
 from bytescope.train.plan import estimate_page
@@ -127,7 +126,7 @@ def test_helpers_stand_in_one_script(file):
 @pytest.fixture(scope="module")
 def head():
     """The head of a page, with an empty body: base.js without a chart to draw."""
-    page = estimate_page.render(Question(1e9, transformer_formulas.gpt(24, 2048, 16, 50304), StepLayout(), 1024, 1))
+    page = estimate_page.render(Question(1e9, gpt(24, 2048, 16, 50304), StepLayout(), 1024, 1))
     return page[: page.index("<main>")] + "</body></html>"
 
 

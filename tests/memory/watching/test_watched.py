@@ -16,7 +16,7 @@ from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_record
 from bytescope.memory.units import MIB
-from bytescope.memory.watching import failure, reporting, watched
+from bytescope.memory.watching import reporting, watched
 
 WIDTH = 64
 
@@ -155,7 +155,7 @@ def check(text, folder, words):
     lines = text.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100, text
     text = " ".join(text.split())
-    for word in ("out of memory in step, call", failure.EXHAUSTED, "live arrays", "allocator", "1. ", *words):
+    for word in ("out of memory in step, call", reporting.EXHAUSTED, "live arrays", "allocator", "1. ", *words):
         assert word in text, text
     page = (folder / "memory-post-mortem.html").read_text()
     assert "ran out of memory at call" in page and "The cheapest ways out" in page
@@ -201,18 +201,18 @@ def test_arrays_are_counted_once_on_the_device_that_they_are_on(devices):
     whole = jax.device_put(jnp.ones((1029, 3)), jax.sharding.NamedSharding(mesh, jax.P()))
     elsewhere, key = jax.device_put(jnp.ones((1030, 3)), devices[5]), jax.random.key(3)
     parts = [shard.data for shard in (*split.addressable_shards, *whole.addressable_shards)]
-    held = {group.shape: group for group in failure.held_arrays(devices[1], [split, key]) if sum(group.shape) > 1020}
+    held = {group.shape: group for group in reporting.held_arrays(devices[1], [split, key]) if sum(group.shape) > 1020}
     assert {shape: (group.arrays, group.bytes, group.others) for shape, group in held.items()} == {
         (1028, 3): (1, 257 * 3 * 4, 0),
         (1029, 3): (1, 1029 * 3 * 4, 1),
     }
     assert parts and elsewhere.size
     given, bare = (
-        next(group.others for group in failure.held_arrays(devices[0], leaves) if group.name == "uint32[2]")
+        next(group.others for group in reporting.held_arrays(devices[0], leaves) if group.name == "uint32[2]")
         for leaves in ([key], [])
     )
     assert bare == given + 1, "what a key lies in is an argument"
-    of_shapes = failure.held_arrays(devices[1], [jax.ShapeDtypeStruct(whole.shape, whole.dtype)])
+    of_shapes = reporting.held_arrays(devices[1], [jax.ShapeDtypeStruct(whole.shape, whole.dtype)])
     assert next(group for group in of_shapes if group.shape == whole.shape).others == 0
 
 

@@ -33,9 +33,10 @@ def read_config(data: bytes, folder: Path) -> None:
     """A run's config from the folder, checked as before a compile."""
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.config_files import load
+    from bytescope.train.program.program_settings import read_settings
 
     (folder / "config.json").write_bytes(data)
-    check_without_devices(load(f"hf:{folder}"))
+    check_without_devices(read_settings(load(f"hf:{folder}")))
 
 
 def indexes() -> list[bytes]:

@@ -37,20 +37,12 @@ def fail(text):
     raise AssertionError(text)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "devices"),
-    [
-        ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8),
-        *exhaustive(({}, 1), ({"mesh.data": 1, "mesh.fsdp": 4}, 4)),
-    ],
-    ids=str,
-)
-def test_round_trip_on_another_mesh(tmp_path, program, mesh, devices):
+def test_round_trip_on_another_mesh(tmp_path, program):
     checkpoints = open_checkpoints(tmp_path)
     state = bumped(program, 3)
     checkpoints.save(state, Position(5, 40))
     checkpoints.wait()
-    other = small_program({"model.n_layers": 1, **mesh}, devices)
+    other = small_program({"model.n_layers": 1, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)
     restored, position = checkpoints.restore(other.state, fail)
     assert position == Position(5, 40)
     assert_equal(restored, state)
@@ -61,13 +53,11 @@ def test_round_trip_on_another_mesh(tmp_path, program, mesh, devices):
 # Every one of them trains the same global batch of 16.
 LAYOUTS = {
     "ddp on 8": ({"mesh.strategy": "ddp", "batch.micro": 2}, 8),
-    "ddp on 4": ({"mesh.strategy": "ddp", "batch.micro": 2, "batch.accumulation": 2}, 4),
     "ddp on 2, accumulated in the step": (
         {"mesh.strategy": "ddp", "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"},
         2,
     ),
     "1 device": ({"batch.micro": 4, "batch.accumulation": 4}, 1),
-    "zero3 on 8": ({"mesh.strategy": "zero3", "batch.micro": 2}, 8),
     "zero1 on 4": ({"mesh.strategy": "zero1", "batch.micro": 4}, 4),
     "replicas x zero3 x tensor": (
         {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "batch.micro": 2, "batch.accumulation": 2},
@@ -115,8 +105,8 @@ def halfway(tmp_path_factory):
         ("ddp on 8", "1 device"),
         *exhaustive(
             ("1 device", "zero1 on 4"),
-            *(("ddp on 8", after) for after in list(LAYOUTS)[1:] if after != "1 device"),
-            ("1 device", "ddp on 8"),
+            ("ddp on 8", "ddp on 2, accumulated in the step"),
+            ("ddp on 8", "replicas x zero3 x tensor"),
             ("replicas x zero3 x tensor", "1 device"),
         ),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.memory.cost import flops
-from bytescope.memory.formulas.adapter_formulas import matrices
+from bytescope.memory.formulas.model_shape import matrices
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.workdir import (
     METRICS,

@@ -68,7 +68,6 @@ def alone():
         ({"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}, 8),
         *exhaustive(
             ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
-            ({"mesh.fsdp": 8, "batch.micro": 1}, 8),
             (
                 {
                     "mesh.fsdp": 2,

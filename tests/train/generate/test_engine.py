@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bytescope.model.attention.scoring import Scoring
+from bytescope.model.attention.chunked import Scoring
 from bytescope.model.paged import paged_step as decode
-from bytescope.model.paged.page_pool import PAGE, Pool, View
-from bytescope.model.paged.paged_kernels import gather, triton
-from bytescope.model.paged.triton import takes
+from bytescope.model.paged.page_pool import PAGE, PagePool, View
+from bytescope.model.paged.paged_kernels import gather, takes, triton
 from bytescope.train.generate.engine import PATIENCE
 from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.request import Asked
@@ -68,7 +67,7 @@ def test_the_kernel_for_gpus_computes_the_same(cap):
     config = {"scoring": Scoring(cap=cap), "width": 16}
     q_BTHK = jnp.asarray(rng.normal(size=(4, 1, 6, 16)), jnp.float32)
     keys, values = (jnp.asarray(rng.normal(size=(40, PAGE, 2, 16)), jnp.float32) for _ in range(2))
-    pool = Pool(keys, values, None, None, jnp.float32)
+    pool = PagePool(keys, values, None, None, jnp.float32)
     table = jnp.asarray(rng.permutation(39)[:24].reshape(4, 6) + 1, jnp.int32)
     view = View(jnp.asarray([[0], [95], [33], [-1]], jnp.int32), table)
     found = triton(q_BTHK, pool, view, **config, value_width=16, interpret=True)

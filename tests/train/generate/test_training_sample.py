@@ -41,10 +41,8 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
         ({"lora.rank": 4}, 1),
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
         *exhaustive(
-            ({}, 1),
             ({"model.scan": False}, 1),
             ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
-            ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2),
         ),
     ],
     ids=str,

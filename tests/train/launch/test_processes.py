@@ -183,30 +183,24 @@ def test_two_processes_one_killed_all_restart(place, alone):
 
 
 @pytest.mark.exhaustive
-def test_four_processes_the_first_killed_go_on_as_two_of_two_devices(place, alone):
-    workdir = place / "four"
-    killed = Started(place, workdir, 4, *FOUR)
-    killed.strike(0, signal.SIGKILL, workdir, rows_seen=5)
+def test_the_first_of_two_processes_killed_and_one_told_to_stop(place, alone):
+    """Two processes of two devices go on as two of one device each, and those from a damaged checkpoint."""
+    workdir = place / "changed"
+    killed = Started(place, workdir, 2, *FOUR, devices=2)
+    killed.strike(0, signal.SIGKILL, workdir, rows_seen=3)
     began = time.monotonic()
-    first, *others = killed.codes()
+    first, second = killed.codes()
     assert first == -signal.SIGKILL
-    assert set(others) <= {5, -signal.SIGABRT}, killed.texts()  # jax aborts those whom the line does not end first
+    assert second in (5, -signal.SIGABRT), killed.texts()  # jax aborts it if the line does not end it first
     assert time.monotonic() - began < 30
-    first, _ = finish(place, workdir, 2, *FOUR, devices=2)
-    assert "resumed at step" in first and "4 x cpu in 2 processes" in first
-    assert_close(rows(workdir), alone)
-
-
-@pytest.mark.exhaustive
-def test_one_is_told_to_stop_all_save_and_a_damaged_checkpoint_is_set_aside(place, alone):
-    workdir = place / "stopped"
+    assert "4 x cpu in 2 processes" in killed.texts()[0]
     zero3 = "--config.mesh.strategy=zero3"  # each has a half of every array
     stopped = Started(place, workdir, 2, zero3)
-    stopped.strike(1, signal.SIGTERM, workdir, rows_seen=5)
+    stopped.strike(1, signal.SIGTERM, workdir, rows_seen=7)
     assert stopped.codes() == [0, 0], stopped.texts()
     first, second = stopped.texts()
     saved = int(first.split("SIGTERM: saved step ")[1].split(";")[0])
-    assert second == "" and 5 <= saved < 12 and rows(workdir)[-1]["step"] == saved
+    assert "resumed at step" in first and second == "" and 5 <= saved < 12 and rows(workdir)[-1]["step"] == saved
     lost = list((workdir / "checkpoints" / str(saved)).rglob("ocdbt.process_1/d/*"))
     assert lost  # process 1 wrote its own shards, and will be the only one to miss them
     for path in lost:

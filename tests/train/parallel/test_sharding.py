@@ -26,10 +26,6 @@ STEPS = 10
 
 # mesh and batch (16 sequences an update), devices
 LAYOUTS = {
-    "ddp": ({"mesh.strategy": "ddp", "batch.micro": 2}, 8),
-    "zero1": ({"mesh.strategy": "zero1", "batch.micro": 2}, 8),
-    "zero2": ({"mesh.strategy": "zero2", "batch.micro": 2}, 8),
-    "zero3": ({"mesh.strategy": "zero3", "batch.micro": 2}, 8),
     "ddp, scan": (
         {"mesh.strategy": "ddp", "mesh.data": 2, "batch.micro": 1, "batch.accumulation": 4, "batch.mode": "scan"},
         4,
@@ -57,7 +53,6 @@ LAYOUTS = {
         8,
     ),
     "hybrid zero3, multisteps": ({"mesh.data": 2, "batch.micro": 2, "batch.accumulation": 2}, 4),
-    "fsdp 4 x tensor 2": ({"mesh.tensor": 2, "batch.micro": 4}, 8),
     "data 2 x context 4": ({"mesh.data": 2, "mesh.context": 4, "batch.micro": 8}, 8),
     "tensor 4, sequence parallel": (
         {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4, "batch.micro": 8},
@@ -72,7 +67,6 @@ LAYOUTS = {
         4,
     ),
     "context 2, learned positions": ({"mesh.context": 2, "model.position": "learned", "batch.micro": 16}, 2),
-    "unrolled dots, zero3": ({"model.scan": False, "remat.policy": "dots", "batch.micro": 8}, 2),
     "layers gathered ahead": ({"mesh.prefetch": 2, "batch.micro": 4}, 4),
     "unrolled, nothing recomputed": ({"model.scan": False, "remat.policy": "none", "batch.micro": 4}, 4),
     "padded vocabulary, full loss": (
@@ -121,7 +115,7 @@ def test_losses_of_a_padded_vocabulary_in_parts():
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mesh=st.sampled_from([(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (2, 2, 2, 1)]),
     strategy=st.sampled_from(sorted(STRATEGIES)),
@@ -243,10 +237,9 @@ def test_zero3_gathers_one_layer_at_a_time_and_twice(remat):
         assert sum("32,48]" in result or "48,32]" in result for result in gathered) == 3  # gate, up, down
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *exhaustive("zero1")])
-def test_gradients_are_reduced_once_an_update(strategy):
+def test_gradients_are_reduced_once_an_update():
     """In-step accumulation: no collective inside the loop over micro-batches; one for each update after it."""
-    program = small_program({"mesh.strategy": strategy, "batch.mode": "scan", "batch.accumulation": 4}, 4)
+    program = small_program({"mesh.strategy": "ddp", "batch.mode": "scan", "batch.accumulation": 4}, 4)
     text = program.compile().as_text()
     ones = [one for ones in collectives(text).values() for one in ones]
     assert not [operation for _, _, operation in ones if "transpose(jvp" in operation]
@@ -319,9 +312,8 @@ def test_no_device_sees_the_whole_batch_or_all_logits():
     assert not re.search(rf"f32\[\d+,32,{vocabulary}\]", text)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *exhaustive("zero2")])
-def test_described_gpus_scatter_gradients(strategy):
-    config = small_config({"mesh.strategy": strategy, "precision.preset": "bf16"})
+def test_described_gpus_scatter_gradients():
+    config = small_config({"mesh.strategy": "zero3", "precision.preset": "bf16"})
     text = build(config, described("h100:4")).compile().as_text()
     kinds = {kind for kind, _, operation in (one for ones in collectives(text).values() for one in ones)}
     assert "reduce-scatter" in kinds

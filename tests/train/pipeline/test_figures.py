@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.train.pipeline.published_schedules import EQUAL, PUBLISHED, Work
+from bytescope.train.pipeline.published_schedules import EQUAL, PUBLISHED, PassTimes
 from bytescope.train.pipeline.schedule_figures import (
     bubble,
     expected_bubble,
@@ -77,7 +77,7 @@ def test_the_ratios_that_the_papers_print():
     assert rows["1F1B"] == (45, 16, 1) and rows["ZB-H1, ZB1P"] == (15, 16, 1) and rows["ZB-H2"] == (0, 31, 1)
     assert [rows[name][1] for name in ("V-Min", "V-Half", "V-ZB")] == [6, 9, 16]
     assert rows["DualPipe"] == (7 * (3 + 2 - 3), 17, 2)
-    uneven = Work(Fraction(2), Fraction(3), Fraction(1))
+    uneven = PassTimes(Fraction(2), Fraction(3), Fraction(1))
     backward = uneven.inputs + uneven.weights
     assert PUBLISHED["1F1B"].bubble(8, uneven) == 7 * (uneven.forward + backward)
     assert PUBLISHED["ZB-H1, ZB1P"].bubble(8, uneven) == 7 * (uneven.forward + backward - 2 * uneven.weights)

@@ -10,7 +10,7 @@ from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.schedules import make_schedule
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
-from bytescope.train.program.pipelined_step import notes_on
+from bytescope.train.program.program import pipeline_notes
 from support.described import SMALL_GPU, compile_described
 from support.exhaustive import exhaustive
 from support.facts import facts_of
@@ -106,8 +106,8 @@ def test_rows_of_no_layer_are_told():
     fields = {**WIDE, "model.n_layers": 7, "batch.accumulation": 4, "pipeline.schedule": "gpipe"}
     program = small_program(fields, 4)
     layer = sum(leaf.size // 8 for leaf in jax.tree.leaves(program.state.params["blocks"]))
-    assert notes_on(program, program.state)[-1].startswith(f"{layer:,} of the parameters are rows of no layer")
+    assert pipeline_notes(program, program.state)[-1].startswith(f"{layer:,} of the parameters are rows of no layer")
     even = small_program({**fields, "model.n_layers": 8}, 4)
-    assert len(notes_on(even, even.state)) == 2
+    assert len(pipeline_notes(even, even.state)) == 2
     plain = small_program()
-    assert notes_on(plain, plain.state) == ()
+    assert pipeline_notes(plain, plain.state) == ()

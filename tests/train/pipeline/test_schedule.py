@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from bytescope.memory.errors import ReportError
-from bytescope.train.pipeline.schedule import IDLE
+from bytescope.train.pipeline.schedule import IDLE, divide_layers
 from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
-from bytescope.train.pipeline.stage_layers import divide_layers
 
 pytestmark = pytest.mark.quick
 

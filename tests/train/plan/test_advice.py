@@ -9,8 +9,8 @@ from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.plan import advice
 from bytescope.train.plan.advice import TriedLever, fit_command, lines, open_levers, tried
-from bytescope.train.program.checks import check_values
 from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.program_settings import read_settings
 
 pytestmark = pytest.mark.quick
 
@@ -31,7 +31,7 @@ def refused(limit=10, platform="cpu", n_devices=1, rows=(), **keys):
     config = base.get_config()
     for key, text in keys.items():
         override(config, key, text)
-    check_values(config)
+    read_settings(config)
     rows = {
         "params": 2 * GIB,
         "optimizer": 2 * GIB,

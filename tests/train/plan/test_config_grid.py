@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bytescope.memory.remat.remat_problem import KeepPattern, LayerPlan
-from bytescope.model.remat.policies import RematPlan
+from bytescope.model.remat.policies import LayerPolicies
 from bytescope.train.plan.config_grid import plan_keys
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ def test_keys_are_read_back_as_the_same_names():
             )
             layers += ranges[-1][1]
         keys = plan_keys(LayerPlan(tuple(ranges)))
-        read = RematPlan(keys["remat.policy"], layers=tuple(keys["remat.layers"].strip("()").split(",")))
+        read = LayerPolicies(keys["remat.policy"], layers=tuple(keys["remat.layers"].strip("()").split(",")))
         found = [
             (
                 set(segment.policy.names) - set(segment.policy.moved),

@@ -11,8 +11,9 @@ from bytescope.train.launch.failures import explained
 from bytescope.train.plan import refusal
 from bytescope.train.plan.open_levers import open_levers, together
 from bytescope.train.plan.remat_auto import with_keys
-from bytescope.train.program.choices import check
+from bytescope.train.program.checks import check
 from bytescope.train.program.program import build
+from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.run_command import Command
 from bytescope.train.user_errors import DoesNotFit
 from support.command_line import train as main
@@ -122,6 +123,7 @@ def test_every_lever_that_is_advised_can_be_pulled(keys):
     for lever in (*levers, *filter(None, [together(levers, found)])):
         config = with_keys(program.config, dict(lever.keys))
         # The trace shows what an update layer by layer cannot be combined with.
-        pulled = (build if any(key.startswith(("off", "opt")) for key in lever.keys) else check)(config, devices)
+        traced = any(key.startswith(("off", "opt")) for key in lever.keys)
+        pulled = build(config, devices) if traced else check(read_settings(config), devices)
         if lever.curve:
             assert pulled.batch.tokens == program.batch.tokens, lever.flags

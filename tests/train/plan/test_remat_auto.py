@@ -15,6 +15,7 @@ from bytescope.memory.seconds import rates
 from bytescope.model.remat.policies import POLICIES
 from bytescope.train.plan.block_description import describe_block
 from bytescope.train.plan.remat_auto import NOMINAL, figures_of, settle, settled_program
+from bytescope.train.program.program_settings import read_settings
 from bytescope.train.user_errors import DoesNotFit
 from support.command_line import train as main
 from support.described import WIDE_GPU, compile_described
@@ -207,11 +208,11 @@ def test_the_first_process_decides():
 
         if answer is None:
             with pytest.raises(DoesNotFit, match="remat.policy=auto") as refused:
-                settle(config, jax.devices()[:1], lambda line: None, first)
+                settle(read_settings(config), jax.devices()[:1], lambda line: None, first)
             assert "batch.micro=" in "".join(refused.value.advice)
             assert "remat.policy" not in "".join(refused.value.advice)
         else:
-            taken, line = settle(config, jax.devices()[:1], lambda line: None, first)
+            taken, line = settle(read_settings(config), jax.devices()[:1], lambda line: None, first)
             assert taken.remat.layers == ("0-1:up", "1-3:full") and line == answer[1]
         assert not answers
     with pytest.raises(ValueError, match="remat.policy=auto differs from process 0, which has none"):

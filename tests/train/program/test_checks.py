@@ -9,7 +9,9 @@ from bytescope.train.commands.train_command import parse
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
 from bytescope.train.launch.processes import find
-from bytescope.train.program.checks import DECAYS, POSITIVE, check_values, doubtful, doubtful_data
+from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_settings
+from bytescope.train.program.program_settings import read_settings
+from bytescope.train.program.valid_values import DECAYS, POSITIVE
 from bytescope.train.user_errors import UserError
 from support.toy import small_config
 
@@ -44,7 +46,7 @@ pytestmark = pytest.mark.quick
 def test_a_value_that_no_run_can_want_is_refused(key, values):
     for value in values:
         with pytest.raises(ValueError) as caught:
-            check_values(small_config({key: value}))
+            read_settings(small_config({key: value}))
         assert str(caught.value).startswith(key) and "\n" not in str(caught.value), value
 
 
@@ -60,7 +62,7 @@ def test_a_value_that_no_run_can_want_is_refused(key, values):
     ],
 )
 def test_the_ends_of_the_ranges_are_valid(key, value):
-    check_values(small_config({key: value}))
+    read_settings(small_config({key: value}))
 
 
 @pytest.mark.parametrize("text", ["a,b,c,d", "0", "-8", "8,1", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
@@ -84,19 +86,23 @@ def test_a_schedule_counts_in_int32(text):
 
 
 def test_what_is_doubtful_is_said_and_runs():
-    assert doubtful(small_config(), "cpu") == []
-    (line,) = doubtful(small_config({"optimizer.warmup_steps": 21}), "cpu")
+    def lines(keys, platform="cpu"):
+        return doubtful_settings(read_settings(small_config(keys)), platform)
+
+    assert lines({}) == []
+    (line,) = lines({"optimizer.warmup_steps": 21})
     assert "warmup_steps=21" in line and "train.steps=20" in line
-    assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}), "cpu")[0]
-    config = small_config({"offload.optimizer": True})
-    assert doubtful(config, "gpu") == [] and "frees nothing" in doubtful(config, "cpu")[0]
+    assert "no parameter" in lines({"optimizer.learning_rate": 0})[0]
+    keys = {"offload.optimizer": True}
+    assert lines(keys, "gpu") == [] and "frees nothing" in lines(keys)[0]
 
 
 def test_data_that_hardly_fit_the_run_are_said_and_run():
     def lines(rows, read, tokenizer=None, **keys):
         tokenizer = tokenizer or ByteTokenizer()
         data = SimpleNamespace(train=range(rows), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
-        return doubtful_data(small_config({"model.vocab_size": 256, "train.steps": 1000, **keys}), data, read)
+        config = small_config({"model.vocab_size": 256, "train.steps": 1000, **keys})
+        return doubtful_data(read_settings(config), data, read)
 
     assert lines(500, 8000) == [] and lines(9000, 8000) == []
     (line,) = lines(14, 8000)  # 8 sequences an update

@@ -15,8 +15,6 @@ from support.models.generating import random_model
 
 GROUP = 32
 FAMILIES = {
-    "llama": {},
-    "qwen2": {"model.qkv_bias": True},
     "many heads": {"model.n_heads": 4, "model.n_kv_heads": 2},
     "gemma2": {
         "model.norm": "rmsnorm_offset",
@@ -26,7 +24,7 @@ FAMILIES = {
         "model.logits_softcap": 3.0,
     },
     "qwen3": {"model.qk_norm": True},
-    "no gate": {"model.mlp": "gelu"},
+    "no gate": {"model.mlp": "gelu", "model.qkv_bias": True},
 }
 
 

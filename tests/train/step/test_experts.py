@@ -53,7 +53,6 @@ def plain():
             4,
         ),
         *exhaustive(
-            ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
             (
                 {
                     "mesh.expert": 2,

@@ -31,7 +31,6 @@ def exact_losses(overrides):
     [
         {"remat.policy": "full"},
         *exhaustive(
-            {"remat.policy": "none"},
             {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
             {
                 "model.tie_embeddings": True,
@@ -46,9 +45,9 @@ def exact_losses(overrides):
     ids=str,
 )
 def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
-    # The same operations on every number, where the compiler fuses none. XLA compiles the two programs of `full` and of
-    # `none` differently all the same, of 0.12 everywhere and of 0.10 on some processors: a loss is off by its last bit.
-    other = overrides in ({"remat.policy": "full"}, {"remat.policy": "none"})
+    # The same operations on every number, where the compiler fuses none. XLA compiles the two programs of `full`
+    # differently all the same, of 0.12 everywhere and of 0.10 on some processors: a loss is off by its last bit.
+    other = overrides == {"remat.policy": "full"}
     exact = exact_losses(overrides)
     np.testing.assert_allclose(exact, losses(overrides), rtol=1e-6)  # and the compiler is right
     np.testing.assert_allclose(
@@ -64,9 +63,8 @@ def test_parameters_in_bf16_are_rounded_by_the_same_random_bits():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["zero3", *exhaustive("zero2")])
-def test_losses_are_the_same_on_every_mesh(strategy):
-    mesh = {"mesh.strategy": strategy, "mesh.fsdp": 4, "batch.micro": 1}
+def test_losses_are_the_same_on_every_mesh():
+    mesh = {"mesh.strategy": "zero3", "mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
 
 
@@ -153,9 +151,8 @@ GPU = {
 
 
 @pytest.mark.oracle("cuda")
-@pytest.mark.parametrize("target", ["h200", *exhaustive("h100:4")])
-def test_gradients_of_one_layer_are_all_there_are(target):
-    reports = {}
+def test_gradients_of_one_layer_are_all_there_are():
+    target, reports = "h100:4", {}
     for fused in (False, True):
         config = small_config({**GPU, "mesh.fsdp": -1, "optimizer.fused_backward": fused})
         program = build(config, targets.parse(target).devices())

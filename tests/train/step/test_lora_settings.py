@@ -23,8 +23,7 @@ SETTINGS = {
     "adafactor": ({"optimizer.name": "adafactor"}, 1),
     "adamw_8bit": ({"optimizer.name": "adamw_8bit"}, 1),
     "fp16": ({"precision.preset": "fp16"}, 1),
-    "bf16_params": ({"precision.preset": "bf16_params"}, 1),
-    "context": ({"mesh.context": 2}, 2),
+    "context, bf16_params": ({"mesh.context": 2, "precision.preset": "bf16_params"}, 2),
     "unrolled": ({"model.scan": "false", "model.n_layers": 2}, 1),
 }
 

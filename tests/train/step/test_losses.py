@@ -34,7 +34,7 @@ def reference(x, w, targets, cap=0.0):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("positions", [4, *exhaustive(1, 13)])
+@pytest.mark.parametrize("positions", [4, *exhaustive(13)])
 def test_value_and_gradients_equal_the_reference(kind, positions):
     x, w, targets = problem()
     run = jax.value_and_grad(lambda x, w: 0.5 * LOSSES[kind](x, w, targets, settings(positions)), (0, 1))
@@ -80,8 +80,6 @@ def test_capped_logits(kind):
         {"fsdp": 2, "tensor": 2},
         {"fsdp": 2, "context": 2},
         *exhaustive(
-            {"data": 4},
-            {"fsdp": 4},
             {"data": 2, "fsdp": 2},
             {"context": 4},
         ),

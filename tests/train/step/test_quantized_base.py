@@ -64,8 +64,7 @@ def test_a_step_is_that_over_the_dequantized_weights(base, expected):
     [
         (1, {"remat.policy": "minimal"}),
         *exhaustive(
-            (1, {"model.scan": "false", "remat.policy": "full"}),
-            (1, {"model.mlp_chunk": 8}),
+            (1, {"model.scan": "false", "remat.policy": "full", "model.mlp_chunk": 8}),
             (
                 8,
                 {
@@ -92,7 +91,6 @@ def test_policies_meshes_and_accumulation_change_nothing(devices, overrides, exp
     [
         {"remat.policy": "minimal"},
         *exhaustive(
-            {"remat.policy": "none"},
             {"remat.policy": "dots"},
             {"remat.policy": "none", "model.scan": "false"},
         ),

@@ -53,11 +53,11 @@ def test_golden_losses(one_large_batch):
 LAYOUTS = {
     "multisteps": ({"batch.micro": 4, "batch.accumulation": 4}, 1),
     "scan": ({"batch.micro": 4, "batch.accumulation": 4, "batch.mode": "scan"}, 1),
-    "full loss": ({"batch.micro": 16, "loss.kind": "full"}, 1),
+    "full loss, unrolled, nothing recomputed": (
+        {"batch.micro": 16, "loss.kind": "full", "model.scan": False, "remat.policy": "none"},
+        1,
+    ),
     "chunked attention": ({"batch.micro": 16, "model.attention": "chunked", "model.attention_chunk": 8}, 1),
-    "unrolled": ({"batch.micro": 16, "model.scan": False}, 1),
-    "full remat": ({"batch.micro": 16, "remat.policy": "full"}, 1),
-    "no remat": ({"batch.micro": 16, "remat.policy": "none"}, 1),
 }
 
 
@@ -77,11 +77,10 @@ def test_a_mean_of_micro_batch_means_would_differ(one_large_batch):
     assert counts.max() > 1.3 * counts.min()
 
 
-@pytest.mark.parametrize("mode", ["scan", *exhaustive("multisteps")])
-def test_dropout_does_not_depend_on_how_the_batch_is_cut(mode):
+def test_dropout_does_not_depend_on_how_the_batch_is_cut():
     dropout = {"model.dropout": 0.2, "batch.micro": 16}
     whole = run_losses(small_program(dropout), 4)
-    cut = run_losses(small_program({**dropout, "batch.micro": 2, "batch.accumulation": 2, "batch.mode": mode}, 4), 4)
+    cut = run_losses(small_program({**dropout, "batch.micro": 2, "batch.accumulation": 2, "batch.mode": "scan"}, 4), 4)
     np.testing.assert_allclose(cut, whole, rtol=EQUAL)
     assert not np.allclose(whole, run_losses(small_program({"batch.micro": 16}), 4), rtol=1e-3)
 
@@ -112,9 +111,7 @@ def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
         {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
         {"mesh.strategy": "zero2", "mesh.data": 2, "batch.mode": "scan", "batch.accumulation": 2},
         *exhaustive(
-            {"mesh.strategy": "ddp"},
-            {"mesh.strategy": "zero1"},
-            {"mesh.data": 2, "mesh.context": 4},
+            {"mesh.strategy": "zero1", "mesh.data": 2, "mesh.context": 4},
             {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
             {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2},
         ),

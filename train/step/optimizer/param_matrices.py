@@ -14,7 +14,7 @@ import optax
 from bytescope.model.adapters import TARGETS
 
 
-class Matrix(NamedTuple):
+class MatrixAxes(NamedTuple):
     """How a parameter is a matrix.
 
     inputs, outputs: how many of the last axes are the rows and the columns.
@@ -29,12 +29,12 @@ class Matrix(NamedTuple):
     hidden: bool = True
 
 
-_PROJECTION, _UP, _DOWN = Matrix(1, 2, (-1, -2)), Matrix(1, 1, (-1,)), Matrix(1, 1, (-2,))
+_PROJECTION, _UP, _DOWN = MatrixAxes(1, 2, (-1, -2)), MatrixAxes(1, 1, (-1,)), MatrixAxes(1, 1, (-2,))
 MATRICES = {
     "w_q": _PROJECTION,
     "w_k": _PROJECTION,
     "w_v": _PROJECTION,
-    "w_o": Matrix(2, 1, (-2, -3)),
+    "w_o": MatrixAxes(2, 1, (-2, -3)),
     "w_q_down": _UP,
     "w_kv_down": _UP,
     "w_q_up": _PROJECTION,
@@ -43,12 +43,12 @@ MATRICES = {
     "w_up": _UP,
     "w_gate": _UP,
     "w_down": _DOWN,
-    "w_token": Matrix(1, 1, (-1,), hidden=False),
-    "w_position": Matrix(1, 1, (-1,), hidden=False),
-    "w_head": Matrix(1, 1, (-2,), hidden=False),
-    "w_router": Matrix(1, 1, (-1, -2), hidden=False),
+    "w_token": MatrixAxes(1, 1, (-1,), hidden=False),
+    "w_position": MatrixAxes(1, 1, (-1,), hidden=False),
+    "w_head": MatrixAxes(1, 1, (-2,), hidden=False),
+    "w_router": MatrixAxes(1, 1, (-1, -2), hidden=False),
     # Adapters: inputs by rank, rank by outputs.
-    **{f"w_{target}_a": Matrix(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
+    **{f"w_{target}_a": MatrixAxes(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
     **{f"w_{target}_b": _PROJECTION if target in ("q", "k", "v") else _UP for target in TARGETS},
 }
 # Vectors of more than one axis: how many of the last axes they have.
@@ -61,7 +61,7 @@ def _name(path: tuple) -> str:
     return str(getattr(path[-1], "key", ""))
 
 
-def matrix_of(path: tuple) -> Matrix | None:
+def matrix_of(path: tuple) -> MatrixAxes | None:
     """The row of MATRICES for the parameter at `path`; None for norms, biases and whatever else is not a matrix."""
     return MATRICES.get(_name(path))
 
@@ -69,7 +69,8 @@ def matrix_of(path: tuple) -> Matrix | None:
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a parameter as a batch of matrices [N, rows, columns], of experts [N, E, rows, columns], or of
     vectors [N, size]. Experts keep an axis of their own: in one with the layers a device's would not lie together."""
-    if (matrix := matrix_of(path)) is None:
+    matrix = matrix_of(path)
+    if matrix is None:
         first = len(shape) - VECTORS.get(_name(path), 1)
         return (math.prod(shape[:first]), math.prod(shape[first:]))
     outputs = len(shape) - matrix.outputs

@@ -33,9 +33,8 @@ def losses(overrides, devices=1):
     [
         {"batch.accumulation": 2, "batch.micro": 1},
         *exhaustive(
-            {"batch.accumulation": 2, "batch.mode": "scan"},
+            {"batch.accumulation": 2, "batch.mode": "scan", "optimizer.name": "muon"},
             {"model.scan": False},
-            {"optimizer.name": "muon"},
         ),
     ],
     ids=str,
@@ -46,9 +45,8 @@ def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adafactor")])
-def test_rules_over_whole_matrices_take_layers_in_turn(name):
-    overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
+def test_rules_over_whole_matrices_take_layers_in_turn():
+    overrides = {"optimizer.name": "adamw_8bit", "model.d_model": 64, "model.d_ff": 64}
     np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=1e-6)
 
 
@@ -141,9 +139,7 @@ def device_bytes(tree):
 
 
 @described
-@pytest.mark.parametrize(
-    ("name", "target"), [("adamw_8bit", "h200"), *exhaustive(("adamw", "h100:8"), ("adafactor", "h200"))]
-)
+@pytest.mark.parametrize(("name", "target"), [("adamw_8bit", "h200"), *exhaustive(("adafactor", "h100:8"))])
 def test_host_bytes_are_the_moments(name, target):
     assert name in OPTIMIZERS
     program, report = report_on({**OPTIMIZER, "optimizer.name": name, "mesh.fsdp": -1}, target)

@@ -72,8 +72,7 @@ def inner(state):
     return opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
 
 
-@pytest.mark.parametrize("mode", ["multisteps", *exhaustive("scan")])
-@pytest.mark.parametrize("bad", [1, *exhaustive(0)])
+@pytest.mark.parametrize(("mode", "bad"), [("multisteps", 1), *exhaustive(("scan", 0))])
 def test_an_overflow_in_any_micro_batch_skips_all(mode, bad):
     program = small_program({"precision.preset": "fp16", "precision.loss_scale_init": 2.0**26, **MODES[mode]})
     (host,) = fixed_batches(8, 32, 64, 1)

@@ -155,9 +155,11 @@ def scales(program):
     )
 
 
-# Rows with state of their own shapes, and layouts; the state of all others lies like the parameters.
+# Rows with state of their own shapes, on every layout; the state of all others lies like the parameters, as that of
+# AdamW in 16 bits.
 OWN = ("adamw_8bit", "adafactor", "muon")
-CASES = [(name, layout) for name in OPTIMIZERS for layout in LAYOUTS if name in OWN or layout != list(LAYOUTS)[-1]]
+CASES = [(name, layout) for name in OPTIMIZERS for layout in LAYOUTS if name in OWN or layout == "one device"]
+CASES.append(("adamw_bf16", "multisteps, fsdp"))
 # Each row on one device, and those whose state lies otherwise than the parameters on one mesh.
 FIRST = [
     case for case in CASES if case[1] == "one device" or (case[0] == "adamw_8bit" and case[1] == "multisteps, fsdp")
@@ -309,15 +311,14 @@ def test_muon_leaves_tables_norms_and_head_to_adamw():
 # ---- checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", *exhaustive("adamw_bf16")])
-def test_state_survives_a_checkpoint_and_another_mesh(name, tmp_path):
-    one = program_of(name)
+def test_state_survives_a_checkpoint_and_another_mesh(tmp_path):
+    one = program_of("adamw_8bit")
     (batch,) = calls(one, next(fixed_batches(16, 32, 64, 1)))
     state, _ = one.step(one.init(), batch)
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(state, Position(1, 16))
     checkpoints.wait()
-    eight = program_of(name, "scan, data fsdp tensor")
+    eight = program_of("adamw_8bit", "scan, data fsdp tensor")
     found, position = checkpoints.restore(eight.state, pytest.fail)
     checkpoints.close()
     assert position.step == 1

@@ -78,10 +78,8 @@ def test_a_tree_is_parted_and_joined():
         {"remat.policy": "minimal"},
         {"loss.kind": "full"},
         *exhaustive(
-            {},
-            {"remat.policy": "full"},
             {"model.scan": "false", "remat.policy": "offload"},
-            {"model.mlp_chunk": 8},
+            {"model.mlp_chunk": 8, "remat.policy": "full"},
             {"remat.policy": "sqrt", "model.n_layers": 4},
         ),
     ],

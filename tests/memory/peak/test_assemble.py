@@ -4,7 +4,7 @@ import pytest
 
 from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapTrace, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.module import Module
-from bytescope.memory.peak.lifetimes import walk
+from bytescope.memory.peak.assemble import memory_curve
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +22,7 @@ def program(sizes, *traces, colors=None):
 
 
 def curve(*arguments, **options):
-    return walk(program(*arguments, **options), {})
+    return memory_curve(program(*arguments, **options), {})
 
 
 def test_open_and_close():
@@ -85,8 +85,8 @@ def test_a_simulation_written_twice_counts_once():
 def test_two_simulations_share_a_clock():
     made = program({1: 10, 2: 5}, [(ALLOC, 1, "a", 0), (FREE, 1, "a", 0)], [(ALLOC, 2, "b", 0), (FREE, 2, "b", 0)])
     made.module.by_name = {("main", "a"): 1, ("main", "b"): 2}
-    assert walk(made, {1: 0, 2: 1}).peak_bytes in (10, 15)
-    assert {life.bytes for life in walk(made, {1: 0, 2: 1}).lives} == {5, 10}
+    assert memory_curve(made, {1: 0, 2: 1}).peak_bytes in (10, 15)
+    assert {life.bytes for life in memory_curve(made, {1: 0, 2: 1}).lives} == {5, 10}
 
 
 def test_no_trace_at_all():

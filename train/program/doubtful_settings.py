@@ -1,0 +1,56 @@
+"""Warnings about settings that are allowed but probably not meant. A run shows them before its first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bytescope.train.data.tokenizer import ByteTokenizer
+from bytescope.train.program.program_settings import Settings
+
+if TYPE_CHECKING:  # the module imports grain
+    from bytescope.train.data.batches import Data
+
+# Maximum number of passes over the data without a warning: repeated tokens lose most of their value within about 16
+# passes (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_PASSES = 16
+
+
+def doubtful_settings(settings: Settings, platform: str) -> list[str]:
+    """Returns a warning line for each setting that is probably not meant on devices of `platform`."""
+    lines, optimizer, steps = [], settings.optimizer, settings.steps
+    if optimizer.warmup_steps > steps:
+        lines.append(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
+            f"comes to {optimizer.learning_rate:g}; lower one or raise the other"
+        )
+    if not optimizer.learning_rate:
+        lines.append("optimizer.learning_rate=0: no parameter will change")
+    if platform == "cpu":
+        for name, is_asked in (("optimizer", settings.offload.optimizer), ("params", settings.offload.params)):
+            if is_asked:
+                lines.append(
+                    f"offload.{name}=true on a CPU, whose memory is the host's: this frees nothing; set it false"
+                )
+    return lines
+
+
+def doubtful_data(settings: Settings, data: Data, read: int) -> list[str]:
+    """Returns a warning line for each setting that is probably not meant for this data.
+
+    read: number of sequences that all updates of the run read.
+    """
+    lines, steps, vocabulary = [], settings.steps, settings.model.vocab_size
+    passes = read / len(data.train)
+    if passes > MAX_PASSES:
+        lines.append(
+            f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MAX_PASSES} passes a "
+            f"model only memorizes the data: set train.steps={max(int(steps * MAX_PASSES / passes), 1)}, or "
+            "give more data"
+        )
+    if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
+        lines.append(
+            f"data.tokenizer=bytes makes {data.vocab_size} different tokens, and model.vocab_size="
+            f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="
+            f"{data.vocab_size}"
+        )
+    return lines

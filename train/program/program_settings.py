@@ -1,0 +1,182 @@
+"""A config as typed records: one dataclass for each group of keys, read once.
+
+`read_settings` checks every value by itself; what has to fit together is left to `checks.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from bytescope.model import LayerPolicies
+from bytescope.model.model_config import ModelKeys
+from bytescope.train.data.batch_algebra import BatchConfig, batch_names
+from bytescope.train.parallel.axes import AXES
+from bytescope.train.program.config_files import flatten
+from bytescope.train.program.valid_values import check_values
+from bytescope.train.step.losses import LossConfig
+from bytescope.train.step.optimizer.rules import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """The group `lora` of a config; configs/base.py says what each key means."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float
+    base: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """The group `precision` of a config; configs/base.py says what each key means."""
+
+    preset: str
+    param: str
+    compute: str
+    reduce: str
+    accumulator: str
+    norm: str
+    logits: str
+    rounding: str
+    cast: str
+    loss_scale: str
+    loss_scale_init: float
+    loss_scale_growth_every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RematConfig:
+    """The group `remat` of a config; configs/base.py says what each key means."""
+
+    policy: str
+    budget: str
+    cost: str
+    auto_offload: bool
+    save: tuple[str, ...]
+    offload: tuple[str, ...]
+    layers: tuple[str, ...]
+    granularity: str
+    xla_pass: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadConfig:
+    """The group `offload` of a config; configs/base.py says what each key means."""
+
+    optimizer: bool
+    params: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The group `mesh` of a config; configs/base.py says what each key means."""
+
+    strategy: str
+    stage: int
+    data: int
+    fsdp: int
+    expert: int
+    context: int
+    tensor: int
+    sequence_parallel: bool
+    dispatch: str
+    prefetch: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> number of devices along it; -1 for all devices that remain."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """The group `pipeline` of a config; configs/base.py says what each key means."""
+
+    schedule: str
+    virtual: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The keys of a config that decide its program. Each value is valid by itself.
+
+    config: all keys as they were read, for reports and for what runs beside the step.
+    steps: optimizer updates. seq_len: tokens of a sequence. batch_names: names of the arrays of a batch.
+    The other fields are the groups of the same names.
+    """
+
+    config: ConfigDict
+    seed: int
+    steps: int
+    seq_len: int
+    batch_names: tuple[str, ...]
+    model: ModelKeys
+    lora: LoraConfig
+    loss: LossConfig
+    precision: PrecisionConfig
+    remat: RematConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    offload: OffloadConfig
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    xla: Mapping[str, str]
+
+    @property
+    def layerwise_key(self) -> str:
+        """The first key, as key=value, that needs an optimizer update layer by layer; "" if no key does."""
+        asked = {
+            "optimizer.fused_backward=true": self.optimizer.fused_backward,
+            "offload.optimizer=true": self.offload.optimizer,
+            "offload.params=true": self.offload.params,
+            "optimizer.clip=layer": self.optimizer.clip == "layer",
+        }
+        return next((key for key, is_asked in asked.items() if is_asked), "")
+
+    def layer_policies(self, *, fp8: bool) -> LayerPolicies:
+        """Returns the remat policy of each layer. fp8: whether the matrix products of the blocks are computed in fp8.
+
+        Raises:
+          ValueError: a policy, name or range that does not exist.
+        """
+        remat = self.remat
+        return LayerPolicies(
+            remat.policy,
+            remat.save,
+            remat.offload,
+            remat.layers,
+            remat.granularity,
+            fp8=fp8,
+            experts=self.model.experts > 0,
+        )
+
+
+def read_settings(config: ConfigDict) -> Settings:
+    """Returns the settings of a config.
+
+    Raises:
+      ValueError: a value that is not in the table of its key, not finite, or out of range.
+    """
+    check_values(flatten(config))
+    data = config.data
+    return Settings(
+        config=config,
+        seed=config.seed,
+        steps=config.train.steps,
+        seq_len=data.seq_len,
+        batch_names=batch_names(examples=data.format != "text", packing=data.packing, experts=config.model.experts > 0),
+        model=ModelKeys(**config.model),
+        lora=LoraConfig(**config.lora),
+        loss=LossConfig(**config.loss),
+        precision=PrecisionConfig(**config.precision),
+        remat=RematConfig(**config.remat),
+        batch=BatchConfig(**config.batch),
+        optimizer=OptimizerConfig(**config.optimizer),
+        offload=OffloadConfig(**config.offload),
+        mesh=MeshConfig(**config.mesh),
+        pipeline=PipelineConfig(**config.pipeline),
+        xla=dict(config.xla),
+    )

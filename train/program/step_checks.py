@@ -1,0 +1,151 @@
+"""What only the traced step, or the compiled step, shows to be wrong with a config."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.hlo import divergence
+from bytescope.memory.hlo import mesh as hlo_mesh
+from bytescope.model.names import NAMES, names_in
+from bytescope.train.program.choices import Choices
+from bytescope.train.step.state import TrainState
+
+
+def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
+    """Checks checkpoint names and the update layer by layer against the traced loss.
+
+    loss: (params, batch, dropout_key_B, frozen) -> scalar. state: abstract.
+
+    Raises:
+      ValueError: a checkpoint name that the program lacks, or an option that needs the update of all layers together.
+    """
+    _check_checkpoint_names(choices, loss, state)
+    if choices.settings.layerwise_key:
+        _check_layerwise(choices)
+    if choices.settings.optimizer.fused_backward and not choices.schedule:
+        _check_fused(choices, state)
+
+
+def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: TrainState) -> None:
+    """Checks that the program has the checkpoint names that the config gives: JAX ignores unknown names."""
+    asked, batch = choices.remat.asked, choices.batch
+    if not asked:
+        return
+    tokens_BL = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
+    arrays = dict.fromkeys(choices.batch_names, tokens_BL)
+    # Some names exist only where a custom gradient keeps them, so the gradient is traced.
+    traced = jax.make_jaxpr(jax.grad(loss, has_aux=True))(state.params, arrays, keys, state.frozen)
+    present = names_in(traced.jaxpr)
+    if missing := asked - present:
+        raise ValueError(
+            f"checkpoint name {min(missing)!r} does not occur in this program: choose from {', '.join(sorted(present))}"
+        )
+
+
+def _check_layerwise(choices: Choices) -> None:
+    """Checks that nothing is on that needs the update of all layers together."""
+    settings = choices.settings
+    if choices.precision.loss_scale == "dynamic":
+        raise ValueError(
+            f"{settings.layerwise_key} with precision.preset={settings.precision.preset}: an overflow in one layer "
+            "would have to undo the update of all layers; choose bf16, which needs no loss scale"
+        )
+    if settings.batch.accumulation_schedule:
+        raise ValueError(
+            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer takes one number of "
+            "micro-batches; set batch.accumulation"
+        )
+
+
+def _check_fused(choices: Choices, state: TrainState) -> None:
+    """Checks that nothing is on that an update inside the backward pass cannot be combined with."""
+    settings, model = choices.settings, choices.model
+    asked = "optimizer.fused_backward=true"
+    if model.experts:
+        raise ValueError(
+            f"{asked} with model.experts={model.experts}: their auxiliary losses are known only "
+            "after all layers; set optimizer.fused_backward=false"
+        )
+    if "blocks" not in state.params:
+        raise ValueError(
+            f"{asked} with all blocks frozen (optimizer.freeze): no layer has an update; set "
+            "optimizer.fused_backward=false"
+        )
+    if choices.batch.accumulation > 1:
+        raise ValueError(
+            f"{asked} with {choices.batch.accumulation} micro-steps per update (batch.accumulation): a layer is "
+            "updated before the next micro-batch is read; raise batch.micro instead"
+        )
+    if settings.optimizer.clip_norm and settings.optimizer.clip == "global":
+        raise ValueError(
+            f"{asked} with optimizer.clip_norm={settings.optimizer.clip_norm}: the norm of all gradients is "
+            "known only after all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0"
+        )
+    if not model.scan:
+        raise ValueError(
+            f"{asked} with model.scan=false: the update is part of the loop over layers; set model.scan=true"
+        )
+    for segment in choices.remat.segments(model.n_layers):
+        if segment.groups > 1:
+            raise ValueError(
+                f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
+                "choose full, or another policy without groups"
+            )
+
+
+def check_compiled(choices: Choices, compilation: Compilation) -> None:
+    """Checks the compiled step of these choices.
+
+    Raises:
+      ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
+    """
+    _check_offloaded(choices, compilation)
+    if choices.schedule:
+        check_collectives(compilation, choices.layout.mesh)
+
+
+def _check_offloaded(choices: Choices, compilation: Compilation) -> None:
+    """Checks that an offload policy moves something; on a CPU, whose memory is the host's, it may move nothing."""
+    segments = choices.remat.segments(choices.model.n_layers)
+    offloading = [segment.name for segment in segments if segment.policy.offloads]
+    on_cpu = choices.layout.mesh.devices.flat[0].platform == "cpu"
+    if offloading and not on_cpu and compilation.stats and not compilation.stats.host_temp_bytes:
+        raise ValueError(
+            f"remat.policy={offloading[0]} moves nothing to host memory here: offload other names, of "
+            f"{', '.join(NAMES)}, or use full"
+        )
+
+
+def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
+    """Checks that no collective of a compiled step waits for devices of a stage that skips it.
+
+    Raises:
+      ValueError: names the first collective that does, with the remedy.
+    """
+    module, devices = compilation.program.module, mesh.devices.flat
+    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.executable)
+    skipped = next(
+        divergence.skipped_collectives(
+            module,
+            axes,
+            hlo_mesh.match(module, layouts),
+            devices[0].platform,
+            [device.process_index for device in devices],
+        ),
+        None,
+    )
+    if skipped is None:
+        return
+    spanned = [axis for axis in hlo_mesh.spanned(skipped.links, axes) if axis != "stage"]
+    remedies = [f"mesh.{axis}=1" for axis in (*spanned, "stage")]
+    shape = module.shape(skipped.instruction)
+    raise ValueError(
+        f"the step would hang: {skipped.op_name} ({skipped.instruction.opcode} {shape.dtype}{list(shape.dims)}) waits "
+        f"for {len(skipped.waits)} devices, and some never reach it, because pipeline stages run the loop around it "
+        f"different numbers of times; set {' or '.join(remedies)}"
+    )
