@@ -1,7 +1,7 @@
 """How far adapters go on a target: for each rank the longest sequences and the largest micro-batch that fit, compiled.
 
-Everything is recomputed, and the frozen weights are as small as the levers allow. Lengths are tried with one sequence at
-a time, with block inputs on the device and, if that lever is free, in host memory; micro-batches have the config's
+Everything is recomputed, and the frozen weights are as small as the levers allow. Lengths are tried with one sequence
+at a time, with block inputs on the device and, if that lever is free, in host memory; micro-batches have the config's
 length and divide its update. Ranks are tried smallest first. A larger rank or length never needs fewer bytes: adapters,
 their moments, their gradients and the tensors that they keep per token are all linear in the rank
 (`memory.formulas.adapter_formulas`). So the length that fits a smaller rank bounds the next rank and is tried first; if
@@ -24,8 +24,8 @@ from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried in addition to the config's.
 RANKS = (8, 16, 64, 256)
-# Lengths are multiples of this number of tokens, or of the config's length if that is shorter. Maximum number of lengths
-# that are tried for one answer.
+# Lengths are multiples of this number of tokens, or of the config's length if that is shorter. Maximum number of
+# lengths that are tried for one answer.
 GRAIN, MAX_TRIED = 1024, 12
 # The policy that keeps block inputs in host memory.
 OFFLOAD = "offload"
