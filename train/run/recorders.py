@@ -5,11 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.program.config_files import flatten
 from bytescope.train.run.tensorboard import Events, scalars
 from bytescope.train.run.wandb_run import WandbRun
 
@@ -19,7 +16,7 @@ class Recorders:
 
     Args:
       workdir: the run directory. step: the step at which this start begins.
-      config: of the run, settled. report: of the compiled step.
+      config: settled config of the run, by dotted key. report: of the compiled step.
       enabled: False for a process that is not the first: it records nothing.
       tell: prints a line about a failure.
     """
@@ -28,7 +25,7 @@ class Recorders:
         self,
         workdir: Path,
         step: int,
-        config: ConfigDict,
+        config: Mapping[str, Any],
         report: ReportRecord,
         enabled: bool,
         tell: Callable[[str], None],
@@ -37,11 +34,10 @@ class Recorders:
         if not enabled:
             return
         self._recorders.append(RunPage(workdir, tell))
-        keys = flatten(config)
-        if config.train.tensorboard:
-            self._recorders.append(Events(workdir / "events", step, keys, report))
-        if config.train.wandb:
-            self._recorders.append(WandbRun(workdir, config.train.wandb, keys, report, tell))
+        if config["train.tensorboard"]:
+            self._recorders.append(Events(workdir / "events", step, config, report))
+        if config["train.wandb"]:
+            self._recorders.append(WandbRun(workdir, config["train.wandb"], config, report, tell))
 
     def __enter__(self) -> "Recorders":
         return self
