@@ -11,6 +11,7 @@ arrays of the trainer's programs. The command line lists these names, so this mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
 
-# Axis of the mesh -> what its devices are to a step, in the order in which the axes lie over the devices.
+# Axis of the mesh -> the role of its devices in a step, in the order of the axes over the devices.
 ROLES = {
     "stage": "stage",
     "data": "replica",
@@ -39,7 +40,7 @@ BATCH_AXES = tuple(axis for axis, role in ROLES.items() if role in BATCH_ROLES)
 CAPACITY = 1.25
 # (offload.optimizer, offload.params) -> row of the formulas.
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
-# The pipeline whose stages all hold the same, and its chunks of a stage.
+# The schedule whose stages all have the same stash, and its chunks per stage.
 EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
 
 # ---- tables of names ------------------------------------------------------------------------------------------------
@@ -115,22 +116,22 @@ NESTED_POLICIES = ("sqrt",)
 def model_facts(
     flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
 ) -> ModelFacts:
-    """The facts of a config's step.
+    """Returns the facts of a config's step.
 
     Args:
         flat: dotted key -> value.
-        settled: what the program made of it (`Adapter.settled`): kernel, mesh and `segments`. None: as the config says.
-        platform: of the target. devices: for an axis of the mesh that is -1 and not settled; 0 counts it as 1.
+        settled: values that the program settled: kernel, mesh and `segments` (`config_factory.settle`). None: the
+            config's own.
+        platform: of the target. devices: total number, for an axis of the mesh that is -1 and not settled; 0: unknown,
+            the axis counts as 1.
     """
     config = {**flat, **(settled or {})}
     mesh = mesh_of(config, devices)
-    ranks = 1
-    for axis in BATCH_AXES:
-        ranks *= mesh[axis]
+    ranks = math.prod(mesh[axis] for axis in BATCH_AXES)
     preset, model, stages = config["precision.preset"], model_of(config), mesh["stage"]
-    # With adapters or frozen parameters only a part has gradients to reduce.
-    changed = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
-    changed = changed or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
+    other_dtypes = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    # With adapters or frozen parameters only a part of the parameters has gradients to reduce.
+    changed = other_dtypes or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
     steps = accumulation(config, ranks)
     schedule = None
     if stages > 1:
@@ -164,15 +165,16 @@ def model_facts(
 
 
 def question_of(flat: Mapping[str, Any]) -> Question:
-    """The question that a config (dotted key -> value) asks of the calculator; -1 in its mesh counts as 1 device.
+    """Returns a config (dotted key -> value) as a question to the calculator; -1 in its mesh counts as 1 device.
 
-    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
-    latter holds its shard of the activations is left to the caller.
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. The question does
+    not say that each of the `context` ranks has only its shard of the activations.
 
     Raises:
-      ReportError: a config that names what the formulas do not know.
+      ReportError: the formulas do not cover the config.
     """
-    if why := _without_formula(flat):
+    why = _without_formula(flat)
+    if why:
         raise ReportError(why)
     mesh, schedule = mesh_of(flat), None
     if mesh["stage"] > 1:
@@ -183,19 +185,17 @@ def question_of(flat: Mapping[str, Any]) -> Question:
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
-    """Axis -> size; an axis of -1 takes the rest of the `devices`, 1 where nobody knows them."""
-    # A report that was written before there was an axis has no key of it.
-    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}
-    known = 1
-    for size in sizes.values():
-        known *= max(size, 1)
+    """Returns axis -> size. An axis of -1 takes the rest of the `devices`; 1 if their number is unknown (0)."""
+    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # an old report lacks keys of new axes
+    known = math.prod(max(size, 1) for size in sizes.values())
     rest = max(devices // known, 1)
     return {axis: size if size > 0 else rest for axis, size in sizes.items()}
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps per update on `ranks` data-parallel ranks; of a schedule the most."""
-    if tokens := config.get("batch.tokens", 0):
+    """Returns the micro-steps per update on `ranks` data-parallel ranks; of a schedule, the maximum."""
+    tokens = config.get("batch.tokens", 0)
+    if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
     scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
     return max(scheduled, default=config.get("batch.accumulation", 1))
@@ -205,7 +205,7 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
-    """The model of a config (dotted key -> value)."""
+    """Returns the model of a config (dotted key -> value)."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
@@ -231,7 +231,7 @@ def model_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
-    """The experts of a config (dotted key -> value); None if every MLP is dense."""
+    """Returns the experts of a config (dotted key -> value); None if every MLP is dense."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
@@ -249,7 +249,7 @@ def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The group `model` of a config, without its prefix."""
+    """Returns the group `model` of a config, its keys without the prefix."""
     return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
 
 
@@ -257,7 +257,7 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_formula(config: Mapping[str, Any]) -> str:
-    """Why no formula covers a config, "" if one does."""
+    """Returns why the formulas do not cover a config, "" if they do."""
     for key, table in (
         ("precision.preset", PRECISIONS),
         ("optimizer.name", OPTIMIZERS),
@@ -267,13 +267,14 @@ def _without_formula(config: Mapping[str, Any]) -> str:
     ):
         if config[key] not in table:
             return f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
-    if frozen := config["optimizer.freeze"]:
+    frozen = config["optimizer.freeze"]
+    if frozen:
         return f"optimizer.freeze={','.join(frozen)} has no formula: bytescope report compiles it"
     return ""
 
 
 def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
-    """The question of a config on a mesh without -1. Raises ReportError for a row that no table has."""
+    """Returns the question of a config on a mesh without -1. Raises ReportError for a name that no table has."""
     model, m = model_of(config), _model_keys(config)
     shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     shared = config["mesh.fsdp"] == -1 or shards > 1
@@ -293,7 +294,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
         interleave=config["pipeline.virtual"] if stages > 1 else 1,
         stash=float(held_share(schedule, model.layers)) if schedule else 0.0,
     )
-    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
+    # `auto` on a GPU is the naive kernel if dropout needs it, and for short sequences if cuDNN has no kernel for them.
     short = (config["precision.preset"] == "fp32" or m["attention_softcap"]) and config["data.seq_len"] <= 1024
     return Question(
         transformer_formulas.parameter_count(model),
@@ -317,7 +318,8 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
 def segment(
     policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
 ) -> RematSegment:
-    """Layers under a row of remat.policy; groups: of a nested policy. save, offload: the names that it keeps."""
+    """Returns layers under a row of remat.policy. groups: of a nested policy. save, offload: names that it keeps on the
+    device, and in host memory."""
     if policy in PRODUCT_POLICIES:
         from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
 
@@ -335,7 +337,7 @@ def segment(
 
 
 def named_segment(policy: str, layers: int) -> RematSegment:
-    """Layers under a row of remat.policy with the names of its table; `auto` and `custom` have none of their own."""
+    """Returns layers under a row of remat.policy with the names of its table; `auto` and `custom` have none."""
     from bytescope.model.remat.policies import POLICIES
 
     row = POLICIES.get(policy)
@@ -345,7 +347,7 @@ def named_segment(policy: str, layers: int) -> RematSegment:
 
 
 def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """The layers of a config by remat policy; () for `auto` that nobody settled."""
+    """Returns the layers of a config by remat policy; () for `auto` that is not settled."""
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -363,7 +365,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """The policy of the layers that remat.layers does not name."""
+    """Returns the policy of the layers that are not in `remat.layers`."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -373,7 +375,7 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """How the layout exchanges rows of experts (`StepLayout.exchange`); "" where the CPU emulates it."""
+    """Returns how the layout exchanges rows of experts (`StepLayout.exchange`); "" if the CPU emulates it."""
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"
@@ -395,11 +397,12 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _asked_of_host(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a config asks to keep in host memory: its keys, and the remat policy."""
+    """Returns the keys, and the remat policy, by which a config keeps tensors in host memory."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():
         if key.startswith("remat."):
             words += value if isinstance(value, list | tuple) else [value]
-    by_policy = any(isinstance(word, str) and "offload" in word for word in words)
-    return (*keys, *(["the policy"] if by_policy else []))
+    if any(isinstance(word, str) and "offload" in word for word in words):
+        keys.append("the policy")
+    return tuple(keys)

@@ -1,8 +1,8 @@
 """Progress of a run: a live bar on a terminal with the rows scrolling above it, plain lines elsewhere.
 
 The bar is not memory/view/progress_bar.py, which is on stderr, is taken away while a line is printed, and takes its
-time left from rich. Here the rows go to the same console as the bar, so that rich keeps the bar below them, and the time
-left follows from the pace since the first row, with or without a bar.
+time left from rich. Here the rows go to the same console as the bar, so that rich keeps the bar below them, and the
+time left follows from the pace since the first row, with or without a bar.
 """
 
 import contextlib
