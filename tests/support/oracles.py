@@ -30,6 +30,11 @@ def _plugin(module: str) -> Callable[[], bool]:
     return found
 
 
+def shellcheck() -> str | None:
+    """The path of shellcheck: beside this Python, where pip puts it, or on the path."""
+    return shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+
+
 # oracle -> (whether it is here, how to get it)
 ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
@@ -45,6 +50,11 @@ ORACLES = {
         "torch or transformers is not installed: pip install 'bytescope[test,hf]'",
     ),
     "peft": (_plugin("peft"), "peft is not installed: pip install 'bytescope[test,hf]'"),
+    "shellcheck": (lambda: shellcheck() is not None, "shellcheck is not installed: pip install 'bytescope[test]'"),
+    "kubernetes": (
+        _plugin("kubernetes_validate"),
+        "kubernetes-validate is not installed: pip install 'bytescope[test]'",
+    ),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py
