@@ -23,7 +23,7 @@ from bytescope.train.checkpoints.workdir import (
     new_workdir,
 )
 from bytescope.train.export.model_folder import refuse_used
-from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
 from bytescope.train.source import METRICS
@@ -173,8 +173,8 @@ def test_a_damaged_identity_is_one_line(tmp_path, damage):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bytescope.train.launch.lock import take
-held = take(Path(sys.argv[1]))
+from bytescope.train.checkpoints.workdir import take_lock
+held = take_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.completion_shells import SHELLS
+from bytescope.train.commands.completion_command import SHELLS
 from bytescope.train.commands.completion_words import gather, parsers
 from bytescope.train.commands.registry import COMMANDS
 
