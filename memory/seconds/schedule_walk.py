@@ -17,10 +17,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from bytescope.memory.records.report_record import STEP_PHASES
 from bytescope.memory.seconds import constants, operation_seconds
+from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -37,9 +37,6 @@ from bytescope.memory.seconds.step_schedule import (
     Steps,
     Wait,
 )
-
-if TYPE_CHECKING:
-    from bytescope.memory.seconds.rates import DeviceRates
 
 # Parts of the seconds of a step. products: with convolutions; memory: kernels that move memory, and kernels of
 # libraries; launch: the floors of kernels; collectives and host_link: compute waits for them.
