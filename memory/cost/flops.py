@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
@@ -241,13 +241,9 @@ OPAQUE = frozenset(("ffi_call", "triton_kernel_call", "tpu_custom_call", "pure_c
 # ---- equations that contain others --------------------------------------------------------------------------
 
 
-def _sum(jaxprs: Iterable[Any], stack: str) -> FlopCount:
-    return sum((_count(opened(jaxpr), stack) for jaxpr in jaxprs), FlopCount())
-
-
 def _call(equation: Any, stack: str) -> FlopCount:
     """jit, checkpoint, custom_jvp_call, custom_vjp_call and every other equation with one body that runs once."""
-    return _sum(bodies(equation), stack)
+    return sum((_count(body, stack) for body in bodies(equation)), FlopCount())
 
 
 def _scan(equation: Any, stack: str) -> FlopCount:

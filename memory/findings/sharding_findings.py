@@ -30,6 +30,7 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
+from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.roles import WEIGHTS
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
@@ -256,7 +257,7 @@ def _sharded(
     of shards that divides `devices`.
     """
     plain = tuple(dim for dim in gradient.shape if dim > 1)
-    dims = _dims(plain)
+    dims = without_ones(plain)
     # Transposed parameters come last: a table and a head may have the same dimensions.
     in_place = sorted(parameters, key=lambda item: -sum(a == b for a, b in zip(item[0].shape, plain)))
     for shard, layout in in_place:
@@ -264,11 +265,11 @@ def _sharded(
             continue
         if layout is not None:
             parts = layout.elements // max(math.prod(layout.local), 1)
-            if _dims(layout.dims) == dims and parts > 1:
+            if without_ones(layout.dims) == dims and parts > 1:
                 return shard, layout, parts
             continue
         rest, local = list(dims), []
-        for dim in _dims(shard.shape):
+        for dim in without_ones(shard.shape):
             if dim in rest:
                 rest.remove(dim)
             else:
@@ -277,11 +278,6 @@ def _sharded(
         if len(rest) == 1 >= len(local) and parts > 1 and rest[0] == parts * math.prod(local) and devices % parts == 0:
             return shard, None, parts
     return None
-
-
-def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions without ones, sorted: a transposed gradient belongs to the same parameter."""
-    return tuple(sorted(dim for dim in shape if dim > 1))
 
 
 # ---- activations that lost the sharding of the batch ---------------------------------------------------------------

@@ -180,7 +180,7 @@ class Attribution:
                 # A loop and its body's parameter share the buffer; the loop's readers are the ones that count.
                 callers = self.flow.callers.get(instruction.computation, ())
                 instruction = next((caller for caller in callers if caller.opcode == "while"), instruction)
-        weight_like = _without_ones(shape.dims) in self.weights
+        weight_like = without_ones(shape.dims) in self.weights
         feeds_update = weight_like and self.feeds(instruction, index)
         return Fact(
             shape=shape,
@@ -264,7 +264,7 @@ class Attribution:
         if user.opcode in ("fusion", "call"):
             carrying = self._results_from(user, instruction)
             results = [(at, leaf) for at, leaf in results if at in carrying]
-        return [(user, at) for at, leaf in results if _without_ones(leaf.dims) in self.weights]
+        return [(user, at) for at, leaf in results if without_ones(leaf.dims) in self.weights]
 
     def _uses(self, user: Instruction, operand: Instruction) -> bool:
         """Whether an operation multiplies an operand by another, gathers from it, or sums it over a dimension.
@@ -339,7 +339,7 @@ class Attribution:
             shape = self.module.shape(self.module.instructions[id])
             for leaf in [shape] if shape.parts is None else shape.parts:
                 if leaf.elements > 1:
-                    sizes |= {_without_ones(leaf.dims), _without_ones(leaf.dims[1:])}
+                    sizes |= {without_ones(leaf.dims), without_ones(leaf.dims[1:])}
         for instruction in self.module.instructions.values():
             if instruction.opcode not in ("all-gather", "all-gather-start"):
                 continue
@@ -349,7 +349,7 @@ class Attribution:
             for i, operand in enumerate(instruction.operands):
                 if self.is_parameter(self.flow.origin(self.module.instructions.get(operand))):
                     leaf = gathered.leaf((i,)) if gathered.parts is not None else gathered
-                    sizes.add(_without_ones(leaf.dims))
+                    sizes.add(without_ones(leaf.dims))
         return frozenset(sizes - {()})
 
 
@@ -358,8 +358,8 @@ def categorize(fact: Fact) -> str:
     return next((category for category, rule in RULES if rule(fact)), "unattributed")
 
 
-def _without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions without ones, in no order: a transposed or squeezed weight is still that weight."""
+def without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Dimensions without ones, sorted: equal for a weight and its transposed or squeezed forms."""
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 

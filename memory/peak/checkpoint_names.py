@@ -135,8 +135,13 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
         alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
             for maker in (equation, *_makers(equation, makers)):
-                if alike[_where(maker)] == 1:
-                    found += _places_of(maker, equation.params["name"])
+                where = _where(maker)
+                if alike[where] != 1:
+                    continue
+                chain, end, stack, primitive = where
+                # What is compiled from the maker is named after its primitive, or after JAX's mark on a saved value.
+                for operation in (primitive, MARK):
+                    found.append(NamedPlace(chain, end, f"{stack}/{operation}", equation.params["name"]))
         for equation in inner.eqns:
             for value in equation.params.values():
                 pending += value if isinstance(value, (tuple, list)) else [value]
@@ -180,13 +185,6 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
     chain = tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
     end = (frames[0].end_line, frames[0].end_column) if frames else (0, 0)
     return chain, end, str(equation.source_info.name_stack), equation.primitive.name
-
-
-def _places_of(equation: Any, name: str) -> list[NamedPlace]:
-    """The positions of an equation, whose compiled form is named after its primitive or after JAX's mark on a saved
-    value."""
-    chain, end, stack, primitive = _where(equation)
-    return [NamedPlace(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
 
 
 @functools.lru_cache(maxsize=4096)

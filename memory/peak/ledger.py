@@ -20,6 +20,7 @@ from bytescope.memory.formulas.expert_formulas import idle_count
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.formulas.training_state import ZERO, state_bytes_per_parameter
 from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.records.report_record import Buffer, LedgerRow, PeakAccount, ZeroRow
 from bytescope.memory.units import human
 
@@ -39,7 +40,7 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
     stored: dict[tuple[int, ...], int] = {}
     for position, buffer in enumerate(buffers):
         if buffer.phase == "argument" and buffer.category == "params":
-            dims = _without_ones(buffer.shape)
+            dims = without_ones(buffer.shape)
             stored[dims] = stored.get(dims, 0) + elements.get(position, 0)
     sums: dict[tuple[str, str], list[int]] = {}  # (role, dtype) -> [elements, bytes]
     temporary: dict[str, list[_Temporary]] = {}
@@ -51,7 +52,7 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
             _add(sums, buffer.category, buffer, count)
             if buffer.category == "params":
                 parameters += count
-        elif role and _without_ones(buffer.shape) in stored:
+        elif role and without_ones(buffer.shape) in stored:
             temporary.setdefault(role, []).append(_Temporary(buffer, count, buffer.start))
     for role, items in temporary.items():
         for item in _alive_together(items, stored):
@@ -92,11 +93,6 @@ def _temporary_role(buffer: Buffer) -> str:
     return "copies" if buffer.category == "workspace" and COPY in buffer.module.split("/") else ""
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions without ones, in no order."""
-    return tuple(sorted(dim for dim in shape if dim != 1))
-
-
 def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], int]) -> list[_Temporary]:
     """The buffers alive at the last point where most parameters have one.
 
@@ -108,7 +104,7 @@ def _alive_together(items: list[_Temporary], stored: Mapping[tuple[int, ...], in
     for point in sorted({item.start for item in items}):
         alive, left = [], dict(stored)
         for item in by_width:
-            dims = _without_ones(item.buffer.shape)
+            dims = without_ones(item.buffer.shape)
             if item.start <= point <= item.buffer.end and left[dims] >= item.count:
                 left[dims] -= item.count
                 alive.append(item)
@@ -122,13 +118,13 @@ def _narrowed(items: list[_Temporary]) -> list[_Temporary]:
     """`items` without each buffer that a narrower one of its shape is made from; the narrow one starts as early."""
     left = sorted(items, key=lambda item: item.start)
     for narrow in list(left):
-        dims = _without_ones(narrow.buffer.shape)
+        dims = without_ones(narrow.buffer.shape)
         sources = [
             other
             for other in left
             if other.count == narrow.count
             and other.buffer.bytes > narrow.buffer.bytes
-            and _without_ones(other.buffer.shape) == dims
+            and without_ones(other.buffer.shape) == dims
             and other.start <= narrow.start <= other.buffer.end
         ]
         if sources:
@@ -276,7 +272,8 @@ def _reason(role: str, report: PeakAccount, state: State) -> str:
     offloaded = {b.category for b in report.buffers if b.phase == "argument" and b.memory == "host"}
     if role in offloaded:
         words[role] += "; in host memory"
-    replicated = {path: size for path, size in state.replicated.items() if _role_of(path, report) == role}
+    of_role = {b.name for b in report.buffers if b.phase == "argument" and b.category == role}
+    replicated = {path: size for path, size in state.replicated.items() if path in of_role}
     if replicated:
         named = ", ".join(f"{path} {human(size)}" for path, size in list(replicated.items())[:2])
         others, total = len(replicated) - 2, human(sum(replicated.values()))
@@ -299,7 +296,3 @@ def _gradient_reason(report: PeakAccount, state: State) -> str:
     if state.gradients > CLASSIC["gradients"] and "float32" not in dtypes:
         return f"{dtypes}, and no sum: one micro-batch"
     return f"{dtypes}, part of them at the peak" if fewer else dtypes
-
-
-def _role_of(path: str, report: PeakAccount) -> str:
-    return next((b.category for b in report.buffers if b.name == path and b.phase == "argument"), "")

@@ -128,7 +128,9 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
     cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
     for way, like in (("backward", "forward"), ("forward_causal", "forward"), ("backward_causal", "backward")):
         for width in sorted({width for known_way, width in cells if known_way == like and (way, width) not in cells}):
-            cells[way, width] = _as_beside(cells[like, width], *_pair(way, like, cells, *others))
+            known, (one, other) = cells[like, width], _pair(way, like, cells, *others)
+            sizes = sorted({size for size, _ in (*known, *one)})
+            cells[way, width] = tuple((size, at(known, size) * at(one, size) / at(other, size)) for size in sizes)
     ratio = _of_16_bits(chip) / _of_16_bits(CHIPS[name])
     table: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
     for (way, width), curve in sorted(cells.items()):
@@ -152,11 +154,6 @@ def _pair(way: str, like: str, *tables: Mapping[tuple[str, int], Curve]) -> tupl
                 if one != other and (one, width) in table and (other, width) in table:
                     return table[one, width], table[other, width]
     raise KeyError(f"{way} beside {like}")
-
-
-def _as_beside(curve: Curve, way: Curve, like: Curve) -> Curve:
-    sizes = sorted({size for size, _ in (*curve, *way)})
-    return tuple((size, at(curve, size) * at(way, size) / at(like, size)) for size in sizes)
 
 
 def _of_16_bits(chip: Chip) -> float:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from bytescope.memory.cost import roofline
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds import step_prediction
+from bytescope.memory.seconds.rate_records import at
 
 # Relative difference below which predictions are a tie, because equal runs differ as much: of 13 pairs of runs on eight
 # H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
@@ -68,10 +69,10 @@ def large(target: Any) -> roofline.Figures | None:
     found, peaks = device_rates.of(target), roofline.figures(target)
     if found is None or peaks is None:
         return None
-    units = {unit: device_rates.at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
+    units = {unit: at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
     return roofline.Figures(
         units,
-        device_rates.at(found.memory, LARGE_BYTES),
+        at(found.memory, LARGE_BYTES),
         found.host_link_bytes_per_s,
         peaks.interconnect_bytes_per_s,
         found.source,

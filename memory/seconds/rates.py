@@ -19,25 +19,10 @@ from bytescope.memory.errors import ReportError, check_readable, in_one_line
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count
 from bytescope.memory.seconds import chip_rates
-from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at, from_json
+from bytescope.memory.seconds.rate_records import WAYS, DeviceRates, from_json
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
-
-__all__ = [
-    "WAYS",
-    "CollectiveRate",
-    "Curve",
-    "DeviceRates",
-    "at",
-    "chosen",
-    "digest",
-    "from_json",
-    "load",
-    "of",
-    "refuse",
-    "use",
-]
 
 # Seconds that XLA's CPU runtime takes to start a kernel on one thread, a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6

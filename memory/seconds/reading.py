@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bytescope.memory.cost import collectives, host_transfers, kernel_costs
 from bytescope.memory.cost.flops import FlopCount
@@ -52,8 +52,8 @@ class CompiledSchedule:
     """The compiled schedule of a program, of one device and one call.
 
     Fields:
-        steps: () if it has too many records.
-        order: the same instruction by instruction, before `settle`. settle: gives kernels of unknown work their FLOPs.
+        steps: () if nothing is known of it.
+        order: the same instruction by instruction, before `settle`. settle: gives kernels their FLOPs.
     """
 
     steps: Steps = ()
@@ -162,26 +162,25 @@ class _ScheduleReader:
             yield Loop(full_turns(self.module, one) or 1, steps)
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
-        phase = self.phase(one, around)
-        for id in self.dearest_branch(one, phase):
-            yield from self.computation(id, phase)
+        id = self.dearest_branch(one, around)
+        yield from self.computation(id, self.phase(one, around)) if id is not None else ()
 
-    def dearest_branch(self, one: Instruction, phase: str) -> tuple[int, ...]:
-        """The computation of a conditional that costs most; () if there is none."""
-        if not one.called:
-            return ()
-        return (max(one.called, key=lambda id: _cost(self.computation(id, phase))),)
+    def dearest_branch(self, one: Instruction, around: str) -> int | None:
+        phase = self.phase(one, around)
+        return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
         """The instructions of the computations that a loop, a call or a conditional runs."""
-        if one.opcode not in ("while", "call", "conditional"):
-            return ()
-        phase, called = self.phase(one, around), tuple(one.called)
+        called: Iterable[int] = ()
         if one.opcode == "while":
-            called = called[:1]
+            called = one.called[:1]
+        elif one.opcode == "call":
+            called = one.called
         elif one.opcode == "conditional":
-            called = self.dearest_branch(one, phase)
-        return tuple(itertools.chain.from_iterable(self.ordered.get((id, phase), ()) for id in called))
+            branch = self.dearest_branch(one, around)
+            called = () if branch is None else (branch,)
+        orders = [self.ordered.get((id, self.phase(one, around)), ()) for id in called]
+        return tuple(itertools.chain.from_iterable(orders))
 
     def call(self, one: Instruction, around: str) -> Iterator[Step]:
         phase = self.phase(one, around)
@@ -344,16 +343,12 @@ class _UnknownWork:
     grouped_flops: int = 0  # of all rows of experts
 
 
-def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
-    """The steps with the work of foreign kernels and of products of experts.
+def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
+    """Returns a function that gives the foreign kernels and products of experts in `steps`, or in parts of them, their
+    work.
 
     `beyond`: phase -> FLOPs that these kernels compute together (`_beyond`).
     """
-    return _settling(steps, beyond)(steps)
-
-
-def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
-    """Returns the function that does `_settled` for these steps, or for a part of them."""
     sums: dict[str, _UnknownWork] = {}
     for kernel, times in every_kernel(steps):
         if kernel.kind == FOREIGN:

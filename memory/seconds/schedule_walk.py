@@ -17,11 +17,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from bytescope.memory.records.report_record import STEP_PHASES
 from bytescope.memory.records.schedule_records import InstructionSteps
 from bytescope.memory.seconds import constants, operation_seconds
+from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -38,9 +38,6 @@ from bytescope.memory.seconds.step_schedule import (
     Steps,
     Wait,
 )
-
-if TYPE_CHECKING:
-    from bytescope.memory.seconds.rates import DeviceRates
 
 # Parts of the seconds of a step. products: with convolutions; memory: kernels that move memory, and kernels of
 # libraries; launch: the floors of kernels; collectives and host_link: compute waits for them.

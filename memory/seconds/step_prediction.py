@@ -23,7 +23,6 @@ from bytescope.memory.seconds.step_schedule import Steps, unit_of
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
-    from bytescope.memory.seconds.rates import DeviceRates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from bytescope.memory.seconds.calibration.cases import (
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
-from bytescope.memory.seconds.rate_records import WAYS
+from bytescope.memory.seconds.rate_records import WAYS, from_json
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
 from bytescope.train import cli
@@ -128,7 +128,7 @@ def test_a_part_that_predictions_need_is_missed(h200):
         with pytest.raises(ReportError, match=told):
             rates_of([each for each in SAMPLES if each.part != part], h200, ABOUT)
     alone = rates_of([each for each in SAMPLES if each.part != COLLECTIVES], h200, ABOUT)
-    assert not alone.collectives and rates.from_json(plain(alone.to_json())) == alone
+    assert not alone.collectives and from_json(plain(alone.to_json())) == alone
 
 
 @pytest.mark.quick

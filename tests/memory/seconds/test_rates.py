@@ -14,6 +14,7 @@ from bytescope.memory.seconds.operation_seconds import (
     product_flops_per_s,
     transfer_seconds,
 )
+from bytescope.memory.seconds.rate_records import from_json
 from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
@@ -30,7 +31,7 @@ def product(m, n, k, batch=1, dtype="bfloat16"):
 @pytest.mark.parametrize("name", CHIPS)
 def test_every_chip_has_rates_and_their_json_reads_back(name):
     found = chip_rates.of(CHIPS[name].kind)
-    assert rates.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert from_json(json.loads(json.dumps(found.to_json()))) == found
     assert set(found.products) == set(CHIPS[name].peak_flops)
     measured = set(achieved.MEASURED.get(name, {})) | set(achieved.COLLECTIVES.get(name, ()))
     assert f"measured on {name}: nothing" not in found.source or not measured

@@ -227,7 +227,7 @@ def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_sam
 @pytest.mark.parametrize(("dtype", "kind"), [("float8_e4m3fn", "tiled_product"), ("bfloat16", "product")])
 def test_a_confirmed_product_of_8_bits_scales_tiles(dtype, kind):
     steps = (ScheduledKernel("foreign", "forward", 64, 1024, dtype, (1, 8, 8, 8)),)
-    assert reading._settled(steps, {"forward": 1024})[0].kind == kind
+    assert reading._settling(steps, {"forward": 1024})(steps)[0].kind == kind
 
 
 def foreign(id, *operands):
@@ -289,10 +289,11 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
     """Two products of 200 for all rows that there is room for; what is left is that of a kernel that nobody knows."""
     experts = ScheduledKernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
     unknown = ScheduledKernel("foreign", "forward", 30, 0, "bfloat16")
-    found = reading._settled((Loop(1, (experts,)), experts, unknown), {"forward": counted})
+    steps = (Loop(1, (experts,)), experts, unknown)
+    found = reading._settling(steps, {"forward": counted})(steps)
     assert tuple(kernel.flops for kernel, _ in step_schedule.kernels(found)) == expected
     assert [kernel.kind for kernel, _ in step_schedule.kernels(found)][:2] == ["grouped_product"] * 2
-    (alone,) = reading._settled((experts,), {})
+    (alone,) = reading._settling((experts,), {})((experts,))
     assert alone == experts, "nobody counted"
 
 
