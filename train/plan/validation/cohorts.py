@@ -102,7 +102,7 @@ def weights(programs: Sequence[str]) -> list[float]:
 
 
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
-    """Returns the share of programs whose ratio is in a range, inclusive. pairs: (program, ratio); None without one."""
+    """Returns the share of programs whose ratio is in a range, inclusive. pairs: (program, ratio); None without any."""
     if not pairs:
         return None
     parts = weights([program for program, _ in pairs])
