@@ -202,7 +202,7 @@ def test_fish(folder):
         {"--remat=none,full"},
         {"--config.model.n_layers="},
         {"h100:2", "h100:2x8"},
-        {"mine.py"},
+        {"mine.py", "mixtral_8x7b"},
         {"hf:"},
         {"hf:runs/"},
         {"--config=hf:runs/"},
