@@ -105,9 +105,10 @@ def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[Mea
             why[target] = error
     out = []
     for row in rows:
-        if not row.reason and row.target in why:
-            row = dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}")
-        out.append(row)
+        if row.reason or row.target not in why:
+            out.append(row)
+        else:
+            out.append(dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}"))
     if why and all(row.reason for row in out):
         raise next(iter(why.values()))
     return out
