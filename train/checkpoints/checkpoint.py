@@ -28,11 +28,11 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from bytescope.memory.errors import one_line
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.checkpoints.stored_array import StoredArray
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.launch.failures import keep_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import stderr_held
 from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
+from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError

@@ -22,6 +22,7 @@ from bytescope.configs import base
 from bytescope.memory.errors import one_line
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.program.config_files import flatten
+from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
 
 fcntl: ModuleType | None
@@ -73,12 +74,11 @@ LOCAL = (
     "train.eval_prompts",
 )
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 LOCK = "run.lock"
 # Errors of flock on a file system without locks.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # What a start that is killed before it has claimed its directory leaves there.
-BEFORE_CLAIM = (LOCK, "config.json.tmp")
+BEFORE_CLAIM = (LOCK, f"{CONFIG}.tmp")
 # Keys whose changes are not mentioned.
 SILENT = ("train.", "data.prefetch", "data.workers")
 
@@ -208,7 +208,7 @@ def _refuse_foreign(workdir: Path) -> None:
         raise UserError(f"--workdir={workdir} is a file: give a folder")
     if (
         workdir.exists()
-        and not (workdir / "config.json").exists()
+        and not (workdir / CONFIG).exists()
         and any(entry.name not in BEFORE_CLAIM for entry in workdir.iterdir())
     ):
         raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
@@ -225,7 +225,7 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
         raise UserError(f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same")
     notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
     deadline = time.monotonic() + SHARED_S
-    while not (workdir / "config.json").exists():  # a network file system may show it late
+    while not (workdir / CONFIG).exists():  # a network file system may show it late
         if time.monotonic() > deadline:
             raise UserError(f"{workdir} of process 0 is not visible here: give a --workdir that all processes share")
         time.sleep(0.1)
@@ -244,7 +244,7 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
       UserError: the directory holds another run, or other files, or the run has more steps than planned and `extend`
         is not set.
     """
-    path = workdir / "config.json"
+    path = workdir / CONFIG
     _refuse_foreign(workdir)
     notes = _check(path, identity, extend) if path.exists() else []
     workdir.mkdir(parents=True, exist_ok=True)

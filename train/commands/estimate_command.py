@@ -24,6 +24,7 @@ from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import shipped, title_of
 
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
@@ -310,7 +311,7 @@ def _write(args: argparse.Namespace, found: Estimate, recompute: str) -> None:
     if args.html:
         from bytescope.train.plan import estimate_page
 
-        name = configs.title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
+        name = title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
         write(args.html, estimate_page.render(found.question, name, _presets(), recompute))
 
 
@@ -325,7 +326,7 @@ def _presets() -> dict[str, Preset]:
     from bytescope.train.plan.estimate_page import Preset
 
     found = {}
-    for path in configs.shipped():
+    for path in shipped():
         config = configs.load_flat(path.stem)
         try:
             found[path.stem] = Preset(check(question_of(config)), _recompute_of(config))

@@ -134,9 +134,9 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.memory.seconds import rates
         from bytescope.memory.view.console import make_console
         from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
-        from bytescope.train.program.config_files import title_of
         from bytescope.train.program.run_command import Command
         from bytescope.train.run import loop
+        from bytescope.train.source import title_of
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled

@@ -129,13 +129,11 @@ def _counts(text: str | None) -> frozenset[int]:
 
 def _finish(args: argparse.Namespace, found: ValidationResult) -> None:
     """Prints the scores and writes the files."""
-    from bytescope.train.plan.validation import validation_text
+    from bytescope.train.plan.validation import validation_view
 
-    validation_text.show(found)
     out = found.to_json()
+    validation_view.show(out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
-        from bytescope.train.plan.validation import validation_page
-
-        write(args.html, validation_page.render(out))
+        write(args.html, validation_view.render_page(out))

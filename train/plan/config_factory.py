@@ -20,6 +20,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import title_of
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.compiler import Compilation
@@ -207,18 +208,19 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     )
 
 
-def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram) -> Subject:
-    """Returns the name and batch of a config's step for its report, without its model FLOPs.
+def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
+    """Returns what the report of a config's step calls it.
 
-    name, overrides: as the command line gives them.
+    name, overrides: as the command line gives them. model_flops: of one call, over all devices.
     """
     return Subject(
-        name=configs.title_of(name),
+        name=title_of(name),
         changes=tuple(f"{key}={value}" for key, value in overrides),
         batch=program.batch,
         policy=program.policy,
         tokens=program.tokens_per_update or 0,
         calls=program.calls_per_update,
+        model_flops=model_flops,
     )
 
 

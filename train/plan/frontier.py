@@ -46,11 +46,8 @@ FIGURES = (
     "predicted_mfu",
     "recompute_flops_fraction",
 )
-# Cost -> (field of a row, its title).
-COSTS = {
-    "time": ("predicted_seconds", "predicted seconds per update"),
-    "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs"),
-}
+# Cost -> field of a row.
+COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +229,7 @@ def less(points: Sequence[Point]) -> dict[str, float | None]:
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
     """Returns the point of lowest `cost`, a key of COSTS, that fits the target. If predictions tie, returns the point
     that recomputes least, then takes least memory, then has a named policy; of equals, the smallest."""
-    field = COSTS[cost][0]
+    field = COSTS[cost]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     if cost == "time":
         return ranking.preferred(fitting, lambda point: getattr(point.row, field), lambda point: thrift(point.row))

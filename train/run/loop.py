@@ -1,6 +1,6 @@
 """The training run: claim the run directory, report the memory, then step, evaluate and save.
 
-`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/modes.py.
+`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/train_step.py.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bytescope.memory.devices.live import LiveMemory, predicted_in_use, sample
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.checkpoints.workdir import METRICS, Identity, claimed
+from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
 from bytescope.train.launch.failures import explained
@@ -39,7 +39,8 @@ from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_eval
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
-from bytescope.train.step.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
+from bytescope.train.source import METRICS
+from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, scale_metrics
 from bytescope.train.step.routing import loads_by_layer, routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
@@ -144,7 +145,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped; a scale that never stops falling ends the run.
-    broken = scaling["loss_scale"] < LEAST if scaling else not math.isfinite(norm)
+    broken = scaling["loss_scale"] < MIN_SCALE if scaling else not math.isfinite(norm)
     if broken or not math.isfinite(loss):
         raise _non_finite(run, step, loss, norm, scaling)
     run.display.advance(step)

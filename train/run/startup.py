@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.hlo.jax_types import CompiledStage
@@ -194,6 +194,8 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     work = flops.count(compilation.jaxpr)
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
+    model_flops = round(prepared.model_flops(work.model_flops))
+    subject = subject_of(command.config or DEFAULT, command.overrides, prepared, model_flops)
     report = report_of(
         compilation,
         target=target,
@@ -201,12 +203,10 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
         facts=prepared.facts,
         names=prepared.names,
         loop=prepared.loop,
+        subject=subject,
+        seconds=True,
     )
-    named = dataclasses.replace(
-        subject_of(command.config or DEFAULT, command.overrides, prepared),
-        model_flops=round(prepared.model_flops(work.model_flops)),
-    )
-    report = with_seconds(dataclasses.replace(with_remedies(report), subject=named))
+    report = with_remedies(report)
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         summary.show(
@@ -217,7 +217,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
             ],
         )
         put(report_text.render(report), console)
-    return Compiled(compilation.executable, report, work.hardware_flops / max(named.model_flops, 1), seconds)
+    return Compiled(compilation.executable, report, work.hardware_flops / max(model_flops, 1), seconds)
 
 
 def write_report(report: ReportRecord, workdir: Path) -> Path:

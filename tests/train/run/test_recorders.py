@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.checkpoints.workdir import METRICS
 from bytescope.train.program.config_files import flatten
 from bytescope.train.run import loop, wandb_run
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.tensorboard import scalars
+from bytescope.train.source import METRICS
 from bytescope.train.user_errors import UserError
 from support.formats import shown, wandb_records
 from support.toy import small_config

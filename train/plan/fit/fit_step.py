@@ -19,7 +19,7 @@ class Step:
     """One variant of the walk.
 
     Fields:
-        stage: a key of `train.plan.fit.fit_text.STAGES`. what: the variant in words. keys: dotted key -> text.
+        stage: a key of `train.plan.fit.fit_progress.STAGES`. what: the variant in words. keys: dotted key -> text.
         answer: the worker's (`memory.compare.worker`); its `status` is "ok", or why the variant cannot run.
         fits: whether it is within the budgets of device and host. verdict: the same, or the missing bytes, in words.
         prediction: of its seconds; None for a variant that cannot run.

@@ -201,8 +201,3 @@ def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
     from scipy.stats import rankdata  # here, since its import takes half a second
 
     return statistics.correlation(rankdata(some), rankdata(others))
-
-
-def worst(scored: Iterable[ScoredRun], most: int = 10) -> list[ScoredRun]:
-    """Returns the rows whose prediction is furthest from the measurement, by the logarithm of the ratio."""
-    return sorted((one for one in scored if one.ratio), key=lambda one: -abs(math.log(one.ratio or 1.0)))[:most]

@@ -110,8 +110,3 @@ def test_bytes_that_are_doubted_are_not_compared():
     doubted = dataclasses.replace(doubted, row=dataclasses.replace(doubted.row, bytes_reason="less than is needed"))
     (group,) = validation_score.groups([sure, doubted])
     assert (group.bytes_rows, group.bytes_below, group.rows) == (1, 1.0, 2)
-
-
-def test_the_worst_are_furthest_on_either_side():
-    runs = [scored(1.0, 1.5), scored(2.0, 1.0), scored(3.0, 3.0), scored(None, 9.0)]
-    assert [one.row.measured_seconds for one in validation_score.worst(runs, 2)] == [2.0, 1.0]
