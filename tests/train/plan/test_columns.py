@@ -10,8 +10,7 @@ import pytest
 
 from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, formulas_text
 from bytescope.memory.records import report_diff
-from bytescope.memory.report import diff_view
-from bytescope.memory.report.notebook import notebook_difference
+from bytescope.memory.report import diff_view, notebook_difference
 from bytescope.memory.view.console import make_console
 from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, TableView
 from bytescope.memory.view.text_table import FigureTable
