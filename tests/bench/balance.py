@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.train.data.batches import open_data, train_batches
+from bytescope.train.data.settings import DataConfig
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import calls
-from bytescope.train.run.loop import data_config
 
 ROUTERS = {
     "softmax": {},
@@ -40,7 +40,7 @@ WINDOW = 10  # updates that are averaged
 def loads(config: ConfigDict, keys: dict[str, Any], steps: int) -> list[float]:
     """Mean over layers of the busiest expert's choices over the mean, of each update."""
     config = variant(config, {**keys, "train.steps": steps})
-    program, reading = build(config), data_config(config)
+    program, reading = build(config), DataConfig(**config.data)
     compiled, state, found = program.compile(), program.init(), []
     batches = train_batches(
         open_data(reading), rows=program.batch.global_rows, seed=config.seed, position=0, config=reading

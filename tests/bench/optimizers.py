@@ -19,9 +19,9 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.train.data.batches import heldout_batches, open_data, train_batches
+from bytescope.train.data.settings import DataConfig
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import calls, put
-from bytescope.train.run.loop import data_config
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
 
 # Of the config's learning rate, which is AdamW's: no search, the rules of thumb of configs/base.py.
@@ -34,7 +34,7 @@ def train(config: ConfigDict, name: str, steps: int) -> dict[str, Any]:
     rate = config.optimizer.learning_rate * RATES.get(name, 1.0)
     config = variant(config, {"optimizer.name": name, "optimizer.learning_rate": rate, "train.steps": steps})
     program = build(config)
-    reading = data_config(config)
+    reading = DataConfig(**config.data)
     data = open_data(reading)
     compiled = program.compile()
     state, began = program.init(), time.perf_counter()

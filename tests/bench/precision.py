@@ -29,9 +29,9 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.train.data.batches import heldout_batches, open_data, train_batches
+from bytescope.train.data.settings import DataConfig
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import calls, put
-from bytescope.train.run.loop import data_config
 
 SLOW = {"optimizer.learning_rate": 3e-4}
 ROWS = {
@@ -86,7 +86,7 @@ def train(config: ConfigDict, name: str, steps: int, seed: int) -> dict[str, Any
     """Figures of one run."""
     config = variant(config, {"precision.preset": name.split()[0], "train.steps": steps, "seed": seed, **ROWS[name]})
     program = build(config)
-    reading = data_config(config)
+    reading = DataConfig(**config.data)
     data = open_data(reading)
     compiled = program.compile()
     state, began, scales, trained = program.init(), time.perf_counter(), [], []

@@ -259,46 +259,43 @@ def _quoted(words: str) -> str:
 
 
 def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
-    """The tables as functions: `function` writes one that prints what a pattern of its arguments has."""
+    """Returns the tables as shell functions. function: writes one that prints the words for a pattern of arguments."""
     values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
+    flags: dict[str, str] = {}
     for command, kinds in words.flags.items():
         values |= {f"{command} {flag}": kind for flag, kind in kinds.items() if kind is not None}
+        listed = [flag if kind is None else f"{flag}=" for flag, kind in kinds.items()]
+        if "--config" in kinds:
+            listed.append("--config.")
+        flags[command] = " ".join(listed)
     values["* --config.*"] = NOTHING
-    groups = dict.fromkeys(key.rpartition(".")[0] for key in words.keys)
-    keys = {
-        f"--config.{group}.": " ".join(f"--config.{key}=" for key in words.keys if key.startswith(f"{group}."))
-        for group in groups
-        if group
-    }
-    top = [f"--config.{group}." for group in groups if group]
+    groups = [group for group in dict.fromkeys(key.rpartition(".")[0] for key in words.keys) if group]
+    keys: dict[str, str] = {}
+    for group in groups:
+        in_group = [f"--config.{key}=" for key in words.keys if key.startswith(f"{group}.")]
+        keys[f"--config.{group}."] = " ".join(in_group)
+    top = [f"--config.{group}." for group in groups]
     top += [f"--config.{key}=" for key in words.keys if "." not in key]
-    flags = {
-        command: " ".join(
-            [
-                *(flag if kind is None else f"{flag}=" for flag, kind in row.items()),
-                *(["--config."] if "--config" in row else []),
-            ]
-        )
-        for command, row in words.flags.items()
+    places: dict[str, str] = {}
+    for command, row in words.places.items():
+        for place, kind in enumerate(row):
+            places[f"{command} {place}"] = kind
+    tables = {
+        "commands": {"*": " ".join(words.commands)},
+        "configs": {"*": " ".join(words.configs)},
+        "targets": {"*": " ".join(words.targets)},
+        "counts": {name: " ".join(counts) for name, counts in words.targets.items() if counts},
+        "flags": flags,
+        "place": places,
+        "keys": {**keys, "*": " ".join(top)},
+        "grid_keys": {"*": " ".join(f"{key}=" for key in words.keys)},
+        "value": values,
     }
-    places = {f"{command} {place}": kind for command, row in words.places.items() for place, kind in enumerate(row)}
-    return "".join(
-        (
-            function("commands", {"*": " ".join(words.commands)}),
-            function("configs", {"*": " ".join(words.configs)}),
-            function("targets", {"*": " ".join(words.targets)}),
-            function("counts", {name: " ".join(counts) for name, counts in words.targets.items() if counts}),
-            function("flags", flags),
-            function("place", places),
-            function("keys", {**keys, "*": " ".join(top)}),
-            function("grid_keys", {"*": " ".join(f"{key}=" for key in words.keys)}),
-            function("value", values),
-        )
-    )
+    return "".join(function(name, rows) for name, rows in tables.items())
 
 
 def _shared(name: str, rows: Mapping[str, str]) -> str:
-    """A function of bash and zsh that prints what the pattern of its arguments has."""
+    """Returns a function of bash and zsh that prints the words for its arguments."""
     if list(rows) == ["*"]:
         return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
     cases = "".join(f"        {_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _grouped(rows))
@@ -306,12 +303,12 @@ def _shared(name: str, rows: Mapping[str, str]) -> str:
 
 
 def _pattern(patterns: Iterable[str]) -> str:
-    """Patterns of a `case`, quoted but for their stars."""
+    """Returns patterns of a `case`, quoted except for their stars."""
     return " | ".join(f"'{each}'".replace("*", "'*'").replace("''", "") for each in patterns)
 
 
 def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """Patterns that have the same words, with these; the one for everything else comes last."""
+    """Returns (patterns, words) for each list of words; the pattern for everything else comes last."""
     groups: dict[str, list[str]] = {}
     for pattern, text in rows.items():
         groups.setdefault(text, []).append(pattern)
@@ -327,17 +324,17 @@ def _fish_function(name: str, rows: Mapping[str, str]) -> str:
 
 
 def bash(words: Words) -> str:
-    """The script for bash 4 and later."""
+    """Returns the script for bash 4 and later."""
     return _HEAD.format(shell="bash") + _tables(words, _shared) + _KIND + _BASH
 
 
 def zsh(words: Words) -> str:
-    """The script for zsh, as a file of its `fpath` or sourced after compinit."""
+    """Returns the script for zsh, as a file of its `fpath` or sourced after compinit."""
     return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _tables(words, _shared) + _KIND + _ZSH
 
 
 def fish(words: Words) -> str:
-    """The script for fish."""
+    """Returns the script for fish."""
     return _HEAD.format(shell="fish") + _tables(words, _fish_function) + _FISH
 
 

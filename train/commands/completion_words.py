@@ -4,8 +4,8 @@ The value of a flag, a key or a place has a kind, in one word or several:
 
 - `@file`, `@folder`: a path. `@config`: a config's name, a file, or `hf:` with a folder of weights.
 - `@target`: a target. `@grid`: KEY=VALUE,VALUE.
-- `@one a b c`: one of these words. `@list a b c`: some of them, with commas between.
-- `@any`: nothing that is known beforehand.
+- `@one a b c`: one of these words. `@list a b c`: several of them, with commas between.
+- `@any`: any text.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from bytescope.memory.commands.arguments import OldFlag
 
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
-# Where an argument stands, or its metavar -> the kind; action.choices come first.
+# Name of a positional argument, and metavar of a flag -> the kind. An argument with choices has these instead.
 _PLACES = {
     "config_here": CONFIG,
     "target_here": TARGET,
@@ -29,7 +29,7 @@ _PLACES = {
     "source": FOLDER,
 }
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
-# Flags and keys whose words are told by no parser.
+# Flags and keys with paths as values, which the parsers do not say.
 _PATHS = {
     "--source": FILE,
     "--tokenizer": FILE,
@@ -51,10 +51,10 @@ class Words:
     """Everything that a script completes.
 
     Fields:
-        commands: name -> what it does, as the overview has it.
-        flags: command -> flag -> the kind of its value, None for a flag without one.
-        places: command -> the kinds of its arguments by position. keys: dotted config key -> kind of its value.
-        configs: names. targets: name -> with counts, such as h100:8.
+        commands: name -> summary, as in the overview.
+        flags: command -> flag -> the kind of its value, None for a flag without a value.
+        places: command -> the kinds of its positional arguments. keys: dotted config key -> kind of its value.
+        configs: names. targets: name -> the name with counts of devices, such as h100:8.
     """
 
     commands: Mapping[str, str]
@@ -95,7 +95,7 @@ def gather() -> Words:
 
 
 def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[str, str | None]:
-    """Flag -> the kind of its value; --config.KEY is left out, the keys being completed one by one."""
+    """Returns flag -> the kind of its value, without --config.KEY: each key is completed by itself."""
     found: dict[str, str | None] = {}
     for action in parser._actions:
         if isinstance(action, OldFlag):
@@ -108,7 +108,7 @@ def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[st
 
 
 def _kind(action: argparse.Action) -> str:
-    """The kind of an argument's value, by its parser."""
+    """Returns the kind of an argument's value, by its parser."""
     if action.choices is not None:
         return " ".join(["@one", *map(str, action.choices)])
     if not action.option_strings:
@@ -117,7 +117,7 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """Flags that take several names with commas between them."""
+    """Returns flag -> kind, for flags that take several names with commas between."""
     from bytescope.memory.formulas.model_shape import TARGETS
     from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
@@ -132,7 +132,7 @@ def _lists() -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    """Config key -> kind of its value."""
+    """Returns config key -> kind of its value."""
     from bytescope.configs import base
     from bytescope.train.parallel.xla_options import TABLE
     from bytescope.train.program.config_files import flatten
@@ -155,7 +155,7 @@ def _keys() -> dict[str, str]:
 
 
 def _targets() -> dict[str, tuple[str, ...]]:
-    """Target -> the same with counts of devices."""
+    """Returns target -> the target with counts of devices."""
     from bytescope.memory.devices.chips import CHIPS
 
     found = {"local": (), "cpu": tuple(f"cpu:{count}" for count in _CPU_COUNTS)}

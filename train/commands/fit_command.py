@@ -33,8 +33,8 @@ from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.trials import Trials
 from bytescope.train.program import config_files as configs
 
-# So many finalists are run with --measure.
-MOST_MEASURED = 3
+# Number of finalists that --measure runs.
+MAX_MEASURED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help=f"run the {MOST_MEASURED} fastest on this machine, and choose by what was measured",
+        help=f"run the {MAX_MEASURED} fastest on this machine, and choose by what was measured",
     )
     add_compiling(parser, "the fit, whether anything fits or not,")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the walk and its result; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
+    """Prints the walk and its result; returns 3 if nothing fits, 130 after Ctrl-C, with the best so far."""
     require_config(args)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
@@ -123,23 +123,25 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
-    """Runs the finalists here, one after the other, and makes the fastest the walk's best; its measured figures, None
-    where none could be run."""
-    finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MOST_MEASURED]
+    """Runs the finalists on this machine, one after the other, and makes the fastest the walk's best.
+
+    Returns its measured figures; None if no finalist could run.
+    """
+    finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     with progress(len(jobs)) as tell:
         answers, _ = worker_pool.run(
             jobs, workers=1, env=worker_pool.environment(["local"]), measure=True, cache=place, progress=tell
         )
-    found = [
-        (step, answers[job.name]["measured"])
-        for step, job in zip(finalists, jobs)
-        if answers.get(job.name, {}).get("status") == "ok"
-    ]
-    if not found:
+    results = []
+    for step, job in zip(finalists, jobs):
+        answer = answers.get(job.name, {})
+        if answer.get("status") == "ok":
+            results.append((step, answer["measured"]))
+    if not results:
         return None
-    walk.best, measured = max(found, key=lambda item: item[1]["tokens_per_s"])
-    fit_progress.show_measured(found)
+    walk.best, measured = max(results, key=lambda result: result[1]["tokens_per_s"])
+    fit_progress.show_measured(results)
     return measured
 
 

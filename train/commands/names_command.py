@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
 from bytescope.train.commands.config_arguments import add_subject, require_config
-from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
     from bytescope.train.program.program import Program
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     choose_platform()
     simulate_devices([args.target])
-    program = build_program(configs.load(args.config, args.overrides), targets.parse(args.target))
+    program = build_program(args.config, args.overrides, targets.parse(args.target))
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))

@@ -96,10 +96,9 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
 
-    config = configs.load(args.config, args.overrides)
-    flat, target = configs.flatten(config), targets.parse(args.target)
-    program = build_program(config, target)
-    prepared = prepare_program(program, target, flat)
+    target = targets.parse(args.target)
+    program = build_program(args.config, args.overrides, target)
+    prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)

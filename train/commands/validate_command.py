@@ -20,6 +20,7 @@ from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.plan.config_factory import FACTORY
+from bytescope.train.plan.validation import measured_rows
 from bytescope.train.plan.validation.measured_rows import SETS, MeasuredRow
 from bytescope.train.plan.validation.validation_result import ValidationResult
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the scores and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    """Prints the scores and writes the files; returns 130 after Ctrl-C, with the finished rows."""
     rows, folder = _checked(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
 
@@ -69,10 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
-    """The rows asked for and the folder of compiled ones. Raises ReportError for a mistake, before anything is
+    """Returns the chosen rows and the folder of compiled ones. Raises ReportError for a mistake, before anything is
     compiled."""
-    from bytescope.train.plan.validation import measured_rows
-
     if args.overrides:
         key, text = args.overrides[0]
         raise ReportError(f"--config.{key}={text}: the rows of a set say their configs; leave it out")
@@ -82,16 +81,21 @@ def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder}: it is a file; give a folder")
-    rows = [row for row in measured_rows.rows(args.set) if _is_asked(row, _counts(args.gpus), args.only or "")]
+    counts, text = _counts(args.gpus), (args.only or "").lower()
+    rows = []
+    for row in measured_rows.rows(args.set):
+        named = f"{row.id} {row.model} {row.chip} {row.setup} {row.source}".lower()
+        if (not counts or row.gpus in counts) and text in named:
+            rows.append(row)
     if not rows:
         raise ReportError(f"no row of {args.set} is asked for: leave --gpus or --only out")
     return _of_rates(args, rows), folder
 
 
 def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """The rows; those on other chips than --rates was measured on with the reason why nothing is predicted of them.
+    """Returns the rows. A row on another chip than --rates was measured on gets this as its reason not to be predicted.
 
-    Raises ReportError where that leaves none.
+    Raises ReportError if no row is left.
     """
     why: dict[str, ReportError] = {}
     for target in sorted({row.target for row in rows if not row.reason}):
@@ -99,19 +103,19 @@ def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[Mea
             check_rates(args, [target])
         except ReportError as error:
             why[target] = error
-    found = [
-        row
-        if row.reason or row.target not in why
-        else dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}")
-        for row in rows
-    ]
-    if why and all(row.reason for row in found):
+    out = []
+    for row in rows:
+        if row.reason or row.target not in why:
+            out.append(row)
+        else:
+            out.append(dataclasses.replace(row, reason=f"--rates is of another chip than {row.chip}"))
+    if why and all(row.reason for row in out):
         raise next(iter(why.values()))
-    return found
+    return out
 
 
 def _counts(text: str | None) -> frozenset[int]:
-    """Numbers of GPUs; none for all."""
+    """Returns the numbers of GPUs of --gpus; none for all."""
     if text is None:
         return frozenset()
     try:
@@ -121,11 +125,6 @@ def _counts(text: str | None) -> frozenset[int]:
     if min(found) < 1:
         raise ReportError(f"--gpus={text}: give 1 or more")
     return found
-
-
-def _is_asked(row: MeasuredRow, counts: frozenset[int], text: str) -> bool:
-    named = f"{row.id} {row.model} {row.chip} {row.setup} {row.source}".lower()
-    return (not counts or row.gpus in counts) and text.lower() in named
 
 
 def _finish(args: argparse.Namespace, found: ValidationResult) -> None:

@@ -1,4 +1,4 @@
-"""Several processes that train one model: their numbers, waiting for all of them, and what they must agree on.
+"""Several processes that train one model: their numbers, waiting for all of them, and the values they agree on.
 
 Each process runs `bytescope train` with its own devices; jax joins them into one mesh. Process 0 writes the run
 directory and prints; every process reads its own rows of the data and writes its own shards of a checkpoint.
@@ -73,7 +73,8 @@ def find(args: argparse.Namespace) -> Address | None:
     given = {name: getattr(args, name) for name in FLAGS}
     if given == {"coordinator": None, "process": None, "processes": 1}:
         return None
-    if missing := [f"--{name}" for name in FLAGS if given[name] is None]:
+    missing = [f"--{name}" for name in FLAGS if given[name] is None]
+    if missing:
         if len(missing) < len(FLAGS):
             raise UserError(f"{' and '.join(missing)} missing: give --coordinator, --process and --processes together")
         return _launched(args.timeout)
@@ -131,15 +132,15 @@ class Processes:
         return self.gather(value if self.first else None)[0]
 
     def at(self, doing: str) -> None:
-        """This process goes on, with what `doing` says; "": with nothing for which it could keep others waiting."""
+        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
         if self._link is not None:
             self._link.at(doing)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context. An error raised inside it in one process ends all processes, with the exit code of its kind.
+        """A context in which an error of one process ends all processes, with the exit code of its kind.
 
-        Clean-up outside of the context must not wait for other processes.
+        Clean-up outside the context must not wait for other processes.
         """
         try:
             yield
@@ -209,7 +210,8 @@ def _start_jax(address: Address, timeout: float) -> None:
         _await_port(address, timeout)
     # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
-    here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
+    # jax's coordinator admits every client, so it listens only at the address that the others use.
+    here = own_address(address.host)
     jax.distributed.initialize(
         str(address),
         address.count,
@@ -222,7 +224,7 @@ def _start_jax(address: Address, timeout: float) -> None:
 
 
 def _await_port(address: Address, timeout: float) -> None:
-    """Returns when jax's coordinator listens: its clients lose a second with every attempt that is too early.
+    """Returns when jax's coordinator listens: a client loses a second with every attempt that is too early.
 
     Raises Lost when it does not listen within `timeout` seconds.
     """

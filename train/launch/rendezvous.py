@@ -23,9 +23,9 @@ from bytescope.train.user_errors import Lost, UserError
 # A machine that loses power closes no connection: probes after 20 s of silence, given up after four, 10 s apart.
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
-HELLO_S = 10.0  # seconds within which a connection has to say who it is
-STRANGERS = 64  # connections that may be about to say it, besides those that are awaited
-HELLO_BYTES = 4096  # that a hello may have
+HELLO_S = 10.0  # seconds within which a connection has to send its hello
+STRANGERS = 64  # maximum number of connections without a hello, in addition to the expected processes
+HELLO_BYTES = 4096  # maximum bytes of a hello
 TOKEN_VARIABLE = "BYTESCOPE_TOKEN"
 TOKEN_FILE = ".rendezvous"
 LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
@@ -45,7 +45,7 @@ class Peer:
         self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
 
     def close(self) -> None:
-        """Closes the connection; without a `bye` before, the other side takes this process for dead."""
+        """Closes the connection. Without a `bye` before, the other side regards this process as dead."""
         self.connection.close()
 
     def fileno(self) -> int:
@@ -58,7 +58,7 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]] | None:
-        """The messages that have arrived, after waiting for some bytes; None once the other side is gone.
+        """Waits for some bytes and returns the complete messages; None if the other side has closed the connection.
 
         Raises:
           TimeoutError: nothing arrived within the connection's timeout.
@@ -151,10 +151,10 @@ def meet(host: str, port: int, index: int, count: int, timeout: float, token: To
 
 
 def own_address(host: str) -> str:
-    """The address of this machine to listen at so that others reach it by the name or address `host`; "" for all.
+    """Returns the address of this machine at which to listen, so that others reach it as `host`; "" for all addresses.
 
-    A name that means the loopback here, as a machine's own name often does, is another address elsewhere; an address
-    that is none of this machine's is translated on the way. Both need all.
+    All are needed for a name that is the loopback here, as a machine's own name often is, because it is another address
+    elsewhere; and for an address that is not this machine's, because it is translated on the way.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -199,7 +199,7 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
 
 
 class _Door:
-    """Process 0 while it waits: fills `peers` with those who know the token, and turns away all others."""
+    """Process 0 while it waits: fills `peers` with the processes that know the token, and closes other connections."""
 
     def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
         self._listener, self._count, self._token, self._peers = listener, count, token, peers
@@ -207,7 +207,7 @@ class _Door:
         self._turned_away = 0
 
     def watch(self, deadline: float) -> int:
-        """Waits until all are there or the deadline is over; returns how many connections were turned away."""
+        """Waits until all are connected or the deadline is over; returns the number of connections turned away."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             try:
@@ -231,7 +231,7 @@ class _Door:
             selector.register(peer, selectors.EVENT_READ)
 
     def _close_late(self, selector: selectors.BaseSelector) -> None:
-        """Turns away who has said nothing for too long, or is one of too many: the oldest first."""
+        """Closes connections that have sent nothing for too long, and the oldest if there are too many."""
         many = len(self._unknown) - STRANGERS - self._count
         for place, (peer, until) in enumerate(list(self._unknown.items())):
             if place < many or time.monotonic() > until:
@@ -245,7 +245,7 @@ class _Door:
         peer.close()
 
     def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        """Reads what has arrived from one connection; forgets it when it is gone again."""
+        """Reads the messages of one connection; forgets the connection if it is closed."""
         messages = peer.receive()
         if peer in self._unknown:
             if messages is None:

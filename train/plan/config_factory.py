@@ -23,8 +23,6 @@ from bytescope.train.program import config_files as configs
 from bytescope.train.source import title_of
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
     from bytescope.memory.devices.compiler import Compilation
     from bytescope.memory.devices.targets import Target
     from bytescope.train.program.program import Program
@@ -41,8 +39,7 @@ class ConfigFactory(ProgramFactory):
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Returns the program of a config on a target's devices, not compiled yet."""
         name, pairs = split(overrides)
-        config = configs.load(name, pairs)
-        return prepare_program(build_program(config, target), target, configs.flatten(config))
+        return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
         """Returns the keys of a combination, with its policy as config keys.
@@ -99,7 +96,7 @@ class ConfigFactory(ProgramFactory):
         from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
 
         name, pairs = split({**overrides, "model.scan": "true"})
-        program = build_program(configs.load(name, pairs), target)
+        program = build_program(name, pairs, target)
         return {
             "block": dataclasses.asdict(describe_block(program)),
             "micro_steps": program.batch.accumulation if program.scanned else 1,
@@ -165,7 +162,7 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
         check_without_devices(read_settings(configs.load(name, overrides)))
 
 
-def build_program(config: ConfigDict, target: Target) -> Program:
+def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:
     """Returns the program of a config on a target's devices; `remat.policy=auto` is settled.
 
     Raises ValueError with an `exit_code` for a config that cannot run there.
@@ -173,7 +170,7 @@ def build_program(config: ConfigDict, target: Target) -> Program:
     from bytescope.train.plan.remat_auto import settled_program
 
     with config_mistakes():
-        return settled_program(config, target.devices())
+        return settled_program(configs.load(name, overrides), target.devices())
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:

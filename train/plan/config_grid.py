@@ -31,17 +31,16 @@ class ConfigRow(Row):
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """The flag that gives a key this value, not quoted."""
+        """Returns the flag that sets a key to this value, not quoted."""
         return f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """The command that runs this row: it trains where the row fits, else it makes its report."""
+        """Returns the command that runs this row: it trains if the row fits, otherwise it makes the report."""
         fits = self.fits is not False and self.ok
         return elements.command(source, {"name": target}, given, flags(self), fits=fits)
 
     def value_text(self, key: str) -> str:
-        """The value of a key as people read it; the policy `custom` is shown with the names that it saves and
-        offloads."""
+        """Returns the value of a key for people; the policy `custom` with the names that it saves and offloads."""
         text = super().value_text(key)
         if key != POLICY or text != "custom":
             return text
@@ -59,10 +58,10 @@ class ConfigRow(Row):
 
 
 def policy_keys(text: str) -> dict[str, str]:
-    """A policy of --remat as config keys: `custom(a,b)+offload(c)` names what it saves and what it offloads.
+    """Returns a policy of --remat as config keys: `custom(a,b)+offload(c)` names the saved and offloaded tensors.
 
-    Anything without parentheses is the name of a policy; `custom` alone takes its names from the config.
-    Raises ReportError for parentheses anywhere else.
+    Text without parentheses is the name of a policy; `custom` by itself takes its names from the config. Raises
+    ReportError for parentheses anywhere else.
     """
     if "(" not in text and ")" not in text:
         return {POLICY: text}
@@ -94,21 +93,20 @@ def plan_keys(plan: LayerPlan) -> dict[str, str]:
 
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
-    """What the layers of a program keep, in words: "full", or "29 x v+up, 3 x v+up@host".
+    """Returns the remat policy of a program's layers in words: "full", or "29 x v+up, 3 x v+up@host".
 
-    segments: those of `config_factory.settled`.
+    segments: from `config_factory.settle`.
     """
-
-    def kept(segment: Mapping[str, Any]) -> str:
-        if segment["policy"] != "custom":
-            return segment["policy"]
-        return "+".join((*segment["save"], *(f"{name}@host" for name in segment["offload"]))) or "custom"
-
-    if len(segments) == 1:
-        return kept(segments[0])
-    return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
+    texts = []
+    for segment in segments:
+        policy = segment["policy"]
+        if policy == "custom":
+            names = [*segment["save"], *(f"{name}@host" for name in segment["offload"])]
+            policy = "+".join(names) or "custom"
+        texts.append(policy if len(segments) == 1 else f"{segment['layers']} x {policy}")
+    return ", ".join(texts)
 
 
 def given_flags(overrides: Iterable[tuple[str, str]]) -> str:
-    """The keys of a command line as its flags again, quoted for a shell."""
+    """Returns the keys of a command line as flags, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in overrides)

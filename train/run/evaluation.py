@@ -20,9 +20,9 @@ ANSWERS = "answers.jsonl"  # in the run directory
 def held_out_loss(
     program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
 ) -> tuple[float, int] | None:
-    """Returns (loss in nats per token, tokens) over the held-out data, or None if `stopping` became true first.
+    """Returns (loss in nats per token, tokens) over the held-out data; None if `stopping` became true first.
 
-    working: is called before each batch.
+    working: called before each batch.
     """
     total: Tally | None = None
     batches = heldout_batches(
@@ -36,7 +36,7 @@ def held_out_loss(
             return None
         working()
         tally = program.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
-        # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
+        # At most one batch ahead of the devices: hundreds in flight starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     assert total is not None  # held-out data is never empty
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
@@ -73,18 +73,17 @@ class EvalPrompts:
             self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
 
     def answers(self, params: Any, step: int) -> list[dict[str, Any]]:
-        """A row of the answers' file for each prompt: step, row, prompt, text."""
+        """Returns a row of the answers' file for each prompt: step, row, prompt, text."""
         if not self.texts:
             return []
         config, program = self.program.config.train, self.program
         if self._sampler is not None:
             answers = self._sampler.answers(params, self._prompts, config.sample_temperature)
         else:
-            answers = [
-                generate(program, params, prompt, config.sample_tokens, config.sample_temperature)
-                for prompt in self._prompts
-            ]
-        return [
-            {"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)}
-            for number, (text, answer) in enumerate(zip(self.texts, answers))
-        ]
+            answers = []
+            for prompt in self._prompts:
+                answers.append(generate(program, params, prompt, config.sample_tokens, config.sample_temperature))
+        rows = []
+        for number, (text, answer) in enumerate(zip(self.texts, answers)):
+            rows.append({"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)})
+        return rows

@@ -47,7 +47,7 @@ from bytescope.train.user_errors import NonFinite, UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start of the command.
 
     Fields:
@@ -110,11 +110,6 @@ class Run:
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)
-
-
-def data_config(config: ConfigDict) -> DataConfig:
-    """Returns the group `data` of a config as a dataclass."""
-    return DataConfig(**config.data)
 
 
 @profile.hosted("evaluation")
@@ -207,7 +202,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             row_slices=local_rows(program),
             seed=run.config.seed,
             position=start.sequences,
-            config=data_config(run.config),
+            config=DataConfig(**run.config.data),
         ),
         start.step,
     )
@@ -307,7 +302,7 @@ def run(
         raise
     except ValueError as error:  # a config that cannot run here; the message has the remedy
         raise UserError(str(error)) from error
-    data = open_data(data_config(config))
+    data = open_data(DataConfig(**config.data))
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
     identity = Identity.of(
@@ -340,7 +335,7 @@ def run(
         for line in (*warnings, *doubtful_data(program.settings, data, read)):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
-        start = Start(workdir, console, processes, asked, command, began, stop)
+        start = RunStart(workdir, console, processes, asked, command, began, stop)
         report = compiled.report
         with explained(
             report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
@@ -362,7 +357,7 @@ def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[i
 
 
 def _train_and_sample(
-    start: Start,
+    start: RunStart,
     program: Program,
     data: Data,
     checkpoints: Checkpoints,
@@ -420,7 +415,7 @@ def _train_and_sample(
 
 
 def _show_end(
-    start: Start, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
+    start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
     """Prints what this start did, a sample, and the command to go on with.
 

@@ -19,7 +19,7 @@ KINDS = ("loss", "eval_loss")  # a row of metrics has one of them
 
 
 def _attention(model: ModelConfig) -> dict[str, int]:
-    """Parameters of the matrices of attention, by the last key of their paths."""
+    """Returns last key of the path -> parameters, for the matrices of attention."""
     D, H, K = model.d_model, model.n_heads, model.d_head
     if model.attention_kind == "gqa":
         return {"w_q": D * H * K, "w_k": D * model.n_kv_heads * K, "w_v": D * model.n_kv_heads * K, "w_o": D * H * K}
@@ -36,57 +36,64 @@ def _attention(model: ModelConfig) -> dict[str, int]:
 
 
 def _matrices(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Parameters that a token meets in each matrix of one layer, by the last two keys of its path; `routed`: of one
-    with experts, of which k count."""
+    """Returns last two keys of the path -> parameters that a token meets, for each matrix of one layer.
+
+    routed: for a layer with experts, of which a token meets `experts_per_token`.
+    """
     D, gated = model.d_model, MLPS[model.mlp][0]
     names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
-    found = {f"attention.{name}": size for name, size in _attention(model).items()}
-    if not routed:
-        return found | {f"mlp.{name}": D * model.d_ff for name in names}
-    active, shared = (count * D * model.expert_width for count in (model.experts_per_token, model.shared_experts))
-    return (
-        found
-        | {"experts.w_router": D * model.experts}
-        | {f"experts.{name}": active for name in names}
-        | {f"shared.{name}": shared for name in names}
-    )
+    sizes = {f"attention.{name}": size for name, size in _attention(model).items()}
+    if routed:
+        sizes["experts.w_router"] = D * model.experts
+    for name in names:
+        if routed:
+            sizes[f"experts.{name}"] = model.experts_per_token * D * model.expert_width
+            sizes[f"shared.{name}"] = model.shared_experts * D * model.expert_width
+        else:
+            sizes[f"mlp.{name}"] = D * model.d_ff
+    return sizes
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Number of parameters in products with each token: all matrices except the embedding tables, and the experts that
-    a token does not go to."""
+    """Returns the number of parameters that are multiplied with each token: all matrices except the embedding tables,
+    and of the experts those that a token goes to."""
     routed = model.expert_layers
-    layers = [(model.n_layers - routed, False), (routed, True)]
-    in_layers = sum(count * sum(_matrices(model, kind).values()) for count, kind in layers)
+    dense_layer, routed_layer = (sum(_matrices(model, kind).values()) for kind in (False, True))
+    in_layers = (model.n_layers - routed) * dense_layer + routed * routed_layer
     return in_layers + model.d_model * model.vocab_size
 
 
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Those of `matmul_parameters` that are not trained; `frozen`: dotted paths of parameters."""
+    """Returns the number of frozen parameters among `matmul_parameters`. frozen: dotted paths of parameters."""
     head = "w_token" if model.tie_embeddings else "w_head"
     table = {**_matrices(model, False), **_matrices(model, True), head: model.d_model * model.vocab_size}
     routed = model.expert_layers
     scanned = {"blocks": routed or model.n_layers, "dense_blocks": model.n_layers - routed} if model.scan else {}
-    names = [path.removesuffix(".codes").split(".") for path in frozen]  # of quantized ones the codes count, once
-    return sum(table.get(".".join(keys[-2:]), 0) * scanned.get(keys[0], 1) for keys in names)
+    count = 0
+    for path in frozen:
+        keys = path.removesuffix(".codes").split(".")  # a quantized parameter counts once, by its codes
+        count += table.get(".".join(keys[-2:]), 0) * scanned.get(keys[0], 1)
+    return count
 
 
 def adapter_parameters(params: Any) -> int:
-    """Number of parameters of adapters in a tree of parameters."""
-    return sum(
-        math.prod(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_adapter(dotted(path))
-    )
+    """Returns the number of parameters of adapters in a tree of parameters."""
+    count = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if is_adapter(dotted(path)):
+            count += math.prod(leaf.shape)
+    return count
 
 
 def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
-    """FLOPs of one training step per token: forward and backward, nothing recomputed.
+    """Returns the FLOPs of one training step per token: forward and backward, nothing recomputed.
 
-    6 per matrix parameter that a token meets (Kaplan et al. 2020, arXiv 2001.08361; of experts those that it goes to)
-    and 12 N H K L for the attention core (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the
-    masked half, as is usual: 6 each for the width of queries and of values. A frozen one
-    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input. 6 too for each
-    of so many parameters of `adapters`.
-    Leaves out norms, activations, softmax and the optimizer.
+    Each matrix parameter that a token meets counts 6 (Kaplan et al. 2020, arXiv 2001.08361); a frozen one counts 4,
+    because it has no gradient: its output, and the gradient of its input. The attention core counts 12 N H K L
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), 6 each for the widths of queries and of values; the masked
+    half is counted, as is usual. Norms, activations, softmax and the optimizer are left out.
+
+    frozen: dotted paths of frozen parameters. adapters: number of parameters of adapters, which count 6 each.
     """
     widths = 2 * model.d_head
     if model.attention_kind == "mla":
@@ -96,9 +103,12 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Whether the rows of a run in the file `path` contain the evaluation of `step`."""
-    rows = [_parse(line) for line in _lines(path)]
-    return any(row is not None and row["step"] == step and "eval_loss" in row for row in rows)
+    """Returns whether the rows of a run in the file `path` contain the evaluation of `step`."""
+    for line in _lines(path):
+        row = _parse(line)
+        if row is not None and row["step"] == step and "eval_loss" in row:
+            return True
+    return False
 
 
 def _lines(path: Path) -> list[str]:
@@ -106,7 +116,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
-    """The row of a line, None for one that is incomplete or damaged."""
+    """Returns the row of a line, None for an incomplete or damaged one."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
@@ -115,18 +125,23 @@ def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, whose rows reach the disk one by one.
+    """`metrics.jsonl`, which is synchronized to disk after each row.
 
-    Opening drops an incomplete last line and every row after `step`, so that a resumed run writes them again.
-    With `enabled=False` it writes nothing: another process does. `kinds`: of these keys each row has one.
+    Opening it drops an incomplete last line and every row after `step`, which a resumed run writes again.
+
+    enabled: False writes nothing, because another process does. kinds: each row has one of these keys.
     """
 
     def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):
         self.path, self._file = path, None
         if not enabled:
             return
-        kept = [row for line in _lines(path) if (row := _parse(line, kinds)) is not None and row["step"] <= step]
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        kept = []
+        for line in _lines(path):
+            row = _parse(line, kinds)
+            if row is not None and row["step"] <= step:
+                kept.append(json.dumps(row) + "\n")
+        write_atomically(path, "".join(kept))
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
     def write(self, row: Mapping[str, Any]) -> None:

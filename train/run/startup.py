@@ -1,4 +1,4 @@
-"""What a run prints before the first step: model, batch, devices, kernels; the step's memory; what it may reach."""
+"""What a run prints before the first step: model, batch, devices, kernels, and the memory and speed of the step."""
 
 import contextlib
 import dataclasses
@@ -44,23 +44,29 @@ REPORT, PAGE = "memory.json", "memory.html"
 
 
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
-    """Component (a second column of _COMPONENTS, or "other") -> number of parameters.
+    """Returns component (a second column of _COMPONENTS, or "other") -> number of parameters.
 
-    quantized: the dotted path of each weight that is stored as codes and scales -> its row of BASES, its matrix.
+    quantized: dotted path of a weight that is stored as codes and scales -> its row of BASES, its matrix.
     """
     counts: dict[str, int] = defaultdict(int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [str(key.key) for key in path]
-        count, (_, matrix) = math.prod(leaf.shape), quantized.get(".".join(keys[:-1]), ("", None))
+        count = math.prod(leaf.shape)
+        _, matrix = quantized.get(".".join(keys[:-1]), ("", None))
         if matrix:
             inputs, outputs = matrix.sizes
             layers = leaf.shape[0] if leaf.ndim > 1 + len(matrix.outputs) else 1
             count = layers * inputs * outputs if keys[-1] == "codes" else 0
-        counts[_component(keys)] += count
+        component = "other"
+        for part, name in _COMPONENTS:
+            if any(part in key for key in keys):
+                component = name
+                break
+        counts[component] += count
     return dict(counts)
 
 
-# First match wins: (part of the path, component).
+# (part of the path, component); the first match is used.
 _COMPONENTS = (
     ("norm", "norms"),
     ("attention", "attention"),
@@ -71,15 +77,11 @@ _COMPONENTS = (
 )
 
 
-def _component(keys: list[str]) -> str:
-    return next((name for part, name in _COMPONENTS if any(part in key for key in keys)), "other")
-
-
 def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
-    """Prints what is known before anything is compiled: model, batch, devices and mesh, kernels and policy.
+    """Prints the facts before anything is compiled: model, batch, devices and mesh, kernels and policy.
 
-    data: the data source in words, shown of examples. verbose: with the data, parameters by component, and why each
-    kernel was chosen.
+    data: the data source in words, shown if it has examples. verbose: also shows the data, parameters by component, and
+    why each kernel was chosen.
     """
     counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat
@@ -102,7 +104,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
         ("remat", program.decided),
         ("learning rate", describe_scaling(program.optimizer, program.batch)),
     ]
-    if (init := program.config.init).adapter:
+    init = program.config.init
+    if init.adapter:
         rows.append(("adapters", origin(init.adapter, init.folder)))
     if verbose or program.config.data.format != "text":  # how many tokens are learned, and how full rows are
         rows.append(("data", data))
@@ -131,8 +134,8 @@ def passes(program: Program, sequences: int) -> str:
 
 
 def _trained(program: Program) -> str:
-    """How many of the parameters are trained, and how, where some are frozen."""
-    if all(name.endswith(ROUTER_BIAS) for name in program.frozen):  # those an update moves, without a gradient
+    """Returns the number of trained parameters, and how they are trained; "" if all are."""
+    if all(name.endswith(ROUTER_BIAS) for name in program.frozen):  # updates move these, without a gradient
         return ""
     lora = program.lora
     number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state.params))
@@ -143,7 +146,7 @@ def _trained(program: Program) -> str:
 
 
 def _devices(program: Program) -> str:
-    """Devices, processes and the axes of the mesh that have more than one of them."""
+    """Returns devices, processes and the axes of the mesh that are larger than 1, in words."""
     devices = program.mesh.devices.ravel()
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1)
     mesh = f", mesh {axes}, {program.config.mesh.strategy}" if axes else ""
@@ -153,7 +156,7 @@ def _devices(program: Program) -> str:
 
 @contextlib.contextmanager
 def told(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """A context that yields a function to say what goes on: beside a spinner on a terminal; elsewhere as lines, where
+    """A context that yields a function to print progress: beside a spinner on a terminal; elsewhere as lines if
     `verbose`."""
     if not console.is_terminal:
         yield lambda line: put(Prose(line), console) if verbose else None
@@ -164,8 +167,10 @@ def told(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str],
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The executable that runs, its memory report, its hardware FLOPs over model FLOPs (HFU over MFU), and the seconds
-    that it took to compile."""
+    """The executable that runs, and its memory report.
+
+    flops_ratio: hardware FLOPs over model FLOPs, which is HFU over MFU. seconds: compile time.
+    """
 
     step: CompiledStage
     report: ReportRecord
@@ -174,11 +179,10 @@ class Compiled:
 
 
 def compile_step(program: Program, console: Console, command: Command = UNKNOWN) -> Compiled:
-    """The step that will run, compiled, and the memory report of that very executable: one bar of it is printed.
+    """Compiles the step that will run, reports the memory of that very executable, and prints one bar of the report.
 
-    An executable from the persistent cache keeps no heap trace; it is not compiled again for the timeline, and its
-    report says that lifetimes are derived. command: what started the run; where it is verbose, all of the report is
-    printed.
+    An executable from the persistent cache has no heap trace. It is not compiled again for the timeline; its report
+    says that lifetimes are derived. command: what started the run; if it is verbose, the whole report is printed.
 
     Raises:
       ValueError: `Program.compile_for_report` refuses the step.
@@ -226,7 +230,7 @@ def write_report(report: ReportRecord, workdir: Path) -> Path:
 def compile_or_refuse(
     program: Program, command: Command, workdir: Path, console: Console, processes: Processes
 ) -> Compiled:
-    """The compiled step, its report in the run directory, once it is known to fit.
+    """Compiles the step, writes its report into the run directory, and returns it if it fits.
 
     Raises:
       DoesNotFit: the step does not fit; the message has advice. UserError: `Program.compile_for_report` refuses it.
@@ -250,12 +254,13 @@ def compile_or_refuse(
     return compiled
 
 
-# Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.
+# Dtype -> its units in order of preference: jax sends float32 products to TF32 units.
 _UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
 
 def peak_flops(program: Program) -> float | None:
-    """Peak dense FLOP/s of one device in the compute dtype; None for a device that memory/devices/chips.py lacks."""
+    """Returns the peak dense FLOP/s of one device in the compute dtype; None for a device that is not in
+    memory/devices/chips.py."""
     known = parse("local").peak_flops
     units = _UNITS.get(jnp.dtype(program.precision.compute).name, ())
     return next((known[unit] for unit in units if unit in known), None)

@@ -1,5 +1,4 @@
-"""Seconds and tokens per step, the seconds in which the devices were waiting for data, and updates that take far longer
-than those before them."""
+"""Seconds and tokens per step, seconds in which the devices wait for data, and updates that are unusually slow."""
 
 import collections
 import contextlib
@@ -24,15 +23,17 @@ class Lap:
     data_wait: float
 
 
-# An update is slow from so many medians of the last ones on, if it takes so many seconds more than the median; the
-# median is that of at most so many updates, and of no fewer than the least.
-SLOW, SLOW_S, REMEMBERED, LEAST = 10, 0.5, 50, 5
+# An update is slow if it takes SLOW times the median of the last updates, and at least SLOW_S seconds more. The median
+# is of at most MAX_REMEMBERED updates, and is not used below MIN_REMEMBERED.
+SLOW, SLOW_S, MAX_REMEMBERED, MIN_REMEMBERED = 10, 0.5, 50, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Slow:
-    """An update that took far longer than the median of the last ones, in seconds, and what the host was doing then:
-    (what, its seconds), the longest first; () where nothing is known."""
+    """An update that took far longer than the median of the last ones, both in seconds.
+
+    doing: (activity of the host, its seconds), the longest first; () if unknown.
+    """
 
     seconds: float
     median: float
@@ -47,15 +48,18 @@ class Slow:
 
 
 class Clock:
-    """Times the steps between rows, without evaluations and saves: `skip` after each of these, `close` at the end.
+    """Times the steps between rows. Call `skip` after each evaluation or save, which are not timed, and `close` at the
+    end.
 
-    saving: whether a checkpoint is being written in the background.
+    saving: returns whether a checkpoint is being written in the background.
     """
 
     def __init__(self, saving: Callable[[], bool] = lambda: False):
         self._watch, self._saving, self._compiles = _Watch(), saving, _compiles()
         self._total = self._total_waiting = self._total_tokens = 0.0  # seconds and tokens of all laps
-        self._recent: collections.deque[float] = collections.deque(maxlen=REMEMBERED)  # seconds per token of updates
+        self._recent: collections.deque[float] = collections.deque(
+            maxlen=MAX_REMEMBERED
+        )  # seconds per token of updates
         self._began = self._ticked = time.perf_counter()
         self._steps = self._tokens = 0  # of this lap
         self._waiting = self._waited_before = 0.0
@@ -65,7 +69,7 @@ class Clock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which the next batch is fetched. Time while a step runs is hidden; the rest is waiting."""
+        """A context in which the next batch is fetched. Only the time in which no step runs counts as waiting."""
         began = time.perf_counter()
         yield
         ended, idle_since = time.perf_counter(), self._watch.idle_since()
@@ -73,27 +77,29 @@ class Clock:
             self._waiting += max(ended - max(began, idle_since), 0.0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """A step was dispatched to the devices; `result` is ready when the step is done."""
+        """Records that a step was dispatched to the devices. result: ready when the step is done."""
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> Slow | None:
-        """An update of so many tokens is done. Returns it if it was far slower than the last ones."""
+        """Records a finished update of so many tokens. Returns it if it was far slower than the last ones."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         now = time.perf_counter()
         seconds, waiting = now - self._ticked, self._waiting - self._waited_before
         compiling = self._compiles.seconds - self._compiled_before
         saving, was_saving = self._saving(), self._was_saving
         self._mark(now)
-        median = tokens * statistics.median(self._recent) if len(self._recent) >= LEAST else 0.0
+        median = tokens * statistics.median(self._recent) if len(self._recent) >= MIN_REMEMBERED else 0.0
         self._recent.append(seconds / max(tokens, 1))
         if not median or seconds < max(SLOW * median, median + SLOW_S):
             return None
-        doing = sorted((("waiting for data", waiting), ("compiling", compiling)), key=lambda item: -item[1])
-        known = [item for item in doing if item[1] >= 0.05 * seconds]
-        return Slow(seconds, median, (*known, *([("writing a checkpoint", 0.0)] if saving or was_saving else [])))
+        activities = sorted((("waiting for data", waiting), ("compiling", compiling)), key=lambda item: -item[1])
+        doing = [(name, spent) for name, spent in activities if spent >= 0.05 * seconds]
+        if saving or was_saving:
+            doing.append(("writing a checkpoint", 0.0))
+        return Slow(seconds, median, tuple(doing))
 
     def _mark(self, now: float) -> None:
-        """An update begins."""
+        """Records the begin of an update."""
         self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
         self._was_saving = self._saving()
 
@@ -107,25 +113,25 @@ class Clock:
         return lap
 
     def waited(self) -> float:
-        """Share of the time of all laps in which the devices waited for data."""
+        """Returns the share of the time of all laps in which the devices waited for data."""
         return self._total_waiting / self._total if self._total else 0.0
 
     def tokens_per_s(self) -> float:
-        """Tokens per second of all laps; 0.0 before the first."""
+        """Returns the tokens per second of all laps; 0.0 before the first."""
         return self._total_tokens / self._total if self._total else 0.0
 
     def skip(self) -> None:
-        """Begins a lap; the time since the last lap counts nowhere."""
+        """Begins a lap; the time since the last lap is not counted."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
         self._mark(self._began)
 
     def close(self) -> None:
-        """Waits until the devices are done."""
+        """Waits until the devices are idle."""
         self._watch.close()
 
 
 class _Compiles:
-    """Seconds that this process has spent compiling since it was made."""
+    """Seconds that this process has spent compiling since the object was made."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -136,7 +142,7 @@ class _Compiles:
             self.seconds += seconds
 
 
-# One for the process: jax keeps a listener for ever.
+# One per process, because jax keeps a listener for ever.
 _compiles = functools.cache(_Compiles)
 
 
@@ -169,8 +175,11 @@ class _Watch:
             return None if self._running else self._idle_since
 
     def _wait(self) -> None:
-        while (result := self._results.get()) is not None:
-            # A step that failed has ended too; the loop raises the error where it reads the metrics.
+        while True:
+            result = self._results.get()
+            if result is None:
+                return
+            # A failed step has ended too; the loop raises the error where it reads the metrics.
             with contextlib.suppress(Exception):
                 result.block_until_ready()
             with self._lock:

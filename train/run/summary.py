@@ -1,6 +1,6 @@
-"""What a run says before its first step and at its end: short blocks of a title and a text each. Pure.
+"""What a run prints before its first step and at its end: lines of a title and a text. Pure.
 
-In: figures of the program, its report, and what was measured. Out: lines for the console, none of which is cut.
+In: figures of the program, its report, and measured figures. Out: lines for the console, never cut.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
 
 
 class SummaryLines:
-    """Titles with their texts beside them; a text wraps within its column, never between a number and its unit."""
+    """Titles with their texts; a text wraps within its column, never between a number and its unit."""
 
     def __init__(self, rows: Iterable[tuple[str, str | Text]]):
         self.rows = [(title, text) for title, text in rows if text]
@@ -39,7 +39,7 @@ class SummaryLines:
 
 
 def count(number: int) -> str:
-    """A number of parameters as people say it: "8.03 billion (8,030,261,248)", "67,776"."""
+    """Returns a number of parameters in words: "8.03 billion (8,030,261,248)", "67,776"."""
     for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= scale:
             return f"{number / scale:.3g} {name} ({number:,})"
@@ -47,7 +47,7 @@ def count(number: int) -> str:
 
 
 def memory(report: ReportRecord) -> Text:
-    """One bar of what the step takes of the limit, with the bytes and the headroom."""
+    """Returns a bar of the step's bytes in the limit, with the bytes and the headroom."""
     predicted, limit = report.predicted_bytes, report.limit_bytes
     elsewhere = f", and {human(report.host_bytes)} in host memory" if report.host_bytes else ""
     if not limit:
@@ -66,24 +66,26 @@ def memory(report: ReportRecord) -> Text:
 
 
 def speed(report: ReportRecord) -> str:
-    """What an update is predicted to take, and the bound of the data sheet; "" where no rate is known."""
+    """Returns the predicted time of an update, and the bound of the data sheet; "" if no rate is known."""
     return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
 
 def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
+    """Returns seconds as h:mm:ss."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """What a finished start of a run has to say.
+    """The result of a start of a run.
 
-    first, last, steps: the first and last update of this start, and those of the run. seconds: of this start, all in
-    all. evaluated: the step of the last evaluation of this start and its held-out loss, None without one.
-    tokens_per_s: 0.0 where nothing was timed. before, live: the device's memory before the state was made, and at the
-    end. checkpoint: the newest, None without one. page: of the run directory, None without one.
+    Fields:
+        first, last: the first and last update of this start. steps: updates of the whole run. seconds: of this start.
+        evaluated: step and held-out loss of the last evaluation of this start, None without one.
+        tokens_per_s: 0.0 if nothing was timed.
+        before, live: the device's memory before the state was made, and at the end.
+        checkpoint: the newest, None without one. page: of the run directory, None without one.
     """
 
     first: int
@@ -99,7 +101,7 @@ class End:
     page: Path | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """Titles with their texts."""
+        """Returns titles with their texts."""
         loss = ""
         if self.evaluated is not None:
             step, value = self.evaluated
@@ -127,7 +129,7 @@ def say(console: Console, text: str) -> None:
 
 
 def show_commands(console: Console, commands: Mapping[str, str]) -> None:
-    """Prints commands to copy, each under what it does."""
+    """Prints commands to copy, each below its title."""
     for title, text in commands.items():
         put(Prose(title, style="bold"), console)
         put(CopyCommand(text), console)

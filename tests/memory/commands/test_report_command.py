@@ -365,7 +365,7 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
             choices="attention [/b] (why)",
         )
 
-    monkeypatch.setattr(config_factory, "build_program", lambda config, target: None)
+    monkeypatch.setattr(config_factory, "build_program", lambda name, overrides, target: None)
     monkeypatch.setattr(config_factory, "prepare_program", precompiled)
     words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64"]
     assert command.main(words) == 3

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from bytescope.train.run import step_timer
-from bytescope.train.run.step_timer import LEAST, Clock
+from bytescope.train.run.step_timer import MIN_REMEMBERED, Clock
 
 pytestmark = pytest.mark.quick
 
@@ -39,7 +39,7 @@ def updates(turned, seconds, count=1, tokens=100):
 
 
 def test_ten_times_the_median_is_slow(turned):
-    assert updates(turned, 0.2, LEAST) == [None] * LEAST
+    assert updates(turned, 0.2, MIN_REMEMBERED) == [None] * MIN_REMEMBERED
     assert updates(turned, 1.9) == [None]
     (slow,) = updates(turned, 2.1)
     assert (slow.seconds, slow.median, slow.doing) == (pytest.approx(2.1), pytest.approx(0.2), ())
@@ -47,7 +47,7 @@ def test_ten_times_the_median_is_slow(turned):
 
 
 def test_not_before_there_is_a_median_nor_for_a_blink(turned):
-    assert updates(turned, 0.001, LEAST - 1) == [None] * (LEAST - 1)
+    assert updates(turned, 0.001, MIN_REMEMBERED - 1) == [None] * (MIN_REMEMBERED - 1)
     assert updates(turned, 60.0) == [None]
     assert updates(turned, 0.001, 5) == [None] * 5
     assert updates(turned, 0.4) == [None]  # four hundred medians, and nobody waited
@@ -55,14 +55,14 @@ def test_not_before_there_is_a_median_nor_for_a_blink(turned):
 
 
 def test_updates_of_more_tokens_may_take_longer(turned):
-    updates(turned, 1.0, LEAST, tokens=100)
+    updates(turned, 1.0, MIN_REMEMBERED, tokens=100)
     assert updates(turned, 15.0, tokens=1600) == [None]
     assert updates(turned, 15.0, tokens=100) != [None]
 
 
 def test_what_the_host_was_doing(turned):
     time, clock, saving = turned
-    updates(turned, 0.1, LEAST)
+    updates(turned, 0.1, MIN_REMEMBERED)
     with clock.reading():
         time.now += 3.0
     (slow,) = updates(turned, 0.1)
@@ -76,7 +76,7 @@ def test_what_the_host_was_doing(turned):
 
 
 def test_evaluations_and_saves_are_no_part_of_an_update(turned):
-    updates(turned, 0.1, LEAST)
+    updates(turned, 0.1, MIN_REMEMBERED)
     turned[0].now += 100.0
     turned[1].skip()
     assert updates(turned, 0.1) == [None]

@@ -1,7 +1,7 @@
 """Scores over all models: of rows of one quality and vintage, or of one source. Pure.
 
-Rows that are one program for us (a run measured twice, or a setup that no config of ours tells from another) share the
-weight of one, so that a program that was measured often does not decide a share or a median.
+Rows with the same program of ours (a run measured twice, or setups that our configs do not distinguish) share the
+weight of one row, so that a program that was measured often does not decide a share or a median.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ BYTES_WITHIN = {"within 10 %": (0.9, 1.1), "within 15 %": (0.85, 1.15)}
 
 @dataclasses.dataclass(frozen=True)
 class Cohort:
-    """The scores of rows that are pooled.
+    """The scores of pooled rows.
 
     Fields:
-        name: of the cohort or the source. rows, programs: with seconds; how many, and how many differ for us.
-        within: share of programs whose seconds lie within `score.WITHIN`. median, least, most: of
-            predicted/measured seconds; None without a row.
-        bytes_rows, bytes_programs: with bytes. bytes_are: what was measured. bytes_within: their share by
-            `BYTES_WITHIN`. bytes_below: the share of those where ours are at or below. bytes_median, bytes_least,
-            bytes_most: of ours/measured.
+        name: of the cohort or the source. rows: number of rows with seconds. programs: number of their programs.
+        within: share of programs whose predicted/measured seconds are in `validation_score.WITHIN`. median, least,
+            most: of predicted/measured seconds; None without a row.
+        bytes_rows, bytes_programs: the same numbers for rows with bytes. bytes_are: what was measured. bytes_within:
+            share of programs for each range of `BYTES_WITHIN`. bytes_below: share of programs with ours/measured bytes
+            of at most 1. bytes_median, bytes_least, bytes_most: of ours/measured bytes.
     """
 
     name: str
@@ -48,21 +48,22 @@ class Cohort:
 
 
 def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """By `MeasuredRow.cohort`, in the order of their names; rows without one are left out."""
+    """Returns the scores by `MeasuredRow.cohort`, sorted by name, without the rows that have none."""
     return _by(scored, lambda row: row.cohort)
 
 
 def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
-    """By source, of rows that have a cohort."""
+    """Returns the scores by source, of rows that have a cohort."""
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
 
 def _by(scored: Iterable[ScoredRun], key: Callable[[MeasuredRow], str]) -> list[Cohort]:
-    found: dict[str, list[ScoredRun]] = {}
-    for one in scored:
-        if name := key(one.row):
-            found.setdefault(name, []).append(one)
-    return [_cohort(name, some) for name, some in sorted(found.items())]
+    by_name: dict[str, list[ScoredRun]] = {}
+    for run in scored:
+        name = key(run.row)
+        if name:
+            by_name.setdefault(name, []).append(run)
+    return [_cohort(name, runs) for name, runs in sorted(by_name.items())]
 
 
 def _cohort(name: str, some: Sequence[ScoredRun]) -> Cohort:
@@ -95,13 +96,13 @@ def _ends(pairs: Sequence[tuple[str, float]]) -> tuple[float | None, float | Non
 
 
 def weights(programs: Sequence[str]) -> list[float]:
-    """The weight of each row: one over the rows of its program."""
+    """Returns the weight of each row: one over the number of rows of its program."""
     counts = Counter(programs)
     return [1 / counts[program] for program in programs]
 
 
 def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]) -> float | None:
-    """The share of programs whose ratio lies within; of pairs (program, ratio), None of none."""
+    """Returns the share of programs whose ratio is in a range, inclusive. pairs: (program, ratio); None without any."""
     if not pairs:
         return None
     parts = weights([program for program, _ in pairs])
@@ -110,13 +111,15 @@ def share_within(pairs: Sequence[tuple[str, float]], within: tuple[float, float]
 
 
 def median(pairs: Sequence[tuple[str, float]]) -> float | None:
-    """The median of the ratios of (program, ratio), each program of weight one; None of none."""
+    """Returns the median of the ratios of (program, ratio), each program with weight one; None without one."""
     return quantile(pairs, 0.5)
 
 
 def quantile(pairs: Sequence[tuple[str, float]], at: float) -> float | None:
-    """The ratio below which a share `at` of the programs lies, interpolated between the middles of their weights, so
-    that with a row for each program it is that of numpy's `hazen`; None of none."""
+    """Returns the ratio below which a share `at` of the programs is; None without a pair.
+
+    It is interpolated between the middles of their weights; with one row for each program this is numpy's `hazen`.
+    """
     if not pairs:
         return None
     rows = sorted(zip([ratio for _, ratio in pairs], weights([program for program, _ in pairs]), strict=True))

@@ -1,4 +1,4 @@
-"""What a validation found, for the terminal, the page and JSON."""
+"""The result of a validation, for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ HOST = "launches of the host"
 
 @dataclasses.dataclass(frozen=True)
 class ValidationResult:
-    """One set, compared.
+    """One set of measured rows, compared with predictions.
 
     Fields:
         set: its name. scored: every row with a prediction. groups: their scores.
-        unsaid: (why, rows) of those that are not compiled or scored, most rows first.
-        left: rows that Ctrl-C left. compiled: programs compiled now; the others came from the folder.
-        rates: where the rates are from. versions: of what compiled.
-        cohorts, sources: scores over models, by quality and vintage or by framework, and by source; () where rows of
+        unsaid: (why, rows) of the rows that are not compiled or scored, most rows first.
+        left: rows that were not compiled before Ctrl-C. compiled: number of programs compiled in this run; the others
+            came from the folder.
+        rates: the source of the rates. versions: of the compilers.
+        cohorts, sources: scores over models, by quality and vintage or by framework, and by source; () if rows of
             different models are never pooled.
-        elsewhere: (versions, rows) of what another environment compiled.
+        elsewhere: (versions, number of rows) that another environment compiled.
     """
 
     set: str
@@ -45,7 +46,7 @@ class ValidationResult:
     elsewhere: tuple[tuple[str, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, every row with its source."""
+        """Returns plain values, every row with its source."""
         return {
             "set": self.set,
             "rates": self.rates,
@@ -62,18 +63,19 @@ class ValidationResult:
 
 
 def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
-    """The rows of a set beside their predictions, at the rates that are in use now."""
-    scored, why, rates = [], {row.id: row.reason for row in rows if row.reason} | dict(runs.failed), []
+    """Returns the rows of a set beside their predictions, at the rates in use now."""
+    scored, rates = [], []
+    why = {row.id: row.reason for row in rows if row.reason} | dict(runs.failed)
     for row in rows:
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        found = step_prediction.of_answer(answer, row.network)
-        if found is None:
+        prediction = step_prediction.of_answer(answer, row.network)
+        if prediction is None:
             why[row.id] = "no rate of its chip is known"
             continue
-        scored.append(dataclasses.replace(scored_of(row, answer, found), program=runs.programs.get(row.id, "")))
-        rates.append(found.rates)
+        scored.append(scored_of(row, answer, prediction, runs.programs.get(row.id, "")))
+        rates.append(prediction.rates)
     here = (answer for key, answer in runs.answers.items() if key not in runs.elsewhere)
     versions: Mapping[str, str] = next((answer.get("versions", {}) for answer in here), {})
     return ValidationResult(
@@ -92,38 +94,44 @@ def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
 
 
 def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """(compilers, rows) of the answers that another environment compiled."""
-    found = collections.Counter(
-        ", ".join(
-            f"{package} {version}"
-            for package, version in runs.answers[key].get("versions", {}).items()
-            if package.startswith(("jax", "nvidia"))
-        )
-        for key in runs.elsewhere
-    )
-    return tuple(found.items())
+    """Returns (compilers, number of rows) of the answers that another environment compiled."""
+    counts: collections.Counter[str] = collections.Counter()
+    for key in runs.elsewhere:
+        versions = runs.answers[key].get("versions", {})
+        compilers = [f"{name} {version}" for name, version in versions.items() if name.startswith(("jax", "nvidia"))]
+        counts[", ".join(compilers)] += 1
+    return tuple(counts.items())
 
 
-def scored_of(row: MeasuredRow, answer: Mapping[str, Any], found: step_prediction.StepPrediction) -> ScoredRun:
-    """A row beside its prediction, launches of its framework included."""
-    seconds = validation_score.launched(found.seconds, row)
-    held = answer.get("allocated_bytes")
-    low, high = (validation_score.launched(end, row) for end in (found.low, found.high))
+def scored_of(
+    row: MeasuredRow, answer: Mapping[str, Any], prediction: step_prediction.StepPrediction, program: str = ""
+) -> ScoredRun:
+    """Returns a row beside its prediction, including the launches of its framework. program: see `ScoredRun`."""
+    seconds = validation_score.launched(prediction.seconds, row)
     return ScoredRun(
-        row, found.seconds, seconds, low, high, held, HOST if seconds > found.seconds else found.bound_by, found.by_term
+        row,
+        prediction.seconds,
+        seconds,
+        validation_score.launched(prediction.low, row),
+        validation_score.launched(prediction.high, row),
+        answer.get("allocated_bytes"),
+        HOST if seconds > prediction.seconds else prediction.bound_by,
+        prediction.by_term,
+        program,
     )
 
 
 def _by_reason(rows: Sequence[MeasuredRow], why: Mapping[str, str]) -> tuple[tuple[str, tuple[MeasuredRow, ...]], ...]:
-    found: dict[str, list[MeasuredRow]] = {}
+    by_reason: dict[str, list[MeasuredRow]] = {}
     for row in rows:
         if row.id in why:
-            found.setdefault(why[row.id], []).append(row)
-    return tuple(sorted(((reason, tuple(some)) for reason, some in found.items()), key=lambda each: -len(each[1])))
+            by_reason.setdefault(why[row.id], []).append(row)
+    most_first = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    return tuple((reason, tuple(some)) for reason, some in most_first)
 
 
 def row_json(one: ScoredRun) -> dict[str, Any]:
-    """A scored row as plain values; seconds of an update, bytes of one device."""
+    """Returns a scored row as plain values; seconds of an update, bytes of one device."""
     return {
         **_facts(one.row),
         "config": one.row.config,

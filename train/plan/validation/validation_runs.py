@@ -1,8 +1,8 @@
-"""Measured rows compiled, one file a program, so that a run goes on where it stopped and new rates need no compile.
+"""Compiles measured rows into one file a program, so that a run can be continued and new rates need no compile.
 
-Rows that differ in what was measured, but not in what a config of ours says, share a program and its file. A file is
-named by the program and by the versions that compiled it. Where this environment has no compiler for a chip (CUDA 13
-has left the V100), a file that another environment wrote into the same folder answers for the row.
+Rows with the same config share a program and its file. A file is named by the program and by the versions that compiled
+it. If this environment has no compiler for a chip (CUDA 13 dropped the V100), a file that another environment wrote
+into the same folder is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIGITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The results of measured rows, by `MeasuredRow.id`.
+    """The results of measured rows, by row id.
 
     Fields:
         answers: row -> the worker's answer (`memory.compare.worker.answer_to`), with schedule and bytes of its program.
@@ -43,13 +43,13 @@ class Runs:
 
 
 def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
-    """(jobs, reasons why a config is refused), both by `MeasuredRow.id`, of the rows without a reason of their own.
+    """Returns (jobs, reasons why a config is refused), both by row id, for the rows without a `reason`.
 
-    A job's name, that of its file, is the set's with two digests: of the resolved config, the target and the sources
+    The name of a job and its file is the set's with two digests: of the resolved config, the target and the sources
     that make an answer, and of these with the versions.
     """
     jobs, programs, refused = Jobs(factory), Jobs(factory, {}), {}
-    found: dict[str, worker_pool.Job] = {}
+    by_row: dict[str, worker_pool.Job] = {}
     for row in rows:
         if row.reason:
             continue
@@ -63,8 +63,8 @@ def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[
             refused[row.id] = " ".join(str(error).split())
             continue
         program = programs.job(overrides, row.target).name
-        found[row.id] = dataclasses.replace(job, name=f"{row.set}-{program[:_DIGITS]}-{job.name[:_DIGITS]}")
-    return found, refused
+        by_row[row.id] = dataclasses.replace(job, name=f"{row.set}-{program[:_DIGITS]}-{job.name[:_DIGITS]}")
+    return by_row, refused
 
 
 def run(
@@ -79,60 +79,73 @@ def run(
 
     Args:
         factory: makes the programs.
-        workers: how many processes; by default as many as cores and memory allow, two at most.
-        progress: called with the labels of the rows under way and how many are done.
+        workers: number of processes; None: as many as cores and memory allow, at most two.
+        progress: called with the labels of the running rows and the number of finished ones.
     """
     jobs, refused = jobs_of(rows, factory)
+    if not jobs:
+        return Runs({}, refused)
     gpus = {row.id: row.gpus for row in rows}
-    distinct = {jobs[key].name: jobs[key] for key in sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))}
-    found = {name for name in distinct if row_cache.read(folder, name)}
-    targets = sorted({job.target for job in jobs.values()})
-    answers, _ = (
-        worker_pool.run(
-            list(distinct.values()),
-            workers=worker_pool.worker_count(max(len(distinct), 1), workers),
-            env=worker_pool.environment(targets),
-            cache=folder,
-            progress=progress,
-        )
-        if jobs
-        else ({}, False)
+    quickest_first = sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))
+    distinct = {jobs[key].name: jobs[key] for key in quickest_first}
+    known = {name for name in distinct if row_cache.read(folder, name)}
+    answers, _ = worker_pool.run(
+        list(distinct.values()),
+        workers=worker_pool.worker_count(len(distinct), workers),
+        env=worker_pool.environment(sorted({job.target for job in jobs.values()})),
+        cache=folder,
+        progress=progress,
     )
-    good = {name: answer for name, answer in answers.items() if answer.get("status") == "ok"}
-    others = {name: answer for name in answers if name not in good and (answer := _elsewhere(folder, name))}
+    usable: dict[str, Mapping[str, Any]] = {}
+    from_elsewhere: set[str] = set()
+    for name, answer in answers.items():
+        if answer.get("status") == "ok":
+            usable[name] = answer
+            continue
+        other = _elsewhere(folder, name)
+        if other:
+            usable[name] = other
+            from_elsewhere.add(name)
     names = {key: job.name for key, job in jobs.items()}
-    usable = good | others
-    failed = {
-        key: str(answers[name].get("status", "no answer"))
-        for key, name in names.items()
-        if name in answers and name not in usable
-    }
+    failed = dict(refused)
+    for key, name in names.items():
+        if name in answers and name not in usable:
+            failed[key] = str(answers[name].get("status", "no answer"))
     return Runs(
         {key: usable[name] for key, name in names.items() if name in usable},
-        refused | failed,
+        failed,
         tuple(key for key, name in names.items() if name not in answers),
-        len(set(good) - found),
+        len(usable.keys() - from_elsewhere - known),
         names,
-        tuple(key for key, name in names.items() if name in others),
+        tuple(key for key, name in names.items() if name in from_elsewhere),
     )
 
 
 def finished(
     rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """(names of the programs, answers), both by `MeasuredRow.id`, of what the folder has; nothing is compiled."""
+    """Returns (names of the programs, answers), both by row id, of the files in the folder; nothing is compiled."""
     jobs, _ = jobs_of(rows, factory)
-    answers = {key: row_cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}
-    return {key: job.name for key, job in jobs.items()}, {key: answer for key, answer in answers.items() if answer}
+    answers: dict[str, Mapping[str, Any]] = {}
+    for key, job in jobs.items():
+        answer = row_cache.read(folder, job.name) or _elsewhere(folder, job.name)
+        if answer:
+            answers[key] = answer
+    return {key: job.name for key, job in jobs.items()}, answers
 
 
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
-    """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
-    return 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"]), gpus
+    """Returns a sort key for the compile time of programs: layers that are compiled one by one, then devices."""
+    layers = 1 if job.resolved.get("model.scan", True) else int(job.resolved["model.n_layers"])
+    return layers, gpus
 
 
 def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """The answer for a program that other versions compiled, the newest of those that can be read."""
+    """Returns the newest readable answer for a program that other versions compiled, None without one."""
     program = name.rpartition("-")[0]
-    files = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((answer for file in files if (answer := row_cache.read(folder, file.stem))), None)
+    newest_first = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for file in newest_first:
+        answer = row_cache.read(folder, file.stem)
+        if answer:
+            return answer
+    return None

@@ -1,8 +1,8 @@
 """Predictions against measured seconds and bytes: ratios, ranks and pairs, by model and number of GPUs. Pure.
 
 Pair accuracy is the share of pairs of runs, measured more than 5 % apart, that the prediction puts in the right order;
-a tie counts as half. Beside it stands what sorting by the tensor split gives (less first), since a high correlation
-alone proves little. Models and numbers of GPUs are never pooled: larger work takes longer in any model.
+a tie counts as half. It is compared with sorting by the tensor split (smaller first), because a high correlation by
+itself proves little. Models and numbers of GPUs are never pooled: more work takes longer under any prediction.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
-# Pairs are told apart that differ by more than this factor; those below _NEAR are near each other and hard to order.
+# Minimum factor between the runs of a pair; pairs below the factor _NEAR are hard to order.
 APART, _NEAR = 1.05, 1.5
-# What a prediction has to lie within, as predicted/measured.
+# The range of predicted/measured in which a prediction counts as right.
 WITHIN = (0.85, 1.15)
 
 
@@ -28,11 +28,11 @@ class ScoredRun:
     """A measured row beside our prediction.
 
     Fields:
-        device_seconds: predicted of the device alone. predicted_seconds: with the launches of the measured framework,
-            where they take longer. low, high: the interval of `predicted_seconds`.
-        allocated_bytes: of our program on one device. bound_by: the term that takes the most, or `result.HOST`.
-        by_term: seconds of each term. program: what was compiled; rows with one name share it, "" is a program of
-            its own.
+        device_seconds: predicted for the device. predicted_seconds: the same, or the launches of the measured framework
+            if they take longer. low, high: the interval of `predicted_seconds`.
+        allocated_bytes: of our program on one device. bound_by: the longest term, or `validation_result.HOST`.
+        by_term: seconds of each term. program: name of the compiled program; rows with the same name share it, "" is a
+            program of its own.
     """
 
     row: MeasuredRow
@@ -52,7 +52,7 @@ class ScoredRun:
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Our allocated bytes over the measured ones; None where they are not compared."""
+        """Our allocated bytes over the measured ones; None if they are not compared."""
         if not self.allocated_bytes or not self.row.measured_bytes or self.row.bytes_reason:
             return None
         return self.allocated_bytes / self.row.measured_bytes
@@ -60,8 +60,12 @@ class ScoredRun:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Pairs of runs that were measured apart: how many, and the share in the right order by prediction and by the
-    tensor split; None without pairs. near_*: of those that are less than 1.5x apart."""
+    """Pairs of runs that were measured apart.
+
+    Fields:
+        count: number of pairs. right, by_tensor: share in the right order by prediction and by the tensor split; None
+            without pairs. near_*: the same for pairs that are less than 1.5x apart.
+    """
 
     count: int
     right: float | None
@@ -73,16 +77,16 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The scores of one model on one number of GPUs; runs with stages of a pipeline are a group of their own.
+    """The scores of one model on one number of GPUs; runs with pipeline stages are a group of their own.
 
     Fields:
-        staged: whether these are the runs with stages. pairs: of runs with as many stages. across: of runs that differ
-            in their stages, those without any among them; None in a group without stages.
-        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured. within: share of them within `WITHIN`.
-        free_median, free_rows: of the rows that launches do not bind. spearman, spearman_by_tensor: None below three
-            rows, and where all are equal.
-        bytes_rows, bytes_below, bytes_median: rows with measured bytes, the share of those where ours are at or below,
-            and the median of ours over them.
+        staged: whether these are the runs with stages. pairs: of runs with equal numbers of stages. across: of runs
+            with different numbers of stages, including runs without; None in a group without stages.
+        ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured. within: share of the ratios in `WITHIN`.
+        free_median, free_rows: of the rows that are not bound by launches. spearman, spearman_by_tensor: None below
+            three rows, and if all values are equal.
+        bytes_rows: number of rows with measured bytes. bytes_below: share of them with ours/measured of at most 1.
+            bytes_median: of ours/measured.
     """
 
     model: str
@@ -103,30 +107,31 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The model, and that its runs have stages."""
+        """The model, and whether its runs have stages, in words."""
         return f"{self.model} in stages" if self.staged else self.model
 
 
 def launched(seconds: float, row: MeasuredRow) -> float:
-    """Seconds with the launches of the measured framework: the host launches while the device computes, so that the
-    slower of both sets the pace."""
+    """Returns seconds including the launches of the measured framework: the host launches while the device computes, so
+    that the slower one sets the pace."""
     return max(seconds, row.launch_seconds)
 
 
 def groups(scored: Iterable[ScoredRun]) -> list[Group]:
-    """The scores by model, GPUs and whether there are stages, in their order; rows without measured seconds count for
-    their bytes alone."""
-    found: dict[tuple[str, int, bool], list[ScoredRun]] = {}
-    for one in scored:
-        found.setdefault((one.row.model, one.row.gpus, one.row.stages > 1), []).append(one)
-    return [
-        _group(model, gpus, some, [*found.get((model, gpus, False), ()), *some] if staged else [])
-        for (model, gpus, staged), some in sorted(found.items())
-    ]
+    """Returns the scores by model, number of GPUs and whether there are stages, sorted. Rows without measured seconds
+    count only for their bytes."""
+    runs: dict[tuple[str, int, bool], list[ScoredRun]] = {}
+    for run in scored:
+        runs.setdefault((run.row.model, run.row.gpus, run.row.stages > 1), []).append(run)
+    out = []
+    for (model, gpus, staged), some in sorted(runs.items()):
+        all_stages = [*runs.get((model, gpus, False), ()), *some] if staged else []
+        out.append(_group(model, gpus, some, all_stages))
+    return out
 
 
 def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
-    """all_stages: of a group with stages, the runs of the model on as many GPUs with any number of them."""
+    """all_stages: for a group with stages, the runs of the model on as many GPUs with any number of stages."""
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)
     free = [one.ratio or 0.0 for one in timed if not one.row.host_bound]
@@ -152,32 +157,29 @@ def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequenc
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
-    """The quantiles of values, interpolated; () of none."""
+    """Returns the quantiles of values, interpolated; () without values."""
     if not ratios:
         return ()
     return tuple(map(float, np.quantile(ratios, at)))
 
 
 def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The share of values of which something holds; None of none."""
+    """Returns the share of values for which a condition holds; None without values."""
     return sum(map(holds, values)) / len(values) if values else None
 
 
 def pairs_of(timed: Sequence[ScoredRun], across: bool = False) -> Pairs:
-    """How many pairs are in the right order, by prediction and by the tensor split: of runs with as many stages, or
-    `across` different numbers of them."""
+    """Returns the pairs of runs in the right order, by prediction and by the tensor split.
+
+    across: pairs with different numbers of stages, instead of pairs with equal numbers.
+    """
     apart: list[tuple[float, float, float]] = []  # (factor between them, by prediction, by tensor)
     for one, other in itertools.combinations(timed, 2):
         fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds or math.inf)
         factor = (slow.row.measured_seconds or math.inf) / (fast.row.measured_seconds or math.inf)
         if factor > APART and (one.row.stages != other.row.stages) == across:
-            apart.append(
-                (
-                    factor,
-                    _ordered(fast.predicted_seconds, slow.predicted_seconds),
-                    _ordered(fast.row.tensor, slow.row.tensor),
-                )
-            )
+            by_prediction = _ordered(fast.predicted_seconds, slow.predicted_seconds)
+            apart.append((factor, by_prediction, _ordered(fast.row.tensor, slow.row.tensor)))
     near = [each for each in apart if each[0] <= _NEAR]
     return Pairs(len(apart), *_means(apart), len(near), *_means(near))
 
@@ -193,7 +195,7 @@ def _means(some: Sequence[tuple[float, float, float]]) -> tuple[float | None, fl
 
 
 def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
-    """The rank correlation; equal values share their mean rank. None below three values, or where all are equal."""
+    """Returns the rank correlation, with mean ranks for ties; None below three values, or if all are equal."""
     if len(some) < 3 or len(set(some)) == 1 or len(set(others)) == 1:
         return None
     from scipy.stats import rankdata  # here, since its import takes half a second
