@@ -176,7 +176,6 @@ TESTS = {"is_dir", "is_file", "exists", "lexists", "isdir", "isfile"}
 READERS = {
     "checkpoints/workdir.py": "claims a directory for a run by its config.json",
     "weights/folder.py": "says which file a folder of weights lacks",
-    "run/metrics.py": "reads the rows of its own run",
 }
 
 

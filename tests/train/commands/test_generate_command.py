@@ -164,7 +164,7 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", interrupted)
-    monkeypatch.setattr("bytescope.train.generate.conversation.open_engine", lambda *_: None)
+    monkeypatch.setattr("bytescope.train.generate.open_engine.open_engine", lambda *_: None)
     assert generate(capsys, folder)[0] == 130
 
 
