@@ -38,7 +38,7 @@ class Exchange:
 
 
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Rows that a device makes room for: `factor` times the mean, without a factor the most that can come."""
+    """Returns the max rows of a device: `factor` times the mean; without a factor, all rows that can arrive."""
     most = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), most) if factor else most
 
@@ -91,7 +91,7 @@ def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
 
 
 def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
-    """Rows [E, slots, ...] of all experts to their devices: [experts of the device, peers, slots, ...], flat."""
+    """Sends rows [E, slots, ...] of all experts to their devices: [experts of the device, peers, slots, ...], flat."""
     if peers.size == 1:
         return sent
     parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])

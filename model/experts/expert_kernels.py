@@ -90,8 +90,9 @@ BLOCK, DEPTH = 128, 64
 def rows_times(
     x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool = False, interpret: bool = False
 ) -> jax.Array:
-    """Each row times the matrix of its expert: x [X, C] and w [E, C, N], or [E, N, C] if `transposed`, to [X, N] in the
-    dtype of `x`."""
+    """Multiplies each row by the matrix of its expert: x [X, C] and w [E, C, N], or [E, N, C] if `transposed`, to
+    [X, N] in the dtype of `x`.
+    """
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
     tile, wide, deep = X // tiles.expert.size, _block(N, BLOCK), _block(C, DEPTH)
 
@@ -122,7 +123,7 @@ def rows_times(
 
 
 def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
-    """For each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype of `x`."""
+    """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype of `x`."""
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
     high, wide, deep = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)
@@ -150,12 +151,12 @@ def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: boo
 
 
 def _block(size: int, largest: int) -> int:
-    """The largest power of 2 that divides a dimension, up to `largest`; the dimension itself where that is small."""
+    """Returns the largest power of 2, up to `largest`, that divides a dimension; a small dimension as it is."""
     return size if size <= largest else math.gcd(size, largest)
 
 
 def _how(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
-    """The settings of a call; the cost is what reports count for a kernel that they cannot look into."""
+    """Returns the settings of a kernel call, with its cost: reports cannot look into a kernel."""
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     cost = pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)
     if interpret:
@@ -200,7 +201,8 @@ CAPACITY = 1.25
 
 
 def choose_moe_kernel(config: ModelConfig, platform: str) -> tuple[str, str]:
-    """(row of the table, why) for `config.moe_kernel` on a `platform` of `platform_of`; ("", "") without experts.
+    """Returns (row of the table, reason) for `config.moe_kernel` on a `platform` of `platform_of`; ("", "") without
+    experts.
 
     Raises:
       ValueError: a kernel that does not exist, with those that do.

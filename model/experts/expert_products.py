@@ -24,7 +24,11 @@ ROWS, WIDE, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """kernel, exchange: rows of their tables. factor: rows held over the mean, 0 for all. experts: of all devices."""
+    """How rows reach their experts and are multiplied.
+
+    kernel, exchange: rows of their tables. factor: rows of an expert over the mean, 0 for no limit. experts: of all
+    devices.
+    """
 
     kernel: str
     exchange: str
@@ -83,7 +87,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def combine(how: How, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
-    """For each token the sum of its rows, [B, L, D]. `like_BLD`: an array of B and L, of no bytes."""
+    """Returns for each token the sum of its rows, [B, L, D]. like_BLD: an array of B and L, of no bytes."""
 
     def move(y_X1D, like_BLD, plan):
         y_TD = EXCHANGES[how.exchange].to_tokens(y_X1D[:, 0], plan, place.peers)
@@ -139,7 +143,9 @@ def _multiply(
     weights: tuple[jax.Array, ...],
     tiles: Any,
 ) -> tuple[jax.Array, ...]:
-    """Rows `x` times each of the weights as they are stored; `spec`: the axes of the rows and of the results."""
+    """Multiplies rows `x` by each of the weights, which come as stored. spec: logical axes of the rows and of the
+    results.
+    """
     return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
 
 
@@ -230,13 +236,13 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
 def enter(
     kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, again: bool
 ) -> tuple[jax.Array, ...]:
-    """Rows times each parameter [E, D, F], [X, F] each; `again` as in `layers.enter`."""
+    """Multiplies rows by each parameter [E, D, F]: [X, F] each. again: as in `layers.enter`."""
     which = tuple(Weight.of(p, again) for p in params)
     return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
 def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, again: bool) -> jax.Array:
-    """Rows times the parameter [E, F, D], [X, tensor, D]; `again` as in `layers.enter`."""
+    """Multiplies rows by the parameter [E, F, D]: [X, tensor, D]. again: as in `layers.enter`."""
     return _multiply(kernel, place, (Weight.of(p, again),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 

@@ -57,8 +57,11 @@ def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
 @partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=["filled"])
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Whose rows the tiles of a device hold, int32: `expert` of each tile, numbered from 0 on the device; of each
-    expert its `first` tile and their `count`. Those past the last expert's hold nothing. filled: of `Shape`."""
+    """The expert of each tile of rows on a device, int32.
+
+    expert: of each tile, numbered from 0 on the device. first, count: of each expert its first tile and its number of
+    tiles. Tiles after the last expert's are empty. filled: of `Shape`.
+    """
 
     expert: jax.Array
     first: jax.Array
@@ -69,10 +72,10 @@ class Tiles:
 @partial(jax.tree_util.register_dataclass, data_fields=["place_TK", "source_X", "tiles", "dropped"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which row of which expert lies where on a device, int32.
+    """The places of rows on a device, int32.
 
-    place_TK: the row of each of a token's choices, X for one that has none here. source_X: the choice t * K + k of each
-    row, T * K for padding. dropped [1]: choices of experts of this device that found no room.
+    place_TK: the row of each of a token's choices, X for a choice without a row here. source_X: the choice t * K + k of
+    each row, T * K for padding. dropped [1]: choices of experts of this device that found no room.
     """
 
     place_TK: jax.Array
@@ -82,9 +85,9 @@ class Plan:
 
 
 def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """(for each of N choices its number among those of its expert, choices of each expert), int32.
+    """Returns (for each of N choices its number among the choices of its expert, choices of each expert), int32.
 
-    `expert_N`: from 0; `experts` for a choice that is none of theirs. By a stable sort: a running count would be an
+    expert_N: experts from 0; `experts` for a choice of another device. Uses a stable sort: a running count would be an
     array [N, E].
     """
     order_N = jnp.argsort(expert_N, stable=True)
@@ -130,7 +133,7 @@ def sources(place_N: jax.Array, rows: int) -> jax.Array:
 
 
 def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
-    """Whose rows the tiles hold, from what `first_rows` says of the experts."""
+    """Returns the tiles of experts, given the results of `first_rows`."""
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # Rows beyond the buffer have no tiles there.

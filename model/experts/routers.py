@@ -34,10 +34,10 @@ class Choice:
 
 
 def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig) -> Choice:
-    """The experts of each token, from float32 logits.
+    """Returns the experts of each token, from float32 logits.
 
-    A bias picks and does not weigh. With `router_renormalize` the weights of a token's experts sum to `router_scale`;
-    without, they are the scores themselves, of all experts together.
+    A bias decides which experts are chosen, not their weights. With `router_renormalize` the weights of a token's
+    experts sum to `router_scale`; without, they are the scores, which are relative to all experts.
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
     picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])

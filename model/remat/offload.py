@@ -11,12 +11,14 @@ Result = TypeVar("Result")
 
 
 def here(w: jax.Array) -> jax.Array:
-    """A parameter on the device, in whichever memory it is stored; its gradient goes to the memory of the parameter."""
+    """Returns a parameter on the device, in whichever memory it is stored; its gradient goes to the memory of the
+    parameter.
+    """
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
 
 
 def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
-    """A gradient, moved to the memory of its parameter `w`."""
+    """Moves a gradient to the memory of its parameter `w`."""
     return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 

@@ -75,11 +75,11 @@ MATMULS = (
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """One row of the table.
+    """One row of POLICIES.
 
     saveable: a `jax.checkpoint` policy, None for no checkpoint at all. names: the checkpoint names that it keeps.
-    nested: groups of layers are checkpointed around the layers. offloads: something moves to host memory; of `names`
-    those in `moved`.
+    nested: whether groups of layers are checkpointed around the layers. offloads: whether something moves to host
+    memory. moved: names among `names` that move there.
     """
 
     summary: str
@@ -90,7 +90,7 @@ class CheckpointPolicy:
     moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
-        """`piece`, which then keeps what this policy says. `scanned`: whether it runs inside `lax.scan`."""
+        """Returns `piece` in a checkpoint with this policy. scanned: whether it runs inside `lax.scan`."""
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
@@ -281,7 +281,7 @@ class LayerPolicies:
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> CheckpointPolicy:
-        """The policy of this name: a row of POLICIES, `custom` with the plan's own names, or names joined by `+`."""
+        """Returns the policy of this name: a row of POLICIES, `custom` with its own names, or names joined by `+`."""
         known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:
             return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
@@ -293,7 +293,7 @@ class LayerPolicies:
         )
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
-        """Consecutive ranges that cover all layers, in order.
+        """Returns consecutive ranges that cover all layers, in order.
 
         Raises:
           ValueError: ranges that overlap or extend past the last layer.

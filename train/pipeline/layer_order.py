@@ -20,7 +20,7 @@ BY_DEFAULT = (None, "device", "unpinned_host")  # memory that programs write; wh
 
 
 def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
-    """Shapes and shardings of the tree `abstract`, which is in `order`, as they are in the order `wanted`."""
+    """Returns shapes and shardings of the tree `abstract`, which is in `order`, in the order `wanted`."""
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
@@ -34,10 +34,10 @@ def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
 
 
 def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
-    """The tree, which is in `order`, in the order `wanted`; rows of no layer are 0.
+    """Returns the tree, which is in `order`, in the order `wanted`; empty rows are 0.
 
-    abstract: shapes with shardings of the result; arrays are then given up one by one as they are replaced. Without it
-    arrays may be NumPy's.
+    abstract: shapes with shardings of the result. With it, arrays are deleted one by one as they are replaced. Without
+    it, arrays may be NumPy arrays.
     """
     shardings = iter(()) if abstract is None else iter([leaf.sharding for leaf in jax.tree.leaves(abstract)])
 
@@ -66,7 +66,9 @@ def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
 def _of_stacks(
     tree: Any, order: Order, wanted: Order, function: Callable[..., Any], kept: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """`function(order, wanted order, leaf)` of the leaves of stacks whose two orders differ, `kept` of the others."""
+    """Applies `function(order, wanted order, leaf)` to the leaves of stacks whose two orders differ, `kept` to all
+    others.
+    """
     moved = {}
     for stack in {*order, *wanted}:
         layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)

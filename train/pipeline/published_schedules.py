@@ -10,7 +10,10 @@ from fractions import Fraction
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Seconds, or any unit, of one stage and micro-batch."""
+    """Time of each pass of one stage and micro-batch, in seconds or any unit.
+
+    forward: F. inputs: B, gradients of inputs. weights: W, gradients of weights.
+    """
 
     forward: Fraction = Fraction(1)
     inputs: Fraction = Fraction(1)
@@ -44,7 +47,7 @@ class Published:
     differs: str = ""
 
     def stash(self, stages: int, micro_batches: int) -> Fraction:
-        """`held` in units of what all layers keep of one micro-batch."""
+        """`held` in units of the residuals of all layers for one micro-batch."""
         return Fraction(self.held(stages, micro_batches)) / stages
 
     def share(self, stages: int, micro_batches: int, work: PassTimes = EQUAL) -> Fraction:

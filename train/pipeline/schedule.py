@@ -69,7 +69,7 @@ class Schedule:
         return self.stages * self.virtual
 
     def place_of(self, virtual_stage: int) -> tuple[int, int]:
-        """The stage that holds a virtual stage, and its number among the chunks of that stage."""
+        """Returns the stage of a virtual stage, and its number among the chunks of the stage."""
         return self._where[virtual_stage]
 
     @cached_property
@@ -104,7 +104,7 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
-    """The tick of each unit of a table. Raises ReportError for a unit that is missing or there twice."""
+    """Returns the tick of each unit of a table. Raises ReportError for a unit that is missing or occurs twice."""
     times: Times = {}
     for tick, stage in zip(*np.nonzero(table[:, :, 0] != IDLE)):
         m, chunk, _ = table[tick, stage]
@@ -183,10 +183,11 @@ def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
-    """Layers of each virtual stage: as even as can be, where they do not divide the first and the last lighter.
+    """Returns the layers of each virtual stage, divided evenly; if they do not divide, the first and last stages get
+    fewer.
 
     Raises:
-      ReportError: no layers, or fewer than virtual stages.
+      ReportError: no layers, or fewer layers than virtual stages.
     """
     if layers < 1:
         raise ReportError(f"{layers} layers over a pipeline: give 1 or more layers")

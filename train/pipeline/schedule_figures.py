@@ -34,7 +34,9 @@ def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
 
 
 def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
-    """(formula, value) of a schedule's bubble: several chunks make it smaller in a ring; in a V each waits for two."""
+    """Returns (formula, value) of a schedule's bubble. Several chunks make it smaller in a ring; in a V each waits
+    for two.
+    """
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
 
@@ -80,8 +82,10 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = False) -> Simulated:
-    """The seconds of a table: a stage starts a tick when those that send to it have ended the one before; with
-    `together` all stages end each tick before the next. recomputed: whether blocks are, for the backward pass."""
+    """Simulates a table: a stage starts a tick when the stages that send to it have ended the tick before.
+
+    together: all stages end each tick before the next. recomputed: whether blocks are recomputed for the backward pass.
+    """
     least = TOGETHER[recomputed]
     costs = APART[recomputed] if schedule.apart else least
     tables = (schedule.forward, schedule.backward, schedule.weights)
@@ -101,6 +105,6 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
 
 
 def full_ticks(schedule: Schedule) -> int:
-    """The time of a table in ticks in which a chunk runs forward and one backward: the others take less."""
+    """Returns the time of a table, counted in ticks with one forward and one backward pass; other ticks take less."""
     whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
     return round(simulate(schedule).seconds / whole)

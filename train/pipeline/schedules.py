@@ -10,7 +10,7 @@ from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit, times
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """The schedule of this name, a row of SCHEDULES.
+    """Returns the schedule of this name, a row of SCHEDULES.
 
     Raises:
       ReportError: no such schedule, or one that does not exist for these sizes, with the remedy.
@@ -174,7 +174,9 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """A slot for each of (first tick, last tick, unit), in order of the first ticks; as few as overlap at most."""
+    """Returns a slot for each of (first tick, last tick, unit), in order of the first ticks: the min number of
+    slots.
+    """
     free_from: list[int] = []  # by slot
     found = {}
     for start, end, unit in lives:

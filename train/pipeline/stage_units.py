@@ -89,7 +89,7 @@ class StackUnit:
     def layer(
         self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro
     ) -> tuple[jax.Array, Load | None, Leaves]:
-        """(output of one layer, what its router did, residuals to keep)."""
+        """Returns (output of one layer, load of its router, residuals to keep)."""
         (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
         kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
         self.dtypes[:] = [leaf.dtype for leaf in kept]
@@ -134,7 +134,7 @@ class StackUnit:
     def run(
         self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any, micro: Micro
     ) -> jax.Array:
-        """The output of the first `count` layers of a chunk; nothing is kept. Arguments as of `forward`."""
+        """Returns the output of the first `count` layers of a chunk; nothing is kept. Arguments as for `forward`."""
 
         def turn(index, x_BLD):
             weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
@@ -204,7 +204,9 @@ def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-    """Keys of random numbers as their data, which arrays of zeros can stand for."""
+    """Returns the data of random keys, and other arrays as they are: the stash starts as zeros, which keys cannot
+    be.
+    """
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -213,7 +215,7 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def turns_of(most: int, total: int, times: int) -> str:
-    """The scope of a loop of at most so many turns, `total` of them in `times` runs (memory/hlo/loops.py)."""
+    """Returns the scope of a loop of at most `most` turns, with `total` turns in `times` runs (memory/hlo/loops.py)."""
     return f"turns_{most}_mean_{total}_{times}"
 
 
@@ -235,14 +237,14 @@ def stack_units(
 
 
 def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
-    """`function` on the shards of each stage; the other axes of the mesh stay the compiler's."""
+    """Applies `function` to the shards of each stage; the compiler shards over the other axes of the mesh."""
     return jax.shard_map(
         function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE}, check_vma=False
     )
 
 
 def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
-    """On all stages the `x` of the one that has `mine`, inside of the stages."""
+    """Returns on all stages the `x` of the stage where `mine` is true. Called inside of the stages."""
     x = jnp.where(mine, x, 0)
     # XLA's CPU compiler (0.10 to 0.12) aborts on sums of 16 bits here; in float32 one summand is as exact.
     wide = layout.mesh.devices.flat[0].platform == "cpu" and x.dtype.itemsize < 4
@@ -250,9 +252,9 @@ def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
 
 
 def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
-    """`function(carried)` where `condition` holds, else `carried`: a loop of one turn or none, in place.
+    """Returns `function(carried)` if `condition` holds, else `carried`: a loop of one turn or none, in place.
 
-    turns: the scope that says how often it holds.
+    turns: the scope that says how often the condition holds.
     """
     with jax.named_scope(turns):
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

@@ -49,7 +49,9 @@ class Stages:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack -> the layer of each of its rows, -1 for none; not those that have their layers in order."""
+        """Stack -> the layer of each of its rows, -1 for an empty row; without stacks that have their layers in
+        order.
+        """
         return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod

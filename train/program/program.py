@@ -1,4 +1,4 @@
-"""Config and devices in; out the step that will run, its abstract arguments and the initializer.
+"""A config and devices become the step that runs, its abstract arguments and its initializer.
 
 The loop runs `Program.step`; reports analyse `Program.lower()`. They are the same program.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -67,12 +68,12 @@ class Program(Choices):
 
     @property
     def calls_per_update(self) -> int:
-        """Calls of the step per optimizer update; with a schedule of the accumulation, the most."""
+        """Calls of the step per optimizer update; with a schedule of the accumulation, the max of all updates."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation; names as `batch_names` has them."""
+        """The batch of one call: name -> int32 [B, L], or [A, B, L] with in-step accumulation."""
         shape: tuple[int, ...] = (self.batch.rows, self.batch.seq_len)
         axes: tuple[str | None, ...] = ("batch", "length")
         if self.scanned:
@@ -82,7 +83,7 @@ class Program(Choices):
 
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """One held-out micro-batch: int32 [B, L]."""
+        """One held-out micro-batch: name -> int32 [B, L]."""
         array = jax.ShapeDtypeStruct(
             (self.batch.rows, self.batch.seq_len), jnp.int32, sharding=self.layout.sharding(("batch", "length"))
         )
@@ -110,7 +111,7 @@ class Program(Choices):
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def lower(self) -> jax.stages.Lowered:
-        """The step that will run, lowered for the mesh's devices, which may be described ones."""
+        """Lowers the step that will run for the mesh's devices, which may be described devices."""
         with xla_remat_pass(self.settings.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
@@ -125,7 +126,7 @@ class Program(Choices):
         return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
-        """The step that will run, compiled."""
+        """Compiles the step that will run."""
         lowered = self.lower()
         with xla_remat_pass(self.settings.remat.xla_pass), kept_back():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
@@ -235,14 +236,17 @@ def describe_state(
     """
     state = jax.eval_shape(lambda: init_state(transformer, optimizer, scaling, frozen))
     params = state.model_params
-    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def place(path, shape_axes, matrix, leaf):
         layout.check("/".join(str(key.key) for key in path), leaf.shape, shape_axes)
         return stored_frozen(layout, shape_axes, matrix) if dotted(path) in frozen else layout.stored(shape_axes)
 
     shardings = jax.tree_util.tree_map_with_path(
-        place, logical_axes(transformer), contracted(transformer), params, is_leaf=is_axes
+        place,
+        logical_axes(transformer),
+        contracted(transformer),
+        params,
+        is_leaf=lambda node: isinstance(node, tuple),  # logical axes
     )
     everywhere = match_parameters(state, params, shardings, layout.sharding())
     return jax.tree.map(
@@ -290,23 +294,12 @@ def assemble(choices: Choices, decided: str = "") -> Program:
     )
     check_traced(choices, loss, state)
     weights = _describe_weights(choices, abstract)
-    partwise = None
-    if settings.layerwise_key:
-        assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
-        partwise = make_partwise(
-            settings.optimizer,
-            schedule,
-            precision,
-            micro_steps,
-            state,
-            vocabulary=choices.model.vocab_size,
-            stacked=choices.model.scan,
-        )
-    evaluated, pipeline = loss, None
+    partwise = _make_partwise(choices, schedule, micro_steps, state)
+    pipeline = None
     if choices.schedule:
-        pipeline, evaluated = _make_pipeline(choices, graph, weights)
+        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.drops)
     parts = StepParts(
-        evaluated,
+        loss,
         optimizer,
         schedule,
         settings.seed,
@@ -323,8 +316,8 @@ def assemble(choices: Choices, decided: str = "") -> Program:
 
 
 def _micro_steps(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    """Calls of the optimizer for one update: 1, or with optax.MultiSteps the accumulation, a function of the update
-    if it follows a schedule."""
+    """Returns the calls of the optimizer for one update: 1, or with optax.MultiSteps the accumulation, as a function of
+    the update if it follows a schedule."""
     batch = choices.batch
     wrapped = ACCUMULATION[choices.settings.batch.mode][1]
     if not wrapped:
@@ -393,6 +386,27 @@ def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
     return Weights(choices.layout, axes, products, unquantized, choices.precision)
 
 
+def _make_partwise(
+    choices: Choices,
+    schedule: optax.Schedule,
+    micro_steps: int | Callable[[jax.Array], jax.Array],
+    state: TrainState,
+) -> PartwiseUpdate | None:
+    """Returns the update layer by layer; None if no key needs it."""
+    if not choices.settings.layerwise_key:
+        return None
+    assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
+    return make_partwise(
+        choices.optimizer,
+        schedule,
+        choices.precision,
+        micro_steps,
+        state,
+        vocabulary=choices.model.vocab_size,
+        stacked=choices.model.scan,
+    )
+
+
 def _make_fused(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
 ) -> FusedBackward | None:
@@ -403,7 +417,9 @@ def _make_fused(
     return FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, dropout)
 
 
-def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> tuple[PipelineGradients, Loss]:
+def _make_pipeline(
+    choices: Choices, graph: nnx.GraphDef, weights: Weights, dropout: bool
+) -> tuple[PipelineGradients, Loss]:
     """Returns the gradients of an update's micro-batches through the stages, and the loss of a held-out batch."""
     precision, schedule, stages, routed = choices.precision, choices.schedule, choices.stages, choices.model.routed
     assert schedule is not None and stages is not None
@@ -422,7 +438,7 @@ def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> t
         units,
         weights,
         precision.accumulator,
-        choices.abstract().drops,
+        dropout,
         coefficients,
         choices.model.experts,
         bool(routed) and choices.loss.balance_layers == "pooled",
@@ -432,7 +448,7 @@ def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> t
 
 
 def _bias_rate(choices: Choices, abstract: Transformer) -> float:
-    """By how much an update moves the routers' biases; 0 without biases, or if their routers are frozen."""
+    """Returns the step of the routers' biases per update; 0 without biases, or if their routers are frozen."""
     trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 

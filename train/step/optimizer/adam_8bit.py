@@ -46,7 +46,9 @@ class EightBitState(NamedTuple):
 
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """The polygon through the points (xs, ys) at `x`: a sum of ramps, which compilers fuse, unlike a table look-up."""
+    """Evaluates at `x` the polygon through the points (xs, ys), as a sum of ramps: compilers fuse it, unlike a table
+    look-up.
+    """
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0) for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 

@@ -38,12 +38,12 @@ def has_host_memory(device: jax.Device) -> bool:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or shapes with shardings; those in host memory do not count."""
+    """Returns bytes on one device of a tree of arrays or shapes with shardings, without arrays in host memory."""
     return sum(device_sizes(tree))
 
 
 def device_sizes(tree: Any) -> list[int]:
-    """The same of each leaf that is not in host memory."""
+    """Returns bytes on one device of each leaf that is not in host memory."""
     return [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -59,7 +59,7 @@ def is_hosted(leaf: Any) -> bool:
 
 
 def fetch(tree: Any) -> Any:
-    """The tree with every leaf in device memory."""
+    """Moves every leaf of the tree to device memory."""
     return jax.tree.map(here, tree)
 
 
@@ -90,7 +90,7 @@ def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> An
 
 
 def turns(like: Any) -> list[list[int]]:
-    """Numbers of the leaves of the abstract `like`, grouped as `in_turns` makes them.
+    """Returns the numbers of the leaves of the abstract `like`, in the groups in which `in_turns` makes them.
 
     The first group stays on the device; the others go to host memory, about a GiB each.
     """
@@ -109,7 +109,7 @@ def turns(like: Any) -> list[list[int]]:
 
 
 def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
-    """`make` jitted for the leaves number `places` of its result, placed as the abstract `leaves`.
+    """Returns `make`, jitted: only the leaves `places` of its result, placed as the abstract `leaves`.
 
     The other leaves are never computed.
     """
@@ -123,9 +123,10 @@ def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> An
 
 
 def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """`make` jitted, its results placed as the abstract `like`; what goes to host memory is made a GiB at a time.
+    """Returns `make`, jitted, with results placed as the abstract `like`. Results in host memory are made a GiB at a
+    time.
 
-    So all of it together need not fit the device, on which every array is made.
+    So they need not fit the device together, on which every array is made.
     """
     leaves, tree = jax.tree.flatten(like)
 

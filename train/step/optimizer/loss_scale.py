@@ -34,11 +34,11 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The rule of the scale.
+    """The rule of the loss scale.
 
-    initial: scale of the mean loss at the start. growth_every: good updates before it doubles. positions: of a
-    micro-batch over all devices. The loss is a sum over these, so it is multiplied by the scale over their number,
-    rounded up to a power of two: a product with that changes exponents only.
+    initial: scale of the mean loss at the start. growth_every: updates without overflow after which it doubles.
+    positions: of a micro-batch over all devices. The loss is a sum over positions, so it is multiplied by the scale
+    over their number, rounded up to a power of two: a product with a power of two changes only exponents.
     """
 
     initial: float
@@ -64,23 +64,23 @@ class Scaling:
 
 
 def scale_metrics(values: Mapping[str, Any]) -> dict[str, float | int]:
-    """The entries on the loss scale for a row of the log, from a step's metrics; {} where there is no loss scale."""
+    """Returns the loss scale's entries of a row of the log, from a step's metrics; {} without a loss scale."""
     if "loss_scale" not in values:
         return {}
     return {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
 
 
 def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where `done`, else `old`, leaf by leaf."""
+    """Returns `new` if `done`, else `old`, leaf by leaf."""
     return jax.tree.map(lambda one, other: jnp.where(done, one, other), new, old)
 
 
 def guard(scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]) -> tuple[Any, Any, LossScale]:
-    """(params, optimizer state, loss scale) after an update that may have overflowed.
+    """Returns (params, optimizer state, loss scale) after an update that may have overflowed.
 
-    `new`, `old`: (params, optimizer state) with and without the update. Where it overflowed all is `old` but the
-    gradient norm, which shows it. Under `optax.MultiSteps` the sum over the update's micro-batches decides: an overflow
-    stays in it until the last of them.
+    new, old: (params, optimizer state) with and without the update. After an overflow the result is `old`, except for
+    the gradient norm, which shows the overflow. Under `optax.MultiSteps` the sum over micro-batches decides: an
+    overflow stays in it until the last micro-batch.
     """
     params, opt_state = new
     multi = isinstance(opt_state, optax.MultiStepsState)

@@ -74,7 +74,9 @@ def _float32(tree: Any) -> Any:
 
 
 def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`rule` for parameters of any dtype as if they were float32: so is its state, except where the rule narrows it."""
+    """Returns `rule` for parameters of any dtype as if they were float32. Its state is float32 too, except where the
+    rule narrows it.
+    """
 
     def init(params):
         # Of zeros: parameters may be abstract here.
@@ -87,9 +89,9 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
-    """The factor from a summed gradient to the clipped mean one.
+    """Returns the factor from a summed gradient to the clipped mean gradient.
 
-    `inverse`: the factor to the mean, whose norm is `norm`; `max_norm`: 0 for no clipping.
+    inverse: the factor to the mean, whose norm is `norm`. max_norm: 0 for no clipping.
     """
     return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
 
@@ -100,7 +102,9 @@ def squares(leaves: Any) -> jax.Array:
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at `steps`."""
+    """Returns number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at
+    `steps`.
+    """
     peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
     return optax.schedules.warmup_cosine_decay_schedule(
         peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction
@@ -188,9 +192,9 @@ ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "
 def make_rule(
     config: OptimizerConfig, schedule: optax.Schedule, vocabulary: int | None = None
 ) -> optax.GradientTransformation:
-    """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
+    """Returns the transformation from the mean, clipped gradient to the update of the parameters, in float32.
 
-    `config`: the group `optimizer`; `vocabulary`: its tokens, None where no table is padded.
+    config: the group `optimizer`. vocabulary: tokens of the vocabulary, None if no table is padded.
     """
     return in_float32(
         optax.chain(
