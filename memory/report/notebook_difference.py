@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from bytescope.memory.records.report_diff import Change, version_changes, warnings
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.report.diff_view import change_columns
 from bytescope.memory.view import notebook_piece
 from bytescope.memory.view.elements import row_name
 from bytescope.memory.view.notebook_piece import cut
+from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.table_views import notebook_table
 
-HEADS = (("", False), ("before", True), ("after", True), ("change", True), ("%", True))
 _PARTS = 30
+
+
+def _name(change: Change) -> str:
+    if change.kind == "total":
+        return change.name.removesuffix("_bytes")
+    if change.kind == "category":
+        return row_name(change.name)
+    return f"{change.kind} {change.name}" if change.kind != "buffer" else change.name
+
+
+COLUMNS = change_columns("", _name)
 
 
 def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int) -> str:
@@ -25,44 +37,16 @@ def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change],
     versions = [cut(f"{name} {old} → {new}") for name, old, new in version_changes(before, after)]
     return notebook_piece.render(
         "difference",
-        heads=HEADS,
         names=list(dict.fromkeys(names)),
-        totals=_lines(totals),
+        totals=notebook_table(TableView(COLUMNS, totals)),
         blocks=[
-            ("what changed", _lines(rest[:_PARTS]), max(len(rest) - _PARTS, 0)),
-            ("buffers that changed most", _lines(buffers[:shown]), max(len(buffers) - shown, 0)),
+            ("what changed", notebook_table(TableView(COLUMNS, rest[:_PARTS])), max(len(rest) - _PARTS, 0)),
+            (
+                "buffers that changed most",
+                notebook_table(TableView(COLUMNS, buffers[:shown])),
+                max(len(buffers) - shown, 0),
+            ),
         ],
         versions=versions,
         warnings=[cut(text, 300) for text in warnings(before, after)],
     )
-
-
-def _lines(changes: Sequence[Change]) -> list[tuple[list[str], str]]:
-    """The cells of each change, and the class that colours its growth."""
-    return [
-        (
-            [_name(change), human(change.before), human(change.after), _growth(change.growth), change.percent_text],
-            _kind(change.growth),
-        )
-        for change in changes
-    ]
-
-
-def _name(change: Change) -> str:
-    if change.kind == "total":
-        return change.name.removesuffix("_bytes")
-    if change.kind == "category":
-        return row_name(change.name)
-    return cut(f"{change.kind} {change.name}" if change.kind != "buffer" else change.name)
-
-
-def _growth(size: int) -> str:
-    """Bytes with their sign, as in "+1.00 GiB"."""
-    return f"{'+' if size > 0 else ''}{human(size)}"
-
-
-def _kind(size: int) -> str:
-    """The class of the styles that colours a growth: those of a verdict."""
-    if not size:
-        return ""
-    return "exceeds" if size > 0 else "fits"

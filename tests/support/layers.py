@@ -45,11 +45,14 @@ LAYERS = {
         ("memory.commands",),
         ("memory.__main__",),
     ),
-    # `launch` is low, because checkpoints wait for other processes. `weights` is low, because program/ reads the config
-    # of a folder of weights. `export` and `quantize` are rooms of their own: export reads checkpoints, generate reads
-    # adapters through export, and quantize measures text with generate.
+    # `source` recognizes runs, folders of weights and configs. It is low, because program/ finds configs with it, and
+    # weights/ and checkpoints/ take the names of their files from it. `launch` is low, because checkpoints wait for
+    # other processes. `weights` is low, because program/ reads the config of a folder of weights. `export` and
+    # `quantize` are rooms of their own: export reads checkpoints, generate reads adapters through export, and quantize
+    # measures text with generate.
     "train": (
         ("train.user_errors",),
+        ("train.source",),
         ("train.launch", "train.data", "train.parallel"),
         ("train.weights", "train.step"),
         ("train.pipeline",),

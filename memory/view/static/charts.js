@@ -34,6 +34,7 @@
 //   lines of a tip = ["the first stands out", "more", { name, value, color, strong }, ...]; "" and null are left out
 //
 //   charts.legend(listElement, [{ name, key, color, symbol, line: "solid" | "dashed", open }])  -> for `legend`
+//   charts.bytes, charts.cost, charts.look  axes and looks that several pages share: see chart_axes.js
 //   charts.treemap("id", {...})             see treemap.js
 //   charts.of("id")                         what is drawn there: {spec, hidden, zoom, targets, views, svg}, for tests
 //
@@ -280,5 +281,5 @@ const charts = window.charts = (() => {
 
   // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
   return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
-    width: widthOf };
+    width: widthOf, ...axes };
 })();

@@ -1,6 +1,7 @@
 "use strict";
-// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what pages/report_data.py gives. What
-// is shown lives in the address (#at=12&q=attention), so that a view can be shared.
+// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what
+// memory/report/report_data.py gives. What is shown lives in the address (#at=12&q=attention), so that a view can be
+// shared.
 (() => {
   const { $, address, human, count, exact, percent, make, sorter } = base;
   const data = base.data(), S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
