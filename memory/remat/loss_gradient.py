@@ -78,8 +78,8 @@ class Loss:
         return loss
 
     def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
-        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument; with an optimizer (`init`,
-        `update`), of a whole update to which params and state are donated."""
+        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument, or with an optimizer
+        (`init`, `update`) of a whole update to which params and state are donated."""
         import jax
 
         gradient, params = jax.value_and_grad(self.under(layers, policy), has_aux=self.has_aux), self.args[0]
