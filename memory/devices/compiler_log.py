@@ -1,7 +1,7 @@
-"""The compiler's own log lines: kept from the terminal while it compiles, told where it fails.
+"""Hides the compiler's log lines while it compiles, and prints them if it fails.
 
-XLA writes them to file descriptor 2 from C++, where no setting reaches once jax has started. For a program that is
-larger than the device they are alarms about what the report says itself.
+XLA writes them to file descriptor 2 from C++, and no setting changes that once jax has started. For a program that is
+larger than the device they are alarms about facts that the report states itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 import threading
 from collections.abc import Iterator
 
-# Severity, month and day, time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."; or the same after a date;
-# or, before the log is set up, which it says itself, seconds since 1970: "I0000 00:00:1763814369.004250   31247 ...".
-# A fatal line (F) is none of these: the process ends with it, so it is told at once.
+# Severity, month and day, time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."; or the same after a date.
+# Before the log is initialized, which a line of its own announces, the time is in seconds since 1970:
+# "I0000 00:00:1763814369.004250   31247 ...". A fatal line (F) ends the process, so it is printed at once.
 _LOGGED = re.compile(rb"([IWE]\d{4} |\d{4}-\d\d-\d\d )\d\d:\d\d:\d\d+\.\d+|WARNING: All log messages before absl")
 _FATAL = re.compile(rb"F\d{4} \d\d:\d\d:\d\d+\.\d+")
 _MAY_BE_LOGGED = re.compile(rb"[IWEF\d]")
-# Seconds to wait for the last lines; a process that the compiler left running may hold the pipe open.
+# Seconds to wait for the last lines; a process that the compiler has left running may keep the pipe open.
 _PATIENCE = 2.0
 
 REDIRECTING = threading.Lock()  # held while file descriptor 2 is redirected
@@ -26,9 +26,10 @@ REDIRECTING = threading.Lock()  # held while file descriptor 2 is redirected
 
 @contextlib.contextmanager
 def kept_back() -> Iterator[None]:
-    """Keeps log lines back that are written to file descriptor 2 meanwhile; they follow if the block raises.
+    """Holds back log lines that are written to file descriptor 2 in the context; prints them if the block raises.
 
-    Other lines pass. Where another thread is inside already, or nothing is open there, nothing is kept.
+    Other lines are printed at once. Nothing is held back if another thread is in this context, or the descriptor is
+    closed.
     """
     if not REDIRECTING.acquire(blocking=False):
         yield
@@ -65,11 +66,11 @@ def _kept_back() -> Iterator[None]:
 
 
 def _sort(source: int, out: int, held: list[bytes]) -> None:
-    """Reads until the end: log lines, and what follows them without a head of its own, to `held`; all else out at
-    once, also the part of a line that a progress bar is."""
-    rest, passing = b"", False  # a line's beginning; whether one is on its way out
+    """Reads until the end of the pipe. Log lines, and lines after them without a head of their own, go to `held`; all
+    other text is printed at once, including unfinished lines such as progress bars."""
+    rest, passing = b"", False  # the beginning of a line; whether its first part has been printed
     with os.fdopen(source, "rb", buffering=0) as pipe:
-        while chunk := pipe.read(2**16):
+        for chunk in iter(lambda: pipe.read(2**16), b""):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 _one(line + b"\n", passing, out, held)

@@ -14,11 +14,11 @@ def free_host_bytes(root: str = "/") -> int:
     """Returns the bytes of host memory still available to this process: the minimum of the free memory, the room in
     each cgroup and the room under `ulimit -v`.
 
-    `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
+    `root` is the file system to read, for tests. Without /proc the physical memory counts as free.
     """
     free = list(_cgroup_rooms(root))
-    used = _proc_value(os.path.join(root, "proc/self/status"), "VmSize:")
-    if used is not None and (limit := address_space_limit()) is not None:
+    used, limit = _proc_value(os.path.join(root, "proc/self/status"), "VmSize:"), address_space_limit()
+    if used is not None and limit is not None:
         free.append(limit - used * 1024)
     available = _proc_value(os.path.join(root, "proc/meminfo"), "MemAvailable:")
     free.append(physical_bytes(root) if available is None else available * 1024)
@@ -41,7 +41,7 @@ def address_space_limit() -> int | None:
 
 
 def physical_bytes(root: str = "/") -> int:
-    """The host's memory in bytes, whoever uses it (0 where the system does not say)."""
+    """The host's physical memory in bytes; 0 if the system does not say it."""
     total = _proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
     if total is not None:
         return total * 1024
@@ -52,7 +52,7 @@ def physical_bytes(root: str = "/") -> int:
 
 
 def _cgroup_rooms(root: str) -> Iterator[int]:
-    """Room left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
+    """Yields the bytes left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
     for line in _lines(os.path.join(root, "proc/self/cgroup")):
         if line.count(":") < 2:
             continue
@@ -64,7 +64,7 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        # Inside a container the path is the host's and may not exist here: the ancestors still do.
+        # Inside a container the path is the host's and may not exist, but its ancestors do.
         for depth in range(len(parts), -1, -1):
             room = _room(os.path.join(mount, *parts[:depth]), *_CGROUP_FILES[version])
             if room is not None:
@@ -72,7 +72,7 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
 
 
 def _room(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    """Bytes left in one cgroup, cache that the kernel drops on demand counted as free; None without a limit."""
+    """Bytes left in one cgroup; cache that the kernel drops on demand counts as free. None without a limit."""
     limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
         return None
@@ -85,7 +85,7 @@ def _number(path: str) -> int | None:
 
 
 def _proc_value(path: str, key: str) -> int | None:
-    """The number behind `key` in a file of "key number" lines."""
+    """The number after `key` in a file of "key number" lines."""
     for line in _lines(path):
         words = line.split()
         if len(words) > 1 and words[0] == key and words[1].isdigit():
@@ -94,7 +94,7 @@ def _proc_value(path: str, key: str) -> int | None:
 
 
 def _lines(path: str) -> list[str]:
-    """A file's lines, none where it cannot be read. Paths are plain text: pathlib takes longer than the kernel."""
+    """A file's lines; [] if it cannot be read. Paths are strings, since pathlib takes longer than the kernel."""
     try:
         with open(path) as file:
             return file.read().splitlines()

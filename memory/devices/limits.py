@@ -1,4 +1,4 @@
-"""How many bytes are available to programs on a device: what a program is judged against."""
+"""Computes the bytes that are available to programs on a device, with which a program's peak is compared."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from bytescope.memory.units import human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
-    """The bytes of a budget as people write it, all of `limit` for "". `what`: the flag or key that gives it.
+    """Returns the bytes of a budget such as "60GiB"; `limit` for "". `what`: the flag or key with the budget.
 
-    Raises ReportError for what is not a valid size, for 0, and for more than the limit.
+    Raises ReportError for an invalid size, for 0, and for more than the limit.
     """
     if not text:
         return limit
@@ -30,17 +30,16 @@ def budget_of(text: str, limit: int, what: str) -> int:
 
 
 def limit_bytes(device: Any) -> int:
-    """Bytes that are available to programs on one device; `device` is a Target or a jax device.
+    """Returns the bytes that are available to programs on one device; `device` is a Target or a jax device.
 
-    - A device that is here: what its allocator says (`memory_stats()["bytes_limit"]`).
-    - A described GPU: (memory - context) x fraction; the fraction is the user's
-      XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.92. XLA itself multiplies the whole card, so a real card may give
-      fraction x context (some 460 MiB) more.
-    - A described TPU: what libtpu leaves of the HBM; there is no fraction.
-    - The CPU: free host memory, cgroup limits and `ulimit -v` included, divided by the number of local devices, since
-      simulated devices share the host. It changes with what else the machine does.
+    - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
+    - A described GPU: (memory - context) x fraction; the fraction is the user's XLA_PYTHON_CLIENT_MEM_FRACTION, or
+      0.92. XLA itself multiplies the whole memory, so a real GPU may have fraction x context (some 460 MiB) more.
+    - A described TPU: the HBM without libtpu's part; there is no fraction.
+    - The CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, since
+      simulated devices share the host. It changes with the load of the machine.
 
-    Raises ReportError for a device without statistics that the table of chips does not know.
+    Raises ReportError for a device without statistics that is not in the table of chips.
     """
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
@@ -60,11 +59,12 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
     Returns "" if the limit is not a share of a GPU's memory: a chosen size, a TPU's limit, or the host's free memory.
 
     Args:
-        target: JSON of a `memory.devices.targets.Target`. limit: bytes that a program is judged against.
+        target: JSON of a `memory.devices.targets.Target`. limit: bytes with which a program is compared.
     """
     if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
         return ""
-    if fraction := target.get("memory_fraction"):
+    fraction = target.get("memory_fraction")
+    if fraction:
         return f"{100 * fraction:.4g} % of the GPU's memory after CUDA's context"
     memory = target.get("device_memory_bytes") or 0
     return f"{100 * limit / memory:.0f} % of the GPU's memory, by its allocator" if limit < memory else ""

@@ -1,7 +1,7 @@
-"""What a device holds right now, and how that compares with what was predicted.
+"""Samples the memory of a device, and compares it with the predicted bytes.
 
 `sample()` is cheap (a quarter of a millisecond on the CPU, a fifth of that without the limit: all of it reading /proc),
-waits for no computation and never raises: what a backend does not tell is None.
+waits for no computation and never raises: figures that a backend does not have are None.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from bytescope.memory.units import human
 
 @dataclasses.dataclass(frozen=True)
 class LiveMemory:
-    """Memory of one device at one moment, in bytes; None for what is not known.
+    """Memory of one device at one moment, in bytes; None for figures that are not known.
 
     Fields:
-        device: jax' device_kind. source: "allocator" (memory_stats) or "host" (a CPU device: the figures in
-            use, peak and limit are those of the whole process, which its simulated devices share).
-        sharing: how many local devices the figures are shared by; 1 on an accelerator.
-        in_use_bytes, peak_bytes: of the allocator now, and the most since the process began.
-        limit_bytes: what is available to programs. largest_free_block_bytes: the largest buffer that still fits.
+        device: jax' device_kind. source: "allocator" (memory_stats) or "host" (a CPU device: the bytes in use, the peak
+            and the limit are of the whole process, which its simulated devices share).
+        sharing: number of local devices that share the figures; 1 on an accelerator.
+        in_use_bytes, peak_bytes: of the allocator, now and the maximum since the process began.
+        limit_bytes: available to programs. largest_free_block_bytes: the largest buffer that still fits.
         fragmentation: 1 - largest free block / free bytes of the pool, 0.0 to 1.0.
-        card_used_bytes, card_total_bytes: NVML's account of the whole card: context, other processes and all.
+        card_used_bytes, card_total_bytes: of the whole GPU by NVML, including context and other processes.
         host_rss_bytes, host_peak_rss_bytes: resident memory of this process.
     """
 
@@ -46,7 +46,7 @@ class LiveMemory:
     host_peak_rss_bytes: int | None = None
 
     def metrics(self, prefix: str = "memory/") -> dict[str, float]:
-        """What is known, as flat numbers for a metrics writer: `memory/in_use_bytes` and so on."""
+        """Returns the known figures as flat numbers for a metrics writer: `memory/in_use_bytes` and so on."""
         values = dataclasses.asdict(self)
         return {
             prefix + name: float(value)
@@ -59,7 +59,7 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
     """Returns the memory of one local jax device now; None for no device and for a described (compile-only) one.
 
     Args:
-        host_limit: whether a CPU device's `limit_bytes` is asked for, which reads a dozen files.
+        host_limit: whether to compute a CPU device's `limit_bytes`, which reads a dozen files.
 
     Never raises.
     """
@@ -108,8 +108,8 @@ class _Predicted(Protocol):
 
 
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
-    """The bytes that samples of a running program are to be compared with: what a report predicts of one device. On
-    the CPU, where the process is measured: of all its simulated devices, and with what it held `before`."""
+    """Returns the predicted bytes to compare with samples of a running program: the report's bytes of one device. On
+    the CPU, where samples measure the process: of all its simulated devices, plus the bytes in use `before`."""
     predicted = int(report.predicted_bytes)
     if before is None or before.source != "host":
         return predicted
@@ -117,11 +117,11 @@ def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
 
 
 def predicted_against_measured(report: _Predicted, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
-    """One line: the bytes that a report predicts, compared with the measured peak.
+    """Returns one line that compares a report's predicted bytes with the measured peak.
 
-    `report`: predicts the bytes of one device; `before`: a sample from
-    before the program's state was made. On the CPU the process is measured: it held Python, jax and what
-    was compiled before, so what it grew by is to be compared, and the prediction is that of all simulated devices.
+    `report`: has the predicted bytes of one device. `before`: a sample from before the program's state was created. On
+    the CPU samples measure the process, which contains Python, jax and compiled programs too; so its growth is compared
+    with the predicted bytes of all simulated devices.
     """
     predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
@@ -149,7 +149,7 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
 
 
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
-    """The fields that XLA's allocator tells; fragmentation is that of the pool's free part."""
+    """The fields from XLA's allocator; fragmentation is that of the pool's free part."""
     in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
     block = stats.get("largest_free_block_bytes")
     pool = stats.get("pool_bytes") or limit
@@ -167,9 +167,9 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _resident() -> tuple[int | None, int | None]:
-    """Resident bytes of this process: now, and the most so far. /proc on Linux; elsewhere only the latter is known.
+    """Returns the resident bytes of this process, now and at most so far. Outside Linux, both are the maximum.
 
-    Not `ru_maxrss` on Linux: it survives exec, so a process would report the peak of the one that started it.
+    On Linux they come from /proc, since `ru_maxrss` survives exec and includes the peak of the parent process.
     """
     try:
         with open("/proc/self/status") as status:
@@ -187,7 +187,7 @@ def _resident() -> tuple[int | None, int | None]:
 
 
 def _card(device: JaxDevice) -> dict[str, int]:
-    """NVML's figures of the card behind a CUDA device; {} without NVML or for another make."""
+    """NVML's figures of a CUDA device's GPU; {} without NVML or for other GPUs."""
     if device.platform not in ("gpu", "cuda"):
         return {}
     try:
@@ -201,7 +201,7 @@ def _card(device: JaxDevice) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _nvml_handle(local_id: int) -> Any:
-    """NVML's handle of the process' n-th visible card: CUDA_VISIBLE_DEVICES holds indices or UUIDs."""
+    """NVML's handle of the process' n-th visible GPU; CUDA_VISIBLE_DEVICES contains indices or UUIDs."""
     import pynvml
 
     pynvml.nvmlInit()

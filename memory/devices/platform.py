@@ -1,9 +1,8 @@
-"""Which jax platform this process should use, decided before jax starts its backends.
+"""Chooses the jax platform of this process before jax starts its backends.
 
-jax with the CUDA plugin installed logs a traceback about cuPTI on a machine without an NVIDIA
-driver, unless the platform is named beforehand. So this module must not import jax, and a command
-calls `choose_platform()` in its first lines. A user's program chooses its own platform: for that
-program this module only hides the traceback.
+On a machine without an NVIDIA driver, jax with the CUDA plugin logs a traceback about cuPTI unless the platform is set
+before. So this module must not import jax, and a command calls `choose_platform()` in its first lines. A user's program
+chooses its own platform: for it this module only hides the traceback.
 """
 
 import logging
@@ -16,11 +15,11 @@ from pathlib import Path
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.units import GIB
 
-# What a GPU's preallocation takes of the card when the user names no fraction: jax's own 0.75 leaves
-# a quarter of the card idle, and 0.92 leaves NCCL, cuDNN and the CUDA context their share.
+# Fraction of a GPU's memory that is preallocated if the user sets none. jax's default of 0.75 leaves a quarter of the
+# memory idle; 0.92 leaves enough to NCCL, cuDNN and the CUDA context.
 MEMORY_FRACTION = 0.92
 
-# jax reads both spellings, and raises when both are set (jaxlib/xla_client.py).
+# jax reads both names, and raises if both are set (jaxlib/xla_client.py).
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # XLA pins no more than 64 GiB of host memory for a GPU's buffers unless this says otherwise (gpu_helpers.cc,
@@ -29,16 +28,16 @@ FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE = 0.9
 
-# What the kernel driver of each accelerator leaves on the file system of the machine. /dev/dxg is the
-# GPU of the Windows Subsystem for Linux; /dev/vfio and /dev/accel* are how Cloud TPU machines show chips.
+# Files of each accelerator's kernel driver. /dev/dxg is the GPU of the Windows Subsystem for Linux; /dev/vfio and
+# /dev/accel* are the chips of Cloud TPU machines.
 DEVICE_NODES = {
     "cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg"),
     "rocm": ("/dev/kfd",),
     "tpu": ("/dev/accel0", "/dev/vfio/0", "/dev/vfio/1"),
 }
 
-# XLA runs what simulated devices do on a pool of one thread per device, and each collective under way holds a thread of
-# every device that has come to it. Where a step has several at once the pool may run out, and all wait for ever.
+# XLA runs simulated devices on a pool of one thread per device, and each collective in progress holds a thread of every
+# device that has reached it. With several concurrent collectives the pool may run out, and all devices wait forever.
 THREADS_VARIABLE = "PJRT_NPROC"
 THREADS_PER_DEVICE, MOST_THREADS = 8, 1024
 
@@ -47,10 +46,9 @@ GPU_NAMES = {"cuda", "gpu"}
 
 
 def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """The accelerator whose driver this machine shows: "cuda", "rocm", "tpu" or "cpu" for none.
+    """Returns the accelerator whose driver this machine has: "cuda", "rocm" or "tpu"; "cpu" for none.
 
-    A GPU hidden with an empty CUDA_VISIBLE_DEVICES (or -1) does not count. `root` is the file system to
-    look in, for tests.
+    A GPU that an empty CUDA_VISIBLE_DEVICES (or -1) hides does not count. `root` is the file system to read, for tests.
     """
     env = os.environ if env is None else env
     for platform, nodes in DEVICE_NODES.items():
@@ -72,15 +70,16 @@ logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_missing_driver)
 
 
 def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:
-    """Gives the process as many CPU devices as the largest of `targets` like cpu:8 asks for, unless the user set
-    a count. To be called before jax starts; the simulated devices share the host.
+    """Gives the process the CPU devices of the largest of `targets` such as cpu:8, unless the user set a number.
+
+    Call it before jax starts. Simulated devices share the host.
     """
     env = os.environ if env is None else env
-    counts = [
-        int(count)
-        for name, _, count in (target.partition(":") for target in targets)
-        if name == "cpu" and count.isdigit()
-    ]
+    counts = []
+    for target in targets:
+        name, _, count = target.partition(":")
+        if name == "cpu" and count.isdigit():
+            counts.append(int(count))
     if counts and "xla_force_host_platform_device_count" not in env.get("XLA_FLAGS", ""):
         env.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
     if simulated(env) > 1:
@@ -88,17 +87,16 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
 
 
 def simulated(env: Mapping[str, str]) -> int:
-    """How many CPU devices the environment asks jax for; 1 where it says nothing, or nothing that is a count."""
+    """Number of CPU devices that the environment asks jax for; 1 if it sets none or an invalid number."""
     asked = re.search(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     count = asked[1] if asked else env.get("JAX_NUM_CPU_DEVICES", "")
     return max(int(count), 1) if count.isdecimal() else 1
 
 
 def give_threads(env: MutableMapping[str, str] | None = None) -> None:
-    """Gives XLA's pools threads for the collectives of its CPU devices, unless the user set their number.
+    """Gives XLA's pools enough threads for the collectives of CPU devices, unless the user set the number of threads.
 
-    To be called before jax starts, where devices of the CPU send to each other: several are simulated, or several
-    processes have some each.
+    Call it before jax starts if CPU devices exchange data: simulated devices, or devices of several processes.
     """
     env = os.environ if env is None else env
     count = min(THREADS_PER_DEVICE * simulated(env), MOST_THREADS)
@@ -106,14 +104,14 @@ def give_threads(env: MutableMapping[str, str] | None = None) -> None:
 
 
 def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
-    """Settles JAX_PLATFORMS and the GPU's memory fraction before jax starts; returns what will be used.
+    """Sets JAX_PLATFORMS and the GPU's memory fraction before jax starts; returns the platform that jax will use.
 
-    With JAX_PLATFORMS unset and no accelerator in sight it becomes "cpu"; a choice the user made is left
-    alone. XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 where a GPU will be used and the user set neither
-    spelling of it, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB nine tenths of the host memory that is free. Simulated
-    devices get threads (`give_threads`). Calling it twice, or after `import jax` but before the first array, is fine.
+    JAX_PLATFORMS becomes "cpu" if it is unset and there is no accelerator; the user's choice is not changed. If a GPU
+    will be used, XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 unless the user set either name of it, and
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory. Simulated devices get threads
+    (`give_threads`). It may be called twice, and after `import jax` but before the first array.
 
-    Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's own JAX_PLATFORMS.
+    Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
     """
     env = os.environ if env is None else env
     chosen = env.get("JAX_PLATFORMS", "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")
@@ -132,10 +130,10 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
 
 def memory_fraction(env: MutableMapping[str, str] | None = None) -> float:
-    """The share of a GPU that jax's allocator may take: the user's fraction, else 0.92.
+    """Returns the fraction of a GPU's memory that jax's allocator may take: the user's fraction, or 0.92.
 
-    1.0 for the `platform` allocator, which asks CUDA for each buffer and keeps no pool. A value that is not a number is
-    jax's error to raise; here it reads as unset.
+    1.0 for the `platform` allocator, which asks CUDA for each buffer and has no pool. A value that is not a number
+    counts as unset; jax raises an error for it.
     """
     env = os.environ if env is None else env
     if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":

@@ -51,19 +51,19 @@ _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platfor
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices to compile for, and what is known of them.
+    """Devices to compile for, with their memory, bandwidths and peak FLOP/s.
 
-    Fields (bytes; bytes per second of one device in one direction; 0 or empty where nothing is known):
+    Fields (bytes; bytes per second of one device in one direction; 0 or empty if not known):
         name: as the user gave it. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax' device_kind.
         shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU, (devices,) otherwise.
-        device_memory_bytes: of one device. reserved_bytes: what the runtime keeps of it for itself.
-        host_memory_bytes: of one host, the share that goes with the devices used on it (one GPU of a host of
-            eight comes with an eighth).
+        device_memory_bytes: of one device. reserved_bytes: the part of it that the runtime keeps.
+        host_memory_bytes: of one host, in proportion to the devices used on it (an eighth for one GPU of a host with
+            eight).
         hbm_bytes_per_s: of the device's memory. host_link_bytes_per_s: between device and host.
         interconnect_bytes_per_s: "in_host" and "between_hosts".
-        peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s; a dtype that is missing has no unit.
-        sources: figure -> where it was read.
-        is_described: the devices are not here; programs are compiled for them and never run.
+        peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s; a dtype without a compute unit is missing.
+        sources: figure -> its source.
+        is_described: the devices are not present; programs are compiled for them and never run.
     """
 
     name: str
@@ -89,20 +89,20 @@ class Target:
 
     @property
     def host_bytes_per_device(self) -> float:
-        """Host memory that goes with one device, in bytes; infinite where it is not known."""
+        """Bytes of host memory per device; infinite if not known."""
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
     def devices(self) -> list[JaxDevice]:
-        """The jax devices, compile-only ones for a described target; the same objects at every call.
+        """The jax devices, compile-only devices for a described target; the same objects at every call.
 
-        Raises ReportError when the extra that compiles for them is missing or the machine has too few.
+        Raises ReportError if the extra that compiles for them is missing, or the machine has too few devices.
         """
         return list(_devices(self.name))
 
     def mesh_devices(self, *sizes: int) -> np.ndarray:
-        """The devices as an array of shape `sizes`, to build a `jax.sharding.Mesh` of.
+        """The devices as an array of shape `sizes`, for a `jax.sharding.Mesh`.
 
-        Raises ReportError when the sizes do not multiply to the number of devices.
+        Raises ReportError if the product of the sizes is not the number of devices.
         """
         import numpy as np
 
@@ -114,9 +114,9 @@ class Target:
         return np.array(self.devices()).reshape(sizes)
 
     def mesh(self, **axes: int) -> jax.sharding.Mesh:
-        """A `jax.sharding.Mesh` of all devices by its axes and their sizes, in this order: `mesh(data=2, model=4)`.
+        """A `jax.sharding.Mesh` of all devices by its axes and their sizes in order: `mesh(data=2, model=4)`.
 
-        Raises ReportError when the sizes do not multiply to the number of devices.
+        Raises ReportError if the product of the sizes is not the number of devices.
         """
         import jax
 
@@ -135,15 +135,15 @@ class Target:
 
 
 def names() -> tuple[str, ...]:
-    """What `parse` takes, without the counts."""
+    """The names that `parse` takes, without counts."""
     return ("local", "cpu", *CHIPS)
 
 
 def parse(name: str) -> Target:
-    """The target of a name such as `local`, `cpu:8`, `h100:2x8`, `v5e:4x4` (see the module).
+    """Returns the target of a name such as `local`, `cpu:8`, `h100:2x8`, `v5e:4x4` (see the module).
 
-    Raises ReportError: for an unknown name, with the nearest one; for a shape that does not exist, with what
-    does; for `cpu:N` and `local`, when jax has not that many devices.
+    Raises ReportError for an unknown name, with the nearest name; for a shape that does not exist, with possible ones;
+    for `cpu:N` and `local`, if jax has not that many devices.
     """
     base, colon, count = name.strip().lower().partition(":")
     if base not in names():
@@ -167,11 +167,11 @@ def parse(name: str) -> Target:
 
 
 def to_compile_for(name: str) -> Target:
-    """The target of a name, for a process that compiles and runs nothing.
+    """Returns the target of a name for a process that only compiles.
 
-    GPUs of this machine are described, not opened: that takes none of their memory.
+    GPUs of this machine are described and not opened, which takes none of their memory.
 
-    Raises ReportError as `parse` does, and for local GPUs that the table does not know.
+    Raises ReportError as `parse` does, and for local GPUs that are not in the table of chips.
     """
     choose_platform()
     if name.strip().lower() != "local" or accelerator() != "cuda":
@@ -189,9 +189,9 @@ def to_compile_for(name: str) -> Target:
 
 
 def of(devices: Sequence[JaxDevice]) -> Target:
-    """The target that these jax devices are, present or described.
+    """Returns the target of these jax devices, present or described.
 
-    Raises ReportError for described devices of a chip that the table does not know.
+    Raises ReportError for described devices of a chip that is not in the table.
     """
     import jax
 
@@ -204,18 +204,19 @@ def of(devices: Sequence[JaxDevice]) -> Target:
     if chip is None:
         raise ReportError(f"{first.device_kind} is not in the table of chips: compile for one of {', '.join(names())}")
     if chip.platform == "tpu":
-        shape = tuple(max(axis) + 1 for axis in zip(*(d.coords[: len(chip.max_shape)] for d in devices)))
+        coords = [device.coords[: len(chip.max_shape)] for device in devices]
+        shape = tuple(max(axis) + 1 for axis in zip(*coords))
     else:
         hosts = len({device.process_index for device in devices})
         shape = (hosts, len(devices) // hosts)
-    # As people write one host, and one device: h200:8, h200.
+    # The short forms for one host and for one device: h200:8, h200.
     counts = shape[1:] if chip.platform == "cuda" and shape[0] == 1 else shape
     count = f":{'x'.join(map(str, counts))}" if len(devices) > 1 or chip.platform == "tpu" else ""
     return _described(f"{chip.name}{count}", chip, shape)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """`2x8` -> (2, 8); () for what is not a shape of positive numbers."""
+    """`2x8` -> (2, 8); () for a text that is no shape of positive numbers."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
         return ()
     return tuple(int(part) for part in text.split("x"))
@@ -328,8 +329,8 @@ def _local() -> Target:
 
 
 def platform_of(device: JaxDevice) -> str:
-    """The platform of a jax device: cpu, cuda, rocm or tpu. jax calls both makes of GPU "gpu"; the version string of
-    the client tells them apart."""
+    """The platform of a jax device: cpu, cuda, rocm or tpu. jax calls NVIDIA's and AMD's GPUs "gpu"; the version string
+    of the client distinguishes them."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
@@ -337,7 +338,7 @@ def platform_of(device: JaxDevice) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _devices(name: str) -> tuple[JaxDevice, ...]:
-    """The devices of a target's name. Cached: meshes of two topologies of one name would not be equal."""
+    """The devices of a target's name; cached, since meshes over two topologies of one name would not be equal."""
     import jax
 
     base, _, count = name.partition(":")

@@ -46,7 +46,10 @@ def adapted(model: ModelShape) -> dict[str, tuple[int, int]]:
 
 def adapted_anywhere(model: ModelShape) -> list[str]:
     """Names of the matrices with an adapter in layers of any kind."""
-    return list(dict.fromkeys(name for kind in expert_formulas.by_kind(model) for name in adapted(kind)))
+    names: dict[str, None] = {}
+    for kind in expert_formulas.by_kind(model):
+        names |= dict.fromkeys(adapted(kind))
+    return list(names)
 
 
 def adapter_count(model: ModelShape) -> int:

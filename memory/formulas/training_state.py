@@ -86,11 +86,12 @@ def parts_per_parameter(
         "master": precision.master,
         "moments": optimizer.states * (optimizer.itemsize or precision.state),
     }
-    return {
-        part: unsharded[part] * layout.held(role in ZERO[layout.zero], routed)
-        for role, parts in ROLES.items()
-        for part in parts
-    }
+    sizes = {}
+    for role, parts in ROLES.items():
+        held = layout.held(role in ZERO[layout.zero], routed)
+        for part in parts:
+            sizes[part] = unsharded[part] * held
+    return sizes
 
 
 def state_bytes(
@@ -119,5 +120,8 @@ def state_bytes(
         in_host_memory = in_host_memory - {"master"} | {"params"}
     if fused:
         in_host_memory.discard("gradients")
-    found = {role: sum(sizes[part] for part in parts if part not in in_host_memory) for role, parts in ROLES.items()}
-    return {**found, "host": sum(sizes[part] for part in sorted(in_host_memory))}
+    found = {}
+    for role, parts in ROLES.items():
+        found[role] = sum(sizes[part] for part in parts if part not in in_host_memory)
+    found["host"] = sum(sizes[part] for part in sorted(in_host_memory))
+    return found

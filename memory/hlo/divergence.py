@@ -336,8 +336,8 @@ class _Agreement:
                 return self._uniform
             sizes = [size for _, size in self._axes]
             along = [at for at, (name, _) in enumerate(self._axes) if name in layout.axes]
-            places = [[coordinates(device, sizes)[at] for at in along] for device in range(module.devices)]
-            return _Value(np.unique(np.array(places), axis=0, return_inverse=True)[1].reshape(-1))
+            places = np.array([coordinates(device, sizes) for device in range(module.devices)])[:, along]
+            return _Value(np.unique(places, axis=0, return_inverse=True)[1].reshape(-1))
         passed = []
         for caller in callers:
             if caller.opcode == "while":

@@ -1,10 +1,10 @@
-"""What an argument of the step is, by what the step does with it; by its path where that leaves a choice. Pure.
+"""Decides the role of each argument of a step by what the step does with it, and by its path if needed. Pure.
 
-State comes back: among the results is its update. The model reads parameters, and their updates are made of gradients;
-moments mirror parameters, and only the update reads them; what comes back and has no gradient is carried state;
-parameters that a training step reads and never updates are frozen, such as the weights under LoRA adapters. Names are
-whole keys of a path, from outside in: `kv_proj.kernel` is no KV cache, and a `positional_embedding` no position. A
-caller whose arguments neither tells passes `memory.analyze(..., roles=...)`, which is tried before all else.
+State is returned: its update is among the results. The model reads parameters, and their updates depend on gradients;
+moments mirror parameters, and only the update reads them; state without a gradient is carried state; parameters that a
+training step reads and never updates are frozen, such as the weights under LoRA adapters. Names are whole keys of a
+path, from outside in: `kv_proj.kernel` is no KV cache, and a `positional_embedding` no position. If neither decides, a
+caller passes `memory.analyze(..., roles=...)`, which is tried first.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from bytescope.memory.program.pairing import Keys, keys_of, root_of
 
 # Roles of arguments are rows of the breakdown.
 ROLES = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
-# Those of the model's parameters, trained or not.
+# Roles of the model's parameters, trained or not.
 WEIGHTS = ("params", "frozen")
-# An argument of which nothing is known: data that the caller brings.
+# The role of an argument without evidence: the caller's data.
 UNKNOWN = "batch"
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What is known of one leaf of the arguments.
+    """The evidence for the role of one leaf of the arguments.
 
     Fields:
         path, shape, dtype: as the program was called.
         trained: the program has a backward pass.
-        state: an update of it is among the results; returned: an array of its shape and dtype is.
-        gradient: a gradient of it is among the results; learns: its update is made of gradients.
-        read: the forward or the backward pass reads it; forward: the former does; products: a product, a convolution
-        or a lookup does.
+        state: an update of it is among the results; returned: an array of its shape and dtype is among them.
+        gradient: a gradient of it is among the results; learns: its update depends on gradients.
+        read: the forward or the backward pass reads it; forward: the forward pass reads it; products: a product, a
+            convolution or a lookup reads it.
         random: random bits are drawn from it.
-        mirrors: it has the last keys and the shape of a parameter; sharded as a batch is: `batch_dim`, its first
-            dimension is that of a result, or of data that are whole numbers.
-        weights: of the argument that it is a leaf of, most bytes are weights by these signs; shaped: most bytes have
-            dimensions of what learns; alone: no parameter is
-        known, as where a loss is linear and nothing but the update reads them.
+        mirrors: it has the last keys and the shape of a parameter.
+        batch_dim: its first dimension is that of a result, or of integer data.
+        weights: most bytes of the argument that contains it are weights by these signs; shaped: most of these bytes
+            have dimensions of learned parameters.
+        alone: no parameter is known, as in a linear loss, in which only the update reads parameters.
     """
 
     path: str
@@ -64,22 +64,22 @@ class Evidence:
 
     @property
     def container(self) -> str:
-        """The role that a container in the path is named for, "" for none."""
+        """The role of a container in the path by its name, "" for none."""
         return by_container(self.path)
 
     @property
     def name(self) -> str:
-        """The role that any word of the path stands for, "" for none."""
+        """The role of a word in the path, "" for none."""
         return by_name(self.path)
 
     @property
     def floats(self) -> bool:
-        """Whether it holds numbers that a gradient could have, quantized ones and complex ones included."""
+        """Whether its dtype may have a gradient, including quantized and complex ones."""
         return any(kind in self.dtype for kind in ("float", "complex", "int4", "int8"))
 
     @property
     def weight(self) -> bool:
-        """Whether it is read as weights are, and has not the batch's dimension."""
+        """Whether it is read like weights and has no batch dimension."""
         return self.floats and bool(self.shape) and self.products and not self.batch_dim
 
 
@@ -91,7 +91,7 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: "rngs" in keys_of(e.path) and "int" in e.dtype and not e.container),  # Flax counts its draws
     # Some optimizers keep the parameters themselves with their moments.
     ("params", lambda e: e.container == "optimizer" and e.state and e.floats and e.learns and e.forward),
-    # A container says what everything in it is; only data never comes back.
+    # A container gives its role to everything in it, except that data are never returned.
     ("accumulator", lambda e: e.container == "accumulator"),
     ("optimizer", lambda e: e.container == "optimizer"),
     ("params", lambda e: e.container == "params" or (e.container == "frozen" and (e.state or not e.trained))),
@@ -104,7 +104,7 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("params", lambda e: e.state and e.trained and e.floats and e.read and (e.learns or e.mirrors)),
     ("cache", lambda e: e.state and e.trained and bool(e.shape) and not e.learns),
     ("optimizer", lambda e: e.state and e.trained),
-    # What a step trains against; `frozen` below finds those that are known for parameters.
+    # Parameters that a step reads and does not train; `frozen` below finds those that are known as parameters.
     (
         "frozen",
         lambda e: (
@@ -117,10 +117,10 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
             and "batch" not in (e.container, e.name)
         ),
     ),
-    # Other state: what a step carries on.
+    # Other state that a step carries.
     ("optimizer", lambda e: e.state and e.name == "optimizer" and not e.shape),
     ("cache", lambda e: e.state or (e.name == "cache" and e.returned)),
-    # What does not come back.
+    # Arguments that are not returned.
     ("params", lambda e: e.gradient and e.name != "batch"),
     ("params", lambda e: e.mirrors and e.read and e.floats),
     ("batch", lambda e: e.container == "batch"),
@@ -129,12 +129,12 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("cache", lambda e: e.name == "cache"),
     ("params", lambda e: e.name == "params" and e.floats and not (e.batch_dim and len(e.shape) == 1)),
     ("batch", lambda e: e.name == "batch"),
-    # In a step with a backward pass what has no gradient and no name is data: a product reads both.
+    # In a step with a backward pass, leaves without gradient and name are data, even if a product reads them.
     ("params", lambda e: not e.trained and (e.weight or (e.weights and e.floats and not (e.batch_dim and e.products)))),
 )
 
-# (pattern of a whole key, role). The first key of a path that has a row decides, but sums of gradients within the
-# optimizer's state are told apart.
+# (pattern of a whole key, role). The first key of a path that matches decides, except that sums of gradients inside the
+# optimizer's state keep their own role.
 _CONTAINERS = (
     (
         r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
@@ -151,8 +151,8 @@ _CONTAINERS = (
     ),
     (r"(\w+_)?batch|batches|inputs?|targets?|labels?|examples?|minibatch|input_ids|attention_mask", "batch"),
 )
-# (pattern of a whole key, role): words that name a leaf; the innermost counts. Those of `_ROOTS` are asked of the
-# argument's own name only: a `k` inside of a model is no data.
+# (pattern of a whole key, role): words that name a leaf; the innermost counts. `_ROOTS` are matched only with the
+# argument's own name: a `k` inside a model is no data.
 _WORDS = (
     (r"(\w+_)?(rngs?|prng|prng_key|keys?|seeds?|rng_state|rng_key)", "rng"),
     (
@@ -179,13 +179,17 @@ _ROOTS = (
 
 
 def decide(evidence: Sequence[Evidence]) -> list[str]:
-    """The role of each leaf; rows of `RULES`, UNKNOWN where none matches."""
-    return [next((role for role, rule in RULES if rule(one)), UNKNOWN) for one in evidence]
+    """The role of each leaf by the first matching rule of `RULES`; UNKNOWN if none matches."""
+    found = []
+    for one in evidence:
+        matching = (role for role, rule in RULES if rule(one))
+        found.append(next(matching, UNKNOWN))
+    return found
 
 
 def frozen(evidence: Sequence[Evidence], found: Sequence[str]) -> list[str]:
-    """The roles `found`, with parameters that a training step never updates as what they are: where something learns,
-    what neither comes back changed nor has a gradient among the results is frozen."""
+    """The roles `found`, with `frozen` for parameters that a training step never updates: if any parameter learns,
+    parameters without an update and without a gradient among the results are frozen."""
     learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, found))
     return [
         "frozen" if learn and role == "params" and not (one.state or one.gradient) else role
@@ -194,15 +198,15 @@ def frozen(evidence: Sequence[Evidence], found: Sequence[str]) -> list[str]:
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
-    """The role of an argument by its path alone, as in `state.params['blocks']['wq']`; UNKNOWN when nothing matches.
+    """The role of an argument by its path only, such as `state.params['blocks']['wq']`; UNKNOWN if nothing matches.
 
-    `extra` are (regular expression, role) pairs that go first. Raises as `given` does.
+    `extra`: (regular expression, role) pairs that are tried first. Raises ReportError as `given` does.
     """
     return given(path, extra) or by_container(path) or by_name(path) or UNKNOWN
 
 
 def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
-    """The role that a caller's (regular expression, role) pairs give to a path, "" for none.
+    """The role of a path by a caller's (regular expression, role) pairs, "" for none.
 
     Raises ReportError as `checked_roles` does.
     """
@@ -213,8 +217,8 @@ def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
 
 
 def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """A caller's pairs as they are. Raises ReportError for what is no pairs, a role that is not one of the breakdown's
-    rows, and a pattern that is not a regular expression; a program is compiled after that."""
+    """Returns a caller's pairs unchanged. Raises ReportError for an object that is no pairs, an unknown role, and a
+    pattern that is no regular expression, so that errors come before a program is compiled."""
     pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
     if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
         raise ReportError(
@@ -232,7 +236,7 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
 
 @functools.lru_cache(maxsize=65536)
 def by_container(path: str) -> str:
-    """The role that the outmost container of a path is named for, "" for none."""
+    """The role of the outmost container in a path by its name, "" for none."""
     keys = _words_of(path)
     found = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
     if found == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
@@ -242,15 +246,17 @@ def by_container(path: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def by_name(path: str) -> str:
-    """The role that a word of a path stands for, the innermost first; "" for none."""
+    """The role of the innermost word in a path that has one, otherwise of the argument's name; "" for none."""
     words = _words_of(path)
-    return next(filter(None, (_match(word, _WORDS) for word in reversed(words))), "") or _match(
-        next(iter(words), ""), _ROOTS
-    )
+    for word in reversed(words):
+        name = _match(word, _WORDS)
+        if name:
+            return name
+    return _match(words[0], _ROOTS) if words else ""
 
 
 def _words_of(path: str) -> Keys:
-    """Root and keys of a path in lower case, places in tuples and attributes without a meaning left out."""
+    """Root and keys of a path in lower case, without positions in tuples and attributes without meaning."""
     words = (re.sub(r"\W.*", "", root_of(path)), *keys_of(path))
     return tuple(word.lower() for word in words if word and not word.isdigit() and word not in ("args", "value"))
 

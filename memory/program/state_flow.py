@@ -1,7 +1,7 @@
-"""How state goes through a compiled step: what a result is an update of, what it depends on, what reads an argument.
+"""Follows state through a compiled step: the arguments that a result updates, and the operations that read an argument.
 
-Values are followed one by one, an element of a loop's state or of a fusion's results being a value of its own: what
-the batch statistics of a loop over micro-batches come from is not what its gradients come from.
+Each element of a loop's state and of a fusion's results is a value of its own. So the origins of batch statistics in a
+loop over micro-batches are not mixed with the origins of its gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bytescope.memory.hlo.shapes import Index
 
 Value = tuple[int, Index]
 
-# Operations that hand a value on as it is, perhaps elsewhere, seen otherwise, or in another dtype.
+# Operations that pass a value on unchanged, perhaps to another location or with another shape or layout.
 _HANDING = frozenset(
     (
         "parameter",
@@ -57,7 +57,7 @@ _CASTING = frozenset(
         "all-gather-done",
     )
 )
-# Operations each of whose results is made of the values at its own place.
+# Operations that compute each element of the result from the elements at the same position.
 _ELEMENTWISE = frozenset(
     (
         "add",
@@ -96,29 +96,29 @@ _ELEMENTWISE = frozenset(
         "is-finite",
     )
 )
-# Operations that take a part of an array, or put arrays beside each other: places shift along some dimensions.
+# Operations that slice, pad or join arrays: elements shift along some dimensions.
 _SHIFTING = frozenset(("pad", "slice", "dynamic-slice", "concatenate"))
-# Operations that write a part of their first operand anew.
+# Operations that overwrite a part of their first operand.
 _WRITING = frozenset(("dynamic-update-slice", "scatter"))
-# Collectives that bring a whole together, and those that also add what other devices have.
+# Collectives that join shards without summing values of other devices.
 _GATHERING = frozenset(("all-gather", "all-gather-start", "all-gather-done"))
 _PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call", "gather"))
 _RANDOM = ("threefry", "random_bits", "random_split", "random_fold_in", "random_unwrap", "rng_bit_generator")
 _MOST = 4000
 
-# How a result comes from an argument: as it is, element by element, or with a part of it written anew.
+# How a result comes from an argument: unchanged, element by element, or with a part of it overwritten.
 SAME, ELEMENTWISE, WRITTEN = "same", "elementwise", "written"
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What a result is made of, place by place.
+    """The arguments that a result is computed from, element by element.
 
     Fields:
         arguments: number of an entry parameter -> how the result comes from it (SAME, ELEMENTWISE, WRITTEN).
-        values: everything on the way: gradients, moments, what is added to them.
-        phase: of the operation that makes it: "backward" for what is itself a gradient.
-        changed: some way there computes; where none does, the result is the argument that it comes from.
+        values: all values on the way: gradients, moments, their summands.
+        phase: of the operation that computes the result: "backward" if it is a gradient.
+        changed: whether any operation on the way computes; if not, the result is the unchanged argument.
     """
 
     arguments: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -129,11 +129,11 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What reads an argument, casts and slices of it included.
+    """The operations that read an argument, or casts and slices of it.
 
     Fields:
-        phases: of the operations. products: whether one is a matrix product, a convolution or a lookup; unnamed:
-        whether such a one has lost its name. random: whether one draws random bits.
+        phases: of the operations. products: whether one is a matrix product, a convolution or a lookup. unnamed:
+            whether one of these products has lost its name. random: whether one draws random bits.
     """
 
     phases: frozenset[str] = frozenset()
@@ -163,7 +163,7 @@ class StateFlow:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
     def results(self) -> list[tuple[Instruction, Index]]:
-        """The values that the program returns, in their order."""
+        """The values that the program returns, in order."""
         root = self.module.root(self.module.entry)
         if root is None:
             return []
@@ -173,14 +173,14 @@ class StateFlow:
     # ---- from a result back ------------------------------------------------------------------------------------
 
     def update(self, result: Instruction, index: Index, along: frozenset[int] = frozenset()) -> Update:
-        """What a result is made of by operations that keep every element in its place.
+        """Returns what a result is computed from by operations that keep every element at its position.
 
-        `along`: sizes of a dimension; arrays may be padded, cut and joined along others than one of these.
+        along: sizes of dimensions; arrays may be padded, sliced and joined along dimensions of other sizes.
         """
         found: dict[int, str] = {}
         seen: dict[Value, None] = {}
         phase, changed = None, False
-        # (value, how it comes so far, within the part that is written anew, summed over devices)
+        # (value, how the result comes from it so far, inside the overwritten part, summed over devices)
         pending = [(result, index, SAME, False, False)]
         while pending and len(seen) < _MOST:
             instruction, index, how, inside, summed = pending.pop()
@@ -199,7 +199,7 @@ class StateFlow:
                 pending += [(made, at, how, inside, summed) for made, at in self._made_of(instruction, index)]
             elif opcode in _WRITING:
                 pending += self._written(instruction, summed)
-            elif opcode == "dynamic-slice" and inside:  # of the stack that the loop goes through
+            elif opcode == "dynamic-slice" and inside:  # of the stack that the loop iterates over
                 pending += [(operand, (), WRITTEN, False, summed) for operand in self._operands(instruction)[:1]]
             elif is_collective(opcode):
                 shared = summed or opcode not in _GATHERING
@@ -221,7 +221,7 @@ class StateFlow:
         return Update(found, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
-        """Whether an operand has a dimension of such a size, which the operation leaves as it is."""
+        """Whether an operand has a dimension with one of these sizes that the operation does not change."""
         before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
         return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
@@ -236,7 +236,7 @@ class StateFlow:
         return written
 
     def from_backward(self, result: Instruction, index: Index) -> bool:
-        """Whether a value depends on a gradient, conditions of a selection left out."""
+        """Whether a value depends on a gradient; conditions of a select do not count."""
         seen: set[Value] = set()
         pending = [(result, index)]
         while pending:
@@ -251,7 +251,7 @@ class StateFlow:
         return False
 
     def _made_of(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """The values that a value is made of."""
+        """Yields the values that a value is computed from."""
         module, opcode = self.module, instruction.opcode
         if opcode == "parameter":
             yield from self._passed(instruction, index)
@@ -281,7 +281,7 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """What is passed for a computation's parameter; nothing for the entry's."""
+        """Yields the values that callers pass for a computation's parameter; none for the entry's."""
         for caller in self.flow.callers.get(parameter.computation, ()):
             operands = self._operands(caller)
             if caller.opcode == "while":
@@ -302,7 +302,7 @@ class StateFlow:
     # ---- from an argument on -----------------------------------------------------------------------------------
 
     def reads(self, number: int) -> Reads:
-        """What reads the entry parameter of a number."""
+        """Returns the reads of an entry parameter by its number."""
         entry = self.module.computations.get(self.module.entry)
         first = self.module.instructions.get(entry.parameters.get(number, -1)) if entry else None
         phases: set[str] = set()
@@ -328,7 +328,7 @@ class StateFlow:
         return Reads(frozenset(phases), products, unnamed, random)
 
     def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """What a value goes on to, one step: where it is handed to, else what reads it."""
+        """Yields the next values after a value: where it is passed on, otherwise the operations that read it."""
         for user in self.flow.users.get(instruction.id, ()):
             if user.opcode in _HANDING:
                 yield from self._onward(instruction, index, user)
@@ -337,7 +337,7 @@ class StateFlow:
         yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-        """Where a value goes on through one of its readers."""
+        """Yields the values through which a value goes on in one of its readers."""
         if user.opcode == "get-tuple-element":
             if index[:1] == (user.tuple_index,):
                 yield user, index[1:]
@@ -365,7 +365,7 @@ class StateFlow:
                 yield inner, index
 
     def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        """The calls whose result a value is."""
+        """Yields the calls whose result a value is."""
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
             yield from (

@@ -1,7 +1,7 @@
-"""Steps traced once, however people wrote them: plain or jitted functions, wrappers of jit, arguments of any type.
+"""Traces steps of any form once: plain or jitted functions, wrappers of jit, arguments of any type.
 
-What is not an array among the arguments (a string, a function, a config) is the step's to know when it is traced, and
-no part of the program: it is held apart, as equinox does.
+Arguments that are not arrays (strings, functions, configs) are static: the step reads them when it is traced, and they
+are no part of the program, as in equinox.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import in_place
 
-# Options of `jax.jit` that a step may come with.
+# Options of `jax.jit` that a step may have.
 OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
 _NUMBERS = (bool, int, float, complex)
 
 
 def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The `jax.stages.Traced` of a step, traced once, or the object that a library puts around it.
+    """Returns the `jax.stages.Traced` of a step, traced once, or a library's wrapper of it.
 
     Args:
-        step: a function, or one that `jax.jit` or another library's jit has wrapped.
-        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are held as they are.
+        step: a function, or a function wrapped by `jax.jit` or another library's jit.
+        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are static.
         options: of `jax.jit` (`OPTIONS`), for a plain function.
 
     Raises ReportError for options with a step that is already jitted, and for `jax.pmap` over more devices than this
@@ -74,7 +74,8 @@ def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def check_options(options: Iterable[str], function: str) -> None:
     """Raises TypeError for an option of `function` that `jax.jit` does not know."""
-    if unknown := sorted(set(options) - set(OPTIONS)):
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
         raise TypeError(f"{function}() got {', '.join(unknown)}: options of jax.jit are {', '.join(OPTIONS)}")
 
 
@@ -90,99 +91,96 @@ def takes_none(step: Any) -> bool:
 def _of_function(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """A plain function as jax.jit traces it; numbers of Python are arguments."""
+    """Traces a plain function with jax.jit; Python numbers are arguments."""
     import jax
 
     step = in_place.refused(step)
     static = {number % len(args) for number in _numbers(given.get("static_argnums")) if args}
     named = _names(given.get("static_argnames")) | _parameters(step, static)
-    apart = [value if number in static else _held(value, numbers=False) for number, value in enumerate(args)]
-    apart_by_name = {name: value if name in named else _held(value, numbers=False) for name, value in kwargs.items()}
-    if not any(isinstance(leaf, _static()) for leaf in jax.tree.leaves((apart, apart_by_name), is_leaf=_is_static)):
+    marked = [value if number in static else _marked(value, numbers=False) for number, value in enumerate(args)]
+    marked_by_name = {name: value if name in named else _marked(value, numbers=False) for name, value in kwargs.items()}
+    if not any(map(_is_static, jax.tree.leaves((marked, marked_by_name), is_leaf=_is_static))):
         return jax.jit(step, **given).trace(*args, **kwargs)
-    return jax.jit(_whole(step), **given).trace(*apart, **apart_by_name)
+    return jax.jit(_with_static_leaves(step), **given).trace(*marked, **marked_by_name)
 
 
 def _of_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What another library's jit has wrapped, traced as it is called; what it donates is donated.
+    """Traces a function wrapped by another library's jit as it is called; arguments that it donates are donated.
 
-    As these libraries have it, numbers of Python are no arguments. Arrays that are bound to the function are.
+    As in these libraries, Python numbers are static. Arrays that are bound to the function are arguments.
     """
     import jax
 
     bound = [step] if any(map(_is_array, jax.tree.leaves(step))) else []
-    held, held_by_name = [_held(value, numbers=True) for value in (*bound, *args)], _held(kwargs, numbers=True)
-    whole = _whole(_call if bound else step, like=step)
-    first = jax.jit(whole).trace(*held, **held_by_name)
-    donated = _donated(first, len(held))
-    return jax.jit(whole, donate_argnums=donated).trace(*held, **held_by_name) if donated else first
+    marked = [_marked(value, numbers=True) for value in (*bound, *args)]
+    marked_by_name = _marked(kwargs, numbers=True)
+    function = _with_static_leaves(_call if bound else step, like=step)
+    first = jax.jit(function).trace(*marked, **marked_by_name)
+    donated = _donated(first, len(marked))
+    return jax.jit(function, donate_argnums=donated).trace(*marked, **marked_by_name) if donated else first
 
 
 def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A function that arrays are bound to, as an argument of the program: so they are arguments too."""
+    """Takes a function with bound arrays as an argument, so that the arrays are arguments of the program too."""
     return fun(*args, **kwargs)
 
 
-def _whole(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A step whose arguments and results have held leaves, by the name and with the parameters of `like`."""
+def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A step whose arguments and results may have static leaves, with the name and the parameters of `like`."""
     import jax
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(
             lambda leaf: leaf.value if _is_static(leaf) else leaf, (args, kwargs), is_leaf=_is_static
         )
-        return _held(step(*args, **kwargs), numbers=False)
+        return _marked(step(*args, **kwargs), numbers=False)
 
-    functools.update_wrapper(whole, like or step)
-    whole.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
-    if step is _call:
-        del vars(whole)["__wrapped__"]
-        vars(whole)["__signature__"] = _with_first("fun", like)
-    return whole
-
-
-def _with_first(name: str, step: Any) -> inspect.Signature:
-    """The signature of a step with one more argument in front."""
-    try:
-        rest = [each for each in inspect.signature(step).parameters.values() if each.name != name]
-    except (TypeError, ValueError):
-        rest = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind), *rest])
+    functools.update_wrapper(function, like or step)
+    function.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
+    if step is _call:  # the signature has the function as one more parameter
+        del vars(function)["__wrapped__"]
+        try:
+            rest = [each for each in inspect.signature(like or step).parameters.values() if each.name != "fun"]
+        except (TypeError, ValueError):
+            rest = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+        first = inspect.Parameter("fun", inspect.Parameter.POSITIONAL_ONLY)
+        vars(function)["__signature__"] = inspect.Signature([first, *rest])
+    return function
 
 
 def _donated(program: Any, count: int) -> tuple[int, ...]:
-    """Numbers of the positional arguments of which a wrapper's own jit donates every leaf."""
+    """Numbers of the positional arguments all of whose leaves a wrapper's own jit donates."""
     import jax
     from jax.extend.core import Var
 
-    equations = program.jaxpr.jaxpr.eqns
-    given = {
-        variable
-        for equation in equations
-        if "donated_invars" in equation.params
-        for variable, donated in zip(equation.invars, equation.params["donated_invars"])
-        if donated and isinstance(variable, Var)
-    }
+    given = set()
+    for equation in program.jaxpr.jaxpr.eqns:
+        for variable, donated in zip(equation.invars, equation.params.get("donated_invars", ())):
+            if donated and isinstance(variable, Var):
+                given.add(variable)
     args, _ = program.args_info
     variables, found = iter(program.jaxpr.jaxpr.invars), []
     for number, arg in zip(range(count), args):
         own = [next(variables) for _ in jax.tree.leaves(arg)]
-        found += [number] if own and all(variable in given for variable in own) else []
+        if own and given.issuperset(own):
+            found.append(number)
     return tuple(found)
 
 
-def _held(tree: Any, *, numbers: bool) -> Any:
-    """A tree whose leaves that are no arrays are held: they are part of its structure then. `numbers`: Python's too."""
+def _marked(tree: Any, *, numbers: bool) -> Any:
+    """A tree whose leaves are marked static unless they are arrays, so that they are part of its structure. `numbers`:
+    Python numbers are static too."""
     import jax
 
-    return jax.tree.map(
-        lambda leaf: leaf if _is_array(leaf) or (not numbers and isinstance(leaf, _NUMBERS)) else _static()(leaf), tree
-    )
+    def mark(leaf: Any) -> Any:
+        is_argument = _is_array(leaf) or (not numbers and isinstance(leaf, _NUMBERS))
+        return leaf if is_argument else _static()(leaf)
+
+    return jax.tree.map(mark, tree)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether jax takes a leaf as an array; numpy's arrays of objects and of text it does not."""
+    """Whether jax takes a leaf as an array, which excludes numpy arrays of objects and of text."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and hasattr(leaf, "shape") and getattr(dtype, "kind", "") not in ("O", "U", "S")
 
@@ -193,7 +191,7 @@ def _is_static(leaf: Any) -> bool:
 
 @functools.cache
 def _static() -> type:
-    """The type of a leaf that is held: no leaf to jax, and equal to itself alone."""
+    """The type of a static leaf, which is no leaf for jax and equal only to itself."""
     import jax
 
     class Static:
@@ -205,21 +203,21 @@ def _static() -> type:
 
 
 def _numbers(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """An option of `jax.jit` that is one number, several, or none."""
+    """An option of `jax.jit` that is one number, several numbers, or None."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _names(value: str | Iterable[str] | None) -> set[str]:
-    """The same of names."""
+    """An option of `jax.jit` that is one name, several names, or None."""
     if value is None:
         return set()
     return {value} if isinstance(value, str) else set(value)
 
 
 def _parameters(step: Any, numbers: Iterable[int]) -> set[str]:
-    """The names of parameters by their numbers: static ones may be given by name too."""
+    """The names of the parameters with these numbers, since static arguments may also be passed by name."""
     try:
         names = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):

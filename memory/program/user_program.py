@@ -1,7 +1,7 @@
-"""A step of anyone's repository, by the name of a function that makes it: `module:function` or `path/file.py:function`.
+"""Loads a step of any repository by the name of a function that makes it: `module:function` or `path/file.py:function`.
 
-The function is called without arguments by `report`, and with the values of a grid by `compare`: each parameter with a
-default is a key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. It returns one of
+`report` calls the function without arguments, `compare` with the values of a grid: each parameter with a default is a
+key of the grid, `target` gets the target, and `overrides` gets all keys in one dict. The function returns one of
 
     step, (state, batch)                                       # arrays or ShapeDtypeStructs
     step, (state, batch), {"donate_argnums": 0}                # options of memory.analyze; "kwargs" are the step's,
@@ -28,22 +28,22 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
-# What the options of a program may be besides those of jax.jit.
+# Options of a program besides those of jax.jit.
 OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens")
 # Parameters of a function that get the target, and all keys of the grid in one dict.
 TARGET, OVERRIDES = "target", "overrides"
-# What a config factory's result has the function as.
+# The attribute or key of a config factory's result that is the function.
 FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
 _SHOWN = 6
-# What jax says of a mesh that is larger than the devices there are.
+# jax's error messages for a mesh that is larger than the number of devices.
 _FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
 
 
 @dataclasses.dataclass(frozen=True)
 class UserProgram:
-    """What a function of a user's made: a step with its arguments, or a stage of jax without; `options` of
-    `memory.analyze`."""
+    """The program that a user's function returned: a step with its arguments, or a stage of jax without arguments.
+    options: of `memory.analyze`."""
 
     name: str
     program: Any
@@ -53,20 +53,20 @@ class UserProgram:
 
 @dataclasses.dataclass(frozen=True)
 class UserFunction:
-    """A function of a user's that makes a program: its name as --program takes it, itself, and its module."""
+    """A user's function that makes a program. name: as in --program; module: the module that contains it."""
 
     name: str
     function: Any
     module: ModuleType
 
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
-        """Calls the function and reads what it returns. Raises ReportError, in one line, where either fails."""
+        """Calls the function and reads its result. Raises ReportError, in one line, if either fails."""
         with _own_arguments(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
             return _made(self.name, _called(self.name, self.function, overrides, target), self.module)
 
 
 def load_function(name: str) -> UserFunction:
-    """The function `module:function` or `file.py:function`, found from the current folder too.
+    """Returns the function `module:function` or `file.py:function`; the current folder is searched too.
 
     Raises ReportError, in one line, for a module or function that does not exist or fails.
     """
@@ -77,13 +77,14 @@ def load_function(name: str) -> UserFunction:
 
 
 def load(name: str) -> UserProgram:
-    """The program of `module:function` or `file.py:function`, called without overrides; raises as `load_function`."""
+    """Returns the program of `module:function` or `file.py:function`, called without overrides; raises as
+    `load_function`."""
     return load_function(name).make()
 
 
 @contextlib.contextmanager
 def _own_arguments(name: str) -> Iterator[None]:
-    """A context in which a script of the user's does not read the arguments of this process."""
+    """A context in which a user's script does not see the arguments of this process."""
     arguments, sys.argv = sys.argv, [split(name)[0]]
     try:
         yield
@@ -106,7 +107,7 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """(module or file, function) of a name. Raises ReportError for one that is not written so."""
+    """Returns (module or file, function) of a name. Raises ReportError for a name in another form."""
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
         raise ReportError(f"--program={name}: write it as module:function or path/to/file.py:function")
@@ -114,7 +115,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def told(error: BaseException) -> str:
-    """An error of a user's code in one line: its kind, its first line, and the last place that is not a library's."""
+    """An error of a user's code in one line: its class, its first line, and the last source line outside libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
@@ -125,7 +126,7 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Whether a file is neither this package's, nor Python's, nor an installed library's."""
+    """Whether a file belongs neither to this package, nor to Python, nor to an installed library."""
     libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
     return not (path.startswith(libraries) or "site-packages" in path)
 
@@ -134,7 +135,7 @@ def _is_users(path: str) -> bool:
 
 
 def _module(where: str) -> ModuleType:
-    """A module by its name, or by its file. Raises ReportError where there is none, or where it fails."""
+    """Returns a module by its name or its file. Raises ReportError if it does not exist or fails."""
     if where.endswith(".py") or "/" in where or os.sep in where:
         return _of_file(Path(os.path.expanduser(where)))
     if os.path.isfile(where):
@@ -149,7 +150,7 @@ def _module(where: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module of a file, by its full name where it lies in a package: its relative imports work then."""
+    """Returns the module of a file; in a package by its full name, so that its relative imports work."""
     if not os.path.isfile(path):
         folder = path.parent if os.path.isdir(path.parent) else Path(".")
         near = did_you_mean(path.name, [found.name for found in folder.glob("*.py")])
@@ -175,13 +176,13 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: Path) -> None:
-    """Makes a folder the first that modules are looked for in."""
+    """Makes a folder the first in which modules are searched."""
     if str(folder) not in sys.path[:1]:
         sys.path.insert(0, str(folder))
 
 
 def _imported(module: str, shown: str) -> ModuleType:
-    """A module by its dotted name; `shown`: as the user wrote it, for messages."""
+    """Returns a module by its dotted name; `shown`: the name in messages, as the user wrote it."""
     importlib.invalidate_caches()
     with one_line_errors(f"{shown} cannot be imported"):
         try:
@@ -197,21 +198,19 @@ def _imported(module: str, shown: str) -> ModuleType:
 
 
 def _near_module(missing: str) -> str:
-    """The modules of the folder, or of the package, that a missing one may stand for."""
+    """A hint with modules of the same folder or package whose names are like a missing one; "" for none."""
     parent, _, last = missing.rpartition(".")
-    paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),)
-    folders = [Path(path) for path in paths]
-    names = [
-        found.stem
-        for folder in folders
-        for found in folder.iterdir()
-        if found.suffix == ".py" or (found / "__init__.py").is_file()
-    ]
-    return did_you_mean(last, [name for name in names if name != "__init__"])
+    names = []
+    for folder in getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),):
+        for found in Path(folder).iterdir():
+            is_module = found.suffix == ".py" or (found / "__init__.py").is_file()
+            if is_module and found.stem != "__init__":
+                names.append(found.stem)
+    return did_you_mean(last, names)
 
 
 def _function(module: ModuleType, name: str) -> Any:
-    """A function of a module, or of a class in it. Raises ReportError, with the nearest name, where there is none."""
+    """Returns a function of a module, or of a class in it. Raises ReportError, with the nearest name, if missing."""
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -221,7 +220,7 @@ def _function(module: ModuleType, name: str) -> Any:
 
 
 def _near_function(holder: Any, name: str, module: ModuleType) -> str:
-    """The functions that a name may stand for, else those there are."""
+    """A hint with functions whose names are like a missing one, otherwise with the existing functions."""
     own = [
         key
         for key, value in vars(holder).items()
@@ -239,7 +238,7 @@ def _near_function(holder: Any, name: str, module: ModuleType) -> str:
 
 
 def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target: Any = None) -> Any:
-    """What a function returns that is called with overrides; what is no function is taken as it is."""
+    """Calls a function with overrides and returns its result; returns other objects unchanged."""
     from bytescope.memory.program.compilation import is_stage
 
     if not callable(function) or is_stage(function):
@@ -278,7 +277,7 @@ def _called(name: str, function: Any, overrides: Mapping[str, Any] = {}, target:
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; none for a function of C."""
+    """The parameters of a function by name; {} for a function in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -286,7 +285,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
-    """What a function returned, as a program. `within`: it came from a config already."""
+    """Reads a function's result as a program. `within`: the function is already the one of a config."""
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 
     if is_stage(result):
@@ -313,7 +312,7 @@ def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> U
 
 
 def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
-    """A step with its arguments, and options."""
+    """Reads a tuple of a step, its arguments and options."""
     from bytescope.memory.program.compilation import takes_arguments
 
     if not parts or not takes_arguments(parts[0]):
@@ -334,7 +333,7 @@ def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
 
 
 def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
-    """The options. Raises ReportError for one that neither jax.jit nor memory.analyze knows."""
+    """Returns the options. Raises ReportError for an option of neither jax.jit nor memory.analyze."""
     from bytescope.memory.program.tracing import OPTIONS
 
     for key in options:
@@ -350,7 +349,7 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """What a value is called in a message: a function by its name, all else by its type."""
+    """The name of a value in a message: the name of a function, the type of another object."""
     if value is None:
         return "None"
     kind = type(value).__name__

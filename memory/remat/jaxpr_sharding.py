@@ -1,9 +1,9 @@
-"""Over how many devices the values of anyone's model are sharded: read from its arguments, followed through its jaxpr.
+"""Follows shardings from the arguments of any model through its jaxpr, to count the devices that shard each value.
 
-What the partitioner decides is known to the compiler alone; this follows the rules that it follows where they are
-plain. A dimension keeps its axes through work on elements, broadcasts, transposes and products; a product whose
-operands both use an axis gives it to the larger one (FSDP gathers the weights), and sums over a sharded dimension leave
-none. Where nothing is known, a value counts as replicated.
+The decisions of the partitioner are known only to the compiler; this module applies its simple rules. A dimension keeps
+its axes through elementwise work, broadcasts, transposes and products. A product whose operands both use an axis gives
+it to the larger operand (FSDP gathers the weights). A sum over a sharded dimension drops its axes. Without a rule, a
+value counts as replicated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Of each dimension of a value, the axes of the mesh that it is sharded over.
+# For each dimension of a value, the axes of the mesh over which it is sharded.
 Spec = tuple[tuple[str, ...], ...]
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -21,7 +21,7 @@ class JaxprSharding:
     """Follows the shardings of arguments through a jaxpr.
 
     Attributes:
-        sizes: axis of the mesh -> its devices, {} for one device. inputs: id of a Jaxpr inside -> specs of its inputs.
+        sizes: mesh axis -> devices, {} for one device. inputs: id of an inner Jaxpr -> specs of its inputs.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None):
@@ -31,10 +31,13 @@ class JaxprSharding:
 
     @classmethod
     def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
-        """Those of a ClosedJaxpr by the NamedShardings of its arguments."""
+        """The shardings of a ClosedJaxpr by the NamedShardings of its arguments."""
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        meshes = [sharding.mesh for sharding in shardings if sharding is not None and hasattr(sharding, "spec")]
-        own = cls({axis: size for mesh in meshes for axis, size in mesh.shape.items()})
+        sizes: dict[str, int] = {}
+        for sharding in shardings:
+            if sharding is not None and hasattr(sharding, "spec"):
+                sizes |= sharding.mesh.shape
+        own = cls(sizes)
         given = [
             _padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
             for sharding, variable in zip(shardings, jaxpr.jaxpr.invars)
@@ -44,18 +47,20 @@ class JaxprSharding:
         return own
 
     def of_layer(self, jaxpr: Any) -> list[Spec]:
-        """Of the inputs of a Jaxpr that was met inside; replicated where it was not."""
+        """The specs of the inputs of an inner Jaxpr; replicated if the walk did not meet it."""
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
 
     def parts(self, variable: Any) -> int:
-        """Over how many devices the value of a variable that was met is sharded."""
-        if hasattr(variable, "val"):
-            return 1
-        return math.prod(self.sizes.get(axis, 1) for axes in self._known.get(variable, ()) for axis in axes)
+        """Number of devices over which the value of a variable is sharded; 1 for a literal and an unknown variable."""
+        count = 1
+        if not hasattr(variable, "val"):
+            for axes in self._known.get(variable, ()):
+                count *= self._devices(axes)
+        return count
 
     def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
-        """The specs of the results of a Jaxpr, by those of its inputs."""
+        """Returns the specs of the results of a Jaxpr by the specs of its inputs."""
         if not self.sizes:
             return [_whole(atom.aval) for atom in jaxpr.outvars]
         self.inputs[id(jaxpr)] = list(given)
@@ -70,11 +75,12 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """A spec without what does not divide a dimension."""
-        return tuple(
-            axes if size % math.prod(self.sizes.get(axis, 1) for axis in axes) == 0 else ()
-            for axes, size in zip(spec, getattr(aval, "shape", ()))
-        )
+        """A spec without axes that do not divide their dimension."""
+        shape = getattr(aval, "shape", ())
+        return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
+
+    def _devices(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def _equation(self, equation: Any, ins: list[Spec]) -> list[Spec]:
         name = equation.primitive.name
@@ -90,7 +96,7 @@ class JaxprSharding:
         return [rule(equation, ins, variable.aval) for variable in equation.outvars]
 
     def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
-        """A loop hands on as its body returns it; what it stacks has one dimension more."""
+        """Carried values have the specs that the body returns; stacked values have one dimension more."""
         inside = [spec[len(spec) - len(variable.aval.shape) :] for spec, variable in zip(ins, body.invars)]
         carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))
         stacked = sum(len(spec) > len(variable.aval.shape) for spec, variable in zip(ins, body.invars))
@@ -109,37 +115,39 @@ def _whole(aval: Any) -> Spec:
 
 def _padded(spec: Any, rank: int) -> Spec:
     """A PartitionSpec with an entry for each dimension."""
-    axes = [
-        tuple(entry) if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        for entry in (spec or ())
-    ]
+    axes: list[tuple[str, ...]] = []
+    for entry in spec or ():
+        if isinstance(entry, str):
+            entry = (entry,)
+        axes.append(entry if isinstance(entry, tuple) else ())
     return tuple([*axes, *[()] * (rank - len(axes))][:rank])
 
 
 def _stated(aval: Any) -> Spec:
-    """What a type itself says, where the axes of the mesh are explicit; () where it says nothing."""
+    """The spec in a type, if the axes of the mesh are explicit; () if the type has none."""
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 
 
 def _merged(specs: Sequence[Spec], rank: int) -> Spec:
-    """One spec of several, the first in rank first; an axis is used once."""
+    """Merges specs of one rank; earlier specs have priority, and an axis is used once."""
     out: list[tuple[str, ...]] = [()] * rank
+    used: set[str] = set()
     for spec in specs:
         for number, axes in enumerate(spec):
-            if not out[number] and not {axis for each in out for axis in each}.intersection(axes):
+            if not out[number] and used.isdisjoint(axes):
                 out[number] = axes
+                used.update(axes)
     return tuple(out)
 
 
 def _alike(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Work on elements, and what keeps the dimensions in place."""
+    """Elementwise work, and operations that keep the dimensions."""
     shape = getattr(out, "shape", ())
-    same = [
-        tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape))
-        for spec, atom in zip(ins, equation.invars)
-        if len(spec) == len(shape)
-    ]
+    same: list[Spec] = []
+    for spec, atom in zip(ins, equation.invars):
+        if len(spec) == len(shape):
+            same.append(tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape)))
     return _merged(same, len(shape))
 
 
@@ -169,7 +177,7 @@ def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
-    """The rule of what drops the dimensions of a parameter."""
+    """The rule for operations that drop the dimensions in the parameter `key`."""
 
     def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
         dropped = [number % len(ins[0]) for number in equation.params[key]]
@@ -179,7 +187,7 @@ def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
 
 
 def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """A dimension that is the first of what is merged or split hands its axes to the first of what it becomes."""
+    """If dimensions are merged or split, the axes of the first one go to the first one of the result."""
     placed: list[tuple[str, ...]] = [()] * len(out.shape)
     given = equation.invars[0].aval.shape
     before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
@@ -190,7 +198,7 @@ def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
 
 
 def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
-    """Rows of a table: they lie as the numbers that ask for them."""
+    """Rows of a table are sharded like their indices."""
     inside = equation.params["dimension_numbers"].offset_dims
     rows = iter(ins[1][:-1])
     return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))

@@ -1,4 +1,4 @@
-"""Anyone's loss as a training step whose layers' policy can be changed: traced once, differentiated anew."""
+"""Turns any loss into a training step with an exchangeable remat policy: traced once, differentiated per policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Loss:
     """A loss of (params, ...) as a jaxpr, in which the policies of layers can be changed.
 
     Attributes:
-        args, kwargs: what it was traced with. jaxpr: its ClosedJaxpr. tree: the structure of its result.
+        args, kwargs: the arguments of the trace. jaxpr: its ClosedJaxpr. tree: the structure of its result.
 
-    Raises ReportError for what is not a loss.
+    Raises ReportError for a function that is no loss.
     """
 
     def __init__(self, loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
@@ -45,13 +45,13 @@ class Loss:
 
     @property
     def has_aux(self) -> bool:
-        """Whether it returns a pair."""
+        """Whether the loss returns a pair."""
         children = self.tree.children()
         return len(children) == 2 and children[0].num_leaves == 1
 
     @property
     def active(self) -> list[bool]:
-        """Of each leaf of the arguments, whether the loss is differentiated by it."""
+        """For each leaf of the arguments, whether the loss is differentiated by it."""
         import jax
 
         count = len(jax.tree.leaves(self.args[0]))
@@ -59,13 +59,13 @@ class Loss:
 
     @property
     def shards(self) -> JaxprSharding:
-        """How its values lie on the devices of its arguments."""
+        """The shardings of its values over the devices of its arguments."""
         import jax
 
         return JaxprSharding.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
-        """The loss as a function, its layers under a policy."""
+        """The loss as a function with its layers under a policy."""
         import jax
         from jax.extend import core
 
@@ -78,15 +78,15 @@ class Loss:
         return loss
 
     def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
-        """The `jax.stages.Traced` of the loss and its gradient by the first argument, or with an optimizer (`init`,
-        `update`) of a whole update that is given its params and state to reuse."""
+        """Returns the `jax.stages.Traced` of the loss and its gradient by the first argument, or with an optimizer
+        (`init`, `update`) of a whole update to which params and state are donated."""
         import jax
 
         gradient, params = jax.value_and_grad(self.under(layers, policy), has_aux=self.has_aux), self.args[0]
 
         def differentiate(params: Any, *rest: Any, **kwargs: Any) -> Any:
             value, grads = gradient(params, *rest, **kwargs)
-            return value, jax.tree.map(_placed_as, grads, self.args[0])
+            return value, jax.tree.map(_sharded_as, grads, self.args[0])
 
         def step(params: Any, opt_state: Any, *rest: Any, **kwargs: Any) -> Any:
             value, grads = differentiate(params, *rest, **kwargs)
@@ -119,8 +119,8 @@ def _check_leaves(args: Sequence[Any]) -> None:
             )
 
 
-def _placed_as(gradient: Any, param: Any) -> Any:
-    """A gradient sharded as its parameter."""
+def _sharded_as(gradient: Any, param: Any) -> Any:
+    """A gradient with the sharding of its parameter."""
     import jax
 
     sharding = getattr(param, "sharding", None)
@@ -129,7 +129,7 @@ def _placed_as(gradient: Any, param: Any) -> Any:
 
 
 def _state_of(optimizer: Any, params: Any) -> Any:
-    """The optimizer's state as ShapeDtypeStructs; what has the shape of a parameter is sharded as it."""
+    """The optimizer's state as ShapeDtypeStructs; leaves with the shape of a parameter have its sharding."""
     import jax
 
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):

@@ -1,10 +1,10 @@
 """A `jax.checkpoint` policy that keeps chosen values of blocks whose values have no names.
 
-jax asks a policy about each equation of a block's forward pass: its primitive, the shapes that it reads, its
-parameters. That is the equation's `key`. Equations with one key are told apart by their order: jax walks a block from
-its first equation to its last, so the policy follows along the equations whose order it knows, and begins anew where a
-walk does. What differs between walks of one block, coefficients of derivatives and bodies that jax remembers, is known
-by its key alone. A value that has a name is known by that.
+jax asks a policy about each equation of a block's forward pass, with its primitive, operand shapes and parameters: the
+equation's `key`. Equations with equal keys are distinguished by their order. jax walks a block from its first equation
+to its last, so the policy counts the equations whose order it knows, and starts again at the beginning of each walk.
+Equations that differ between walks of one block (coefficients of derivatives, and bodies that jax caches) are
+recognized only by their key. A value with a name is recognized by its name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from bytescope.memory.cost.flops import KERNELS
 from bytescope.memory.errors import ReportError
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)
-# Parameters that say where something is, or where it was written.
+# Parameters with devices and source lines, which are no part of a key.
 _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info", "debug_info")
 
 
 def key_of(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
-    """An equation as a policy sees it: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
+    """The key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
     ]
@@ -38,19 +38,19 @@ def _plain(value: Any) -> bool:
 
 
 def type_of(aval: Any) -> str:
-    """ "float32[8,32]"."""
+    """A type in short: "float32[8,32]"."""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     return f"{getattr(aval, 'dtype', type(aval).__name__)}[{shape}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a policy keeps. Plain data.
+    """The values that a policy keeps. Plain data.
 
     Fields:
         names: values of `checkpoint_name`.
-        keys: equations known by their keys alone. order: of each kind of block, the keys of the equations that are
-            told apart by their order. places: of each kind, which of these are kept.
+        keys: equations that are recognized only by their keys. order: for each kind of block, the keys of the equations
+            that are distinguished by their order. places: for each kind, the indices in `order` that are kept.
         known: all keys of the blocks.
     """
 
@@ -72,7 +72,7 @@ class Wanted:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
-        """The same from `to_json`."""
+        """Reads the values of `to_json`."""
         return cls(
             frozenset(values["names"]),
             frozenset(values["keys"]),
@@ -84,14 +84,14 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that a layer can keep, or several that a policy cannot tell apart.
+    """A value that a layer can keep, or several values that a policy cannot distinguish.
 
     Fields:
-        label: how the plan writes it. kinds: the numbers of the layers' kinds that have it.
-        name: its checkpoint name, "" for none; key: of its equation; place: its number in the layer's order, -1 where
-        the key alone tells it.
-        type: "bfloat16[8,1024,4096]" of one layer. count: of how many values, all layers together. bytes: of all of
-        them on one device. where: file:line.
+        label: its text in a plan. kinds: the numbers of the kinds of layers that have it.
+        name: its checkpoint name, "" for none. key: of its equation. place: its index in the layer's order, -1 if it is
+            recognized by its key.
+        type: "bfloat16[8,1024,4096]" of one layer. count: number of values in all layers. bytes: of all these values on
+            one device. where: file:line.
     """
 
     label: str
@@ -108,11 +108,12 @@ class Value:
 class RematPolicy:
     """A policy for `jax.checkpoint`, `flax.linen.remat` and the like, made by `memory.plan_remat`.
 
-    It holds for blocks of the shapes for which it was planned. Met with others it warns, and what it does not know is
-    recomputed; results are the same either way. `check()` after a trace says whether all that it keeps was there.
+    It is for blocks of the shapes for which it was planned. For other blocks it warns, and values that it does not
+    recognize are recomputed; results are the same in any case. After a trace, `check()` raises an error unless all
+    values that it keeps were in the program.
 
     Attributes:
-        wanted: what it keeps. lost: how a trace so far differed from the plan, "" where none did.
+        wanted: the values that it keeps. lost: the first difference between the traces and the plan, "" for none.
     """
 
     def __init__(self, wanted: Wanted):
@@ -120,8 +121,8 @@ class RematPolicy:
 
     def _start(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self._ordered = frozenset(key for keys in wanted.order for key in keys)
-        self._at: list[tuple[int, int]] = []  # (kind of block, how many of its keys were met), all that are possible
+        self._ordered: frozenset[str] = frozenset().union(*wanted.order)
+        self._at: list[tuple[int, int]] = []  # all possible (kind of block, number of its keys that were met)
         self._met: set[Any] = set()
         self.lost = ""
 
@@ -136,7 +137,7 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Follows the walk by one equation."""
+        """Whether to keep the next equation of a walk whose order is known."""
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:
@@ -163,16 +164,15 @@ class RematPolicy:
             )
 
     def missed(self) -> list[str]:
-        """What it keeps and did not meet in any trace so far."""
+        """The names and keys that it keeps and that no trace has had so far."""
         wanted = self.wanted
-        places = {(kind, at) for kind, places in enumerate(wanted.places) for at in places}
-        return [
-            *sorted((wanted.names | wanted.keys) - self._met),
-            *(wanted.order[kind][at] for kind, at in sorted(places - self._met)),
-        ]
+        missed = sorted((wanted.names | wanted.keys) - self._met)
+        for kind, places in enumerate(wanted.places):
+            missed += [wanted.order[kind][at] for at in sorted(places) if (kind, at) not in self._met]
+        return missed
 
     def check(self) -> None:
-        """Raises ReportError unless every value that it keeps was met where it was expected, by the traces so far."""
+        """Raises ReportError unless the traces so far had every value that it keeps in the expected order."""
         import jax
 
         missed = self.missed()

@@ -1,7 +1,7 @@
 """The records of a search for the least recomputation: the problem, the plans and the compiler's figures. Plain data.
 
-A problem has one layer graph, whoever built it: `named_block` from the block of a model that names its tensors,
-`layer_values` from the layers of any loss.
+A problem has one layer graph, built by `named_block` for a model that names its tensors, or by `layer_values` for the
+layers of any loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PassSeconds:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KeepPattern:
-    """What one layer keeps for its backward pass.
+    """The values that one layer keeps for its backward pass, and their costs.
 
     Fields:
         bytes: kept on one device. host_bytes: kept in host memory. The layer's input is included in one of the two.
@@ -103,7 +103,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RematProblem:
-    """What a search decides.
+    """The problem that a search solves.
 
     Fields:
         graph: the layer for one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.

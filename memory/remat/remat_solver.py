@@ -1,9 +1,9 @@
-"""The least recomputation under a byte budget, solved exactly. Pure; no compiler.
+"""Solves exactly for the least recomputation within a byte budget. Pure; no compiler.
 
-Two steps. `pareto_patterns` finds everything that one layer can usefully keep: it walks the layer's graph backwards, as
-`jax.checkpoint` does, and carries the Pareto front of bytes, cost and host bytes for every set of values that are still
-needed. `solve` then gives every layer one of these patterns, at most two in a plan, so that the bytes fit the budget at
-the lowest cost. Transfers of offloaded tensors overlap with the forward and the backward pass.
+There are two steps. `pareto_patterns` finds all useful patterns of values that one layer keeps: it walks the layer's
+graph backwards, as `jax.checkpoint` does, and carries the Pareto front of bytes, cost and host bytes for every set of
+values that are still needed. `solve` then gives every layer one of these patterns, at most two in a plan, so that the
+bytes fit the budget at the lowest cost. Transfers of offloaded tensors overlap with the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from bytescope.memory.remat.layer_graph import LAYER_INPUT, GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import MAX_RANGES, KeepPattern, LayerPlan, PassSeconds, RecomputeRates
 
-# How often the bytes of a tensor are read or written because it is kept: copied into the stack of its loop and out of
-# it; if it is offloaded, to the host and back; if a kernel recomputes it, written and read.
+# Number of times that the bytes of a tensor are read or written: if it is kept, copied into the stack of its loop and
+# out of it; if it is offloaded, copied to the host and back; if a kernel recomputes it, written and read.
 STACKED, OFFLOADED, RECOMPUTED = 4.0, 2.0, 2.0
-# What happens to a named value.
+# The decision about a named value.
 RECOMPUTE, KEEP, OFFLOAD = 0, 1, 2
-# Fronts stay exact up to this length; a longer one is thinned to its best point in each cell of a grid. States: sets
-# of needed values that are followed at once; beyond this many, fewer names are decided.
+# Fronts are exact up to MAX_FRONT points; a longer front keeps the best point in each cell of a grid. MAX_STATES: sets
+# of needed values that are followed at once; with more sets, fewer names are decided.
 MAX_FRONT, GRID, MAX_STATES = 1000, 30, 4096
-# First patterns that are compared with all others at once.
+# Number of first patterns that are compared with all others in one array.
 CHUNK = 32
-# Only recomputation counts: passes of no time hide no transfer.
+# Passes of zero seconds hide no transfer, so that only recomputation counts.
 NO_PASSES = PassSeconds()
-# Costs that differ by less than this share are the same but for rounding.
+# Costs that differ by less than this share are equal, apart from rounding.
 ROUNDING = 1e-12
 
 
@@ -43,7 +43,7 @@ def pareto_patterns(
     Args:
         offload: whether tensors may go to host memory. cost: "seconds" or "flops", the field of a pattern to minimize.
     """
-    # Of equally good choices the first one stays: that which keeps the values that are made last.
+    # Of equally good choices the first one stays, which keeps the values that are computed last.
     everywhere = (KEEP, OFFLOAD, RECOMPUTE) if offload else (KEEP, RECOMPUTE)
     names = list(graph.names)
     while True:
@@ -67,7 +67,7 @@ def pareto_patterns(
 
 def pattern_keeping(graph: LayerGraph, rates: RecomputeRates, policy: str, names: Collection[str]) -> KeepPattern:
     """Returns what a layer keeps and recomputes under a policy that keeps the values of these names."""
-    kept = {*names, *(other for name in names for other in graph.bound.get(name, ()))}
+    kept = set(names).union(*(graph.bound.get(name, ()) for name in names))
     front = _explore(graph, rates, dict.fromkeys(kept, (KEEP,)), "seconds")
     front = front._replace(
         bytes=front.bytes + graph.carry_bytes, seconds=front.seconds + STACKED * graph.carry_bytes / rates.memory
