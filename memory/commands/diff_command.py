@@ -9,7 +9,7 @@ from pathlib import Path
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.records import report_diff, report_record
-from bytescope.memory.report import diff_text
+from bytescope.memory.report import diff_view
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 
@@ -53,11 +53,9 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
-    put(diff_text.render(before, after, changes))
+    put(diff_view.render_text(before, after, changes))
     if args.html:
-        from bytescope.memory.report import diff_page
-
-        write(args.html, diff_page.render(before, after, _names(args.before, args.after)))
+        write(args.html, diff_view.render_page(before, after, _names(args.before, args.after)))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
         github.tell(github.of_difference(before, after, changes, failed, args.fail_above or 0.0))

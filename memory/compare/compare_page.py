@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.compare import feasibility_grid
+from bytescope.memory.compare.compare_columns import (
+    ALLOCATED,
+    BY_FORMULA,
+    COLUMNS,
+    COST_AXES,
+    MARKED_VERDICT,
+    MEASURED_STEP,
+    PREDICTED_MFU,
+    PREDICTED_STEP,
+    PREDICTED_TOKENS,
+    RECOMPUTED_SHARE,
+    command_column,
+    record_of,
+)
 from bytescope.memory.compare.compare_rows import (
     MEASURED,
     PREDICTED,
@@ -26,59 +40,28 @@ from bytescope.memory.compare.compare_rows import (
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
-from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import (
-    Cell,
     HeaderFigure,
     PageTable,
     Section,
-    count,
     facts,
     figure,
     limit_notes,
-    percent,
-    predicted,
     predictions,
     rates_notes,
     row_name,
-    seconds,
-    size,
-    table,
     title,
     versions,
     where,
 )
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
 
-# Column -> (title, kind, rank); the kinds are the script's ways to write a number, and columns of high rank are the
-# first that a narrow page folds away. Beside these stand the grid's keys.
-COLUMNS = {
-    "allocated_bytes": ("allocated", "bytes", 0),
-    "step_seconds": ("step, measured", "seconds", 0),
-    "tokens_per_s": ("tokens/s, measured", "count", 1),
-    "real_bytes": ("peak, measured", "bytes", 2),
-    "predicted_seconds": ("step, predicted", "seconds", 1),
-    "predicted_seconds_low": ("from", "seconds", 2),
-    "predicted_seconds_high": ("to", "seconds", 2),
-    "predicted_tokens_per_s": ("tokens/s, predicted", "count", 3),
-    "predicted_mfu": ("MFU, predicted", "share", 4),
-    "least_seconds": ("step, at least", "seconds", 9),
-    "recompute_flops_fraction": ("recomputed", "share", 2),
-    "residual_bytes": ("residuals", "bytes", 5),
-    "host_bytes": ("host", "bytes", 3),
-    "formula_residuals": ("residuals by formula", "bytes", 4),
-    "residuals_gap": ("gap of residuals", "gap", 4),
-    "formula_peak": ("peak by formula", "bytes", 4),
-    "peak_gap": ("gap of peak", "gap", 4),
-    "peak_bytes": ("peak", "bytes", 6),
-    "temp_bytes": ("temp", "bytes", 8),
-    "hfu_over_mfu": ("HFU/MFU", "ratio", 7),
-    "formula_ratio": ("HFU/MFU by formula", "ratio", 7),
-    "kernel_recompute_flops": ("recomputed in kernels", "flops", 9),
-    "compile_seconds": ("compile", "seconds", 9),
-}
+# The columns of the table that the script draws, beside the keys of the grid; a narrow page folds high ranks away.
+PAGE_COLUMNS = TableView((*COLUMNS, *BY_FORMULA), ()).shown(PAGE)
 
 # What of a target the page tells; a report has all of it.
 TARGET_FIELDS = (
@@ -109,6 +92,20 @@ NOTES = (
 FORMULA_NOTE = (
     "By formula: what the published formulas give for the same step, and by how much the compiler's figure "
     "exceeds it; empty where no formula says what a policy keeps."
+)
+
+
+COMMAND = command_column(lambda record: record["command"])
+BEST_COLUMNS = (
+    ColumnView("task", "task"),
+    ColumnView("how", "best that fits", "text", verdict=lambda record: record["verdict"], css="how"),
+    ALLOCATED,
+    MEASURED_STEP,
+    PREDICTED_STEP,
+    PREDICTED_TOKENS,
+    PREDICTED_MFU,
+    RECOMPUTED_SHARE,
+    COMMAND,
 )
 
 
@@ -161,13 +158,8 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
         _line(row, entry, keys, row.overrides in best) | {"command": _command(comparison, row)}
         for row, entry in zip(rows, comparison["rows"])
     ]
-    columns = [
-        (name, *COLUMNS[name])
-        for name in COLUMNS
-        if any(line["values"][name] for line in lines)
-        or (name.endswith("_gap") and any(line["values"][name] is not None for line in lines))
-    ]
-    drawn = {name for name, *_ in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
+    columns = [column for column in PAGE_COLUMNS if any(_says(column, line["values"]) for line in lines)]
+    drawn = {column.key for column in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
     tasks = {task: number for number, task in enumerate(_tasks(rows))}
     for line in lines:  # hundreds of rows: what is not drawn, or is long and only told apart, is left out
         line["values"] = {name: value for name, value in line["values"].items() if name in drawn}
@@ -175,15 +167,23 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys],
-        "columns": columns,
+        "verdict": MARKED_VERDICT.title,
+        "command": COMMAND.title,
+        "columns": [(column.key, column.title, column.kind, column.rank) for column in columns],
         "rows": lines,
         "axes": axes(rows, keys),
         "unit": unit_of(rows),
         "policies": policies,
         "policy_key": rows[0].policy_key if rows else "",
-        "cost": cost_of(rows)[0],
+        "cost": COST_AXES[cost_of(rows)[0]]._asdict(),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
+
+
+def _says(column: ColumnView, values: Mapping[str, float | None]) -> bool:
+    """Whether a row has something to say in a column: a figure that is not 0, or any difference."""
+    value = values[column.key]
+    return value is not None if column.kind == "gap" else bool(value)
 
 
 def how_of(row: Row) -> str:
@@ -208,26 +208,19 @@ def _command(comparison: Mapping[str, Any], row: Row) -> str:
 
 def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
     """A row for each task, in their order: tasks are not ranked against each other."""
-    keys = task_keys(rows)
-    found = [(label(members[0], keys), next(iter(best_of_each(members)), None)) for members in _tasks(rows).values()]
-
-    def of(write: Callable[[Row], Cell | str], otherwise: Cell | str = "") -> Callable[[Any], Cell | str]:
-        return lambda item: write(item[1]) if item[1] else otherwise
-
-    return table(
-        (
-            ("task", "name", lambda item: item[0]),
-            ("best that fits", "text how", of(how_of, Cell("none of them fits", kind="exceeds"))),
-            ("allocated", "num", of(lambda row: size(row.allocated_bytes))),
-            ("step, measured", "num", of(lambda row: seconds((row.measured or {}).get("step_seconds")))),
-            ("step, predicted", "num", of(lambda row: predicted(dataclasses.asdict(row)))),
-            ("tokens/s, predicted", "num", of(lambda row: count(row.predicted_tokens_per_s))),
-            ("MFU, predicted", "num", of(lambda row: percent(row.predicted_mfu))),
-            ("recomputed", "num", of(lambda row: percent(row.recompute_flops_fraction))),
-            ("command", "text command", of(lambda row: Cell("copy", command=_command(comparison, row)))),
-        ),
-        found,
-    )
+    keys, records = task_keys(rows), []
+    for members in _tasks(rows).values():
+        best = next(iter(best_of_each(members)), None)
+        records.append(
+            record_of(best or type(members[0])({}), ())
+            | {
+                "task": label(members[0], keys),
+                "how": how_of(best) if best else "none of them fits",
+                "verdict": "" if best else "exceeds",
+                "command": _command(comparison, best) if best else "",
+            }
+        )
+    return page_table(TableView(BEST_COLUMNS, records))
 
 
 def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -246,14 +239,7 @@ def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
 
 
 def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -> dict[str, Any]:
-    measured = row.measured or {}
-    values = {name: entry.get(name) for name in COLUMNS} | {
-        "hfu_over_mfu": row.hfu_over_mfu,
-        "step_seconds": measured.get("step_seconds"),
-        "tokens_per_s": measured.get("tokens_per_s"),
-        "real_bytes": measured.get("peak_bytes"),
-    }
-    values |= _by_formula(row)
+    record = record_of(row, keys)
     how, where = [key for key in keys if row.is_how(key)], [key for key in keys if key in (CONFIG, TARGET)]
     rest = [key for key in keys if key not in (row.policy_key, *where)]
     return {
@@ -266,7 +252,8 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
         "rival": label(row, how) if how else "",
         "task_label": label(row, [key for key in keys if key not in how]),
         "policy": row.value_text(row.policy_key) or "as configured",
-        "values": values,
+        "values": {column.key: _finite(column.value(record)) for column in PAGE_COLUMNS},
+        "notes": {column.key: column.note(record) for column in PAGE_COLUMNS if column.note},
         "breakdown": dict(row.breakdown),
         "limit": row.limit_bytes,
         "fits": row.fits,
@@ -277,17 +264,9 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
     }
 
 
-def _by_formula(row: Row) -> dict[str, float | None]:
-    """The formulas' figures and by what share the compiler's exceed them; null where one has none."""
-    found = row.formula or {}
-    residuals, peak = found.get("residual_bytes"), found.get("peak_bytes")
-    gaps = {"residuals_gap": share(row.residual_bytes, residuals), "peak_gap": share(row.peak_bytes, peak)}
-    return {
-        "formula_residuals": residuals,
-        "formula_peak": peak,
-        "formula_ratio": row.formula_hfu_over_mfu,
-        **{name: None if gap is None or math.isinf(gap) else gap for name, gap in gaps.items()},
-    }
+def _finite(value: float | None) -> float | None:
+    """A figure for the script, which has no infinity: None for it."""
+    return None if value is None or math.isinf(value) else value
 
 
 def _subject(rows: Sequence[Row], config: str) -> str:

@@ -114,17 +114,6 @@ class Row:
         """Whether the row has figures."""
         return self.status == "ok"
 
-    @property
-    def hfu_over_mfu(self) -> float | None:
-        """Hardware FLOPs over model FLOPs, which is HFU over MFU; None where either is not known."""
-        return self.hardware_flops / self.model_flops if self.hardware_flops and self.model_flops else None
-
-    @property
-    def formula_hfu_over_mfu(self) -> float | None:
-        """The same by the published formulas."""
-        found = self.formula or {}
-        return found["hardware_flops"] / found["model_flops"] if found.get("hardware_flops") else None
-
     @classmethod
     def from_answer(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Self:
         """The row of a worker's answer, fresh or cached; keys that are not fields are left out."""

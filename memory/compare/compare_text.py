@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.compare.compare_columns import COLUMNS, MARKED_VERDICT, key_columns, record_of
 from bytescope.memory.compare.compare_rows import (
     MEASURED,
     PREDICTED,
@@ -27,48 +28,14 @@ from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, put, safe
-from bytescope.memory.view.prediction_text import with_spread
+from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
-from bytescope.memory.view.text_table import FigureTable, figure, fixed, value
 
 # What rows are ranked by, in words.
 COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
 # So many rows that tie with the best one are named.
 MOST_TIES = 3
-
-
-def _measured(key: str) -> Callable[[Row], Any]:
-    return lambda row: (row.measured or {}).get(key)
-
-
-def _predicted(row: Row) -> str | None:
-    return with_spread(row.predicted_seconds, row.predicted_seconds_low, row.predicted_seconds_high) or None
-
-
-# Title, figure of a row, format: "" for bytes in the table's unit.
-COLUMNS = (
-    ("peak", lambda row: row.peak_bytes, ""),
-    ("alloc", lambda row: row.allocated_bytes, ""),
-    ("temp", lambda row: row.temp_bytes, ""),
-    ("host", lambda row: row.host_bytes or None, ""),
-    ("resid", lambda row: row.residual_bytes, ""),
-    ("recomp", lambda row: row.recompute_flops_fraction, "{:.1%}"),
-    ("HFU/MFU", lambda row: row.hfu_over_mfu, "{:.3f}"),
-    ("comp s", lambda row: row.compile_seconds, "{:.1f}"),
-    ("predicted s", _predicted, "{}"),
-    ("tokens/s", lambda row: row.predicted_tokens_per_s, "{:,.0f}"),
-    ("MFU", lambda row: row.predicted_mfu, "{:.1%}"),
-    ("step s", _measured("step_seconds"), "{:.4g}"),
-    ("real tokens/s", _measured("tokens_per_s"), "{:,.0f}"),
-    ("real", _measured("peak_bytes"), ""),
-)
-
-
-def verdict(row: Row) -> tuple[str, str]:
-    """(word, style) for a row: fits, exceeds, ok without a limit, failed."""
-    if not row.ok:
-        return "failed", "red"
-    return {True: ("fits", "green"), False: ("exceeds", "red"), None: ("ok", "")}[row.fits]
 
 
 def show(
@@ -90,37 +57,42 @@ def render(
     """The table, the failures, the best row, and what the marks mean."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
-    table = FigureTable(
-        *(value(key.rsplit(".", 1)[-1]) for key in keys), fixed(), *(figure(title) for title, _, _ in COLUMNS)
-    )
-    for row in rows:
-        word, style = verdict(row)
-        mark = Text.assemble((word, style), (" ★" if row.pareto else "", "yellow"))
-        cells = [_cell(read(row), form, size) for _, read, form in COLUMNS]
-        table.add(
-            *(row.value_text(key) for key in keys),
-            mark,
-            *cells,
-            style="bold" if any(row is winner for winner in winners) else "",
-        )
-    return blocks(Group(*_head(rows, target, versions, unit, cached), table), _below(rows, keys, len(winners), missing))
-
-
-def _head(
-    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str, cached: int
-) -> list[RenderableType]:
+    records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
-    limit = f", limit {human(common)}" if common else ""
-    kept = f" ({cached} from the cache)" if cached else ""
-    title = Text.assemble(
-        (f"{len(rows)} combinations", "bold"), (kept, "dim"), f" on {one_line(str(target.get('name')))}{limit}"
+    counted = Text.assemble(
+        (f"{len(rows)} combinations", "bold"), (f" ({cached} from the cache)" if cached else "", "dim")
     )
+    table = TableView(
+        (*key_columns(keys), MARKED_VERDICT, *COLUMNS),
+        records,
+        emphasis=lambda found: "winner" if found["is_best"] else "",
+    )
+    return blocks(
+        Group(*heading(counted, target, common, versions, f"{unit} on each device:"), terminal_table(table, size)),
+        _below(rows, keys, len(winners), missing),
+    )
+
+
+def heading(
+    counted: str | Text, target: Mapping[str, Any], limit: int | None, versions: Mapping[str, str], words: str
+) -> list[RenderableType]:
+    """What was compiled: how many, on what, within which limit, by which versions; then `words` on the table below.
+
+    limit: bytes on a device; None if rows have different limits, or if none is known.
+    """
+    name = one_line(str(target.get("name")))
+    title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
     return [
         Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
-        *limit_line(target, common),
-        Text(f"{unit} on each device:"),
+        *limit_line(target, limit),
+        Prose(words),
     ]
+
+
+def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
+    """A line for each source of rates: `words` on what is predicted with them, the source, then `more`."""
+    return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
@@ -128,10 +100,7 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
         *_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
         *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"),
     ]
-    out += [
-        Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
-        for source in dict.fromkeys(row.rates for row in rows if row.rates)
-    ]
+    out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
     out += [
         Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
         for name, reason in why_slower(rows).items()
@@ -182,17 +151,3 @@ def _reasons(
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why), style=style)))
     return out
-
-
-def cell(value: Any, form: str, size: int) -> str:
-    """A figure in its format, or with form "" as bytes in units of `size`; "" for None."""
-    if value is None:
-        return ""
-    return form.format(value) if form else f"{value / size:,.2f}"
-
-
-def _cell(value: Any, form: str, size: int) -> str:
-    """As `cell`, without commas, and whole bytes where bytes are the unit."""
-    if value is None or form:
-        return cell(value, form, size)
-    return f"{value / size:.2f}" if size > 1 else str(value)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.compare.compare_columns import BESIDE_FORMULAS, NO_FORMULA, key_columns, record_of
 from bytescope.memory.compare.compare_rows import Row, unit_of, varying
-from bytescope.memory.formulas.reconcile import Formula, FormulaLine, share
+from bytescope.memory.formulas.reconcile import Formula, FormulaLine
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
+from bytescope.memory.view.figures import written_gap
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import Prose
-from bytescope.memory.view.text_table import FigureTable, figure, label, value
-
-NONE = "no formula"
+from bytescope.memory.view.text_table import FigureTable, figure, label
 
 
 def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
@@ -29,9 +30,9 @@ def show_report(formula: Formula, lines: Sequence[FormulaLine], console: Console
         table.add(
             line.title,
             "" if line.compiler is None else write(line.compiler),
-            NONE if line.formula is None else write(line.formula),
+            NO_FORMULA if line.formula is None else write(line.formula),
             gap,
-            percent(line.share),
+            written_gap(line.share),
         )
     put(_titled("compared with the published formulas, one device", table, formula.notes), console)
 
@@ -40,28 +41,14 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     """Prints residuals, peak and HFU/MFU of each row that compiled, compared with the formulas'."""
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
-    table = FigureTable(
-        *(value(key.rsplit(".", 1)[-1]) for key in keys or ("",)),
-        *(figure(title) for title in ("resid", "formula", "gap", "peak", "formula", "gap", "HFU/MFU", "formula")),
-    )
-    for row in done:
-        found = row.formula or {}
-        cells = [
-            cell
-            for name in ("residual_bytes", "peak_bytes")
-            for cell in _pair(getattr(row, name), found.get(name), size)
-        ]
-        ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
-        names = [row.value_text(key) for key in keys] or ["as configured"]
-        table.add(
-            *names, *cells, "" if ratio is None else f"{ratio:.3f}", "-" if by_formula is None else f"{by_formula:.3f}"
-        )
+    named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda found: "as configured")]
+    table = TableView((*named, *BESIDE_FORMULAS), [record_of(row, keys) for row in done])
     notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
     # This table has no columns for state and its parts.
     put(
         _titled(
             f"compared with the published formulas, {unit} on each device",
-            table,
+            terminal_table(table, size),
             [note for note in notes if not note.startswith(("parameters:", "gradients:"))],
         ),
         console,
@@ -70,19 +57,3 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
 
 def _titled(title: str, table: FigureTable, notes: Sequence[str]) -> RenderableType:
     return Group(Text(), Text(title, style="bold"), table, *(Prose(note, "dim") for note in notes))
-
-
-def percent(value: float | None) -> str:
-    """A share as a gap: "+12.3 %", "" for None, "new" where the formula has nothing."""
-    if value is None:
-        return ""
-    return "new" if math.isinf(value) else f"{100 * value:+.1f} %"
-
-
-def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str]:
-    """Compiler and formula in units of `size`, and the gap."""
-    return (
-        "" if compiler is None else f"{compiler / size:.2f}",
-        NONE if formula is None else f"{formula / size:.2f}",
-        percent(share(compiler, formula)),
-    )

@@ -48,32 +48,32 @@ class Difference:
         return plan_diff.grew_above(self.changes, percent)
 
     def __repr__(self) -> str:
-        from bytescope.memory.report import diff_text as diff
+        from bytescope.memory.report import diff_view
         from bytescope.memory.view.console import plain_text, prompt_width
 
-        return plain_text(diff.render(self.before, self.after, self.changes, _BUFFERS), prompt_width())
+        return plain_text(diff_view.render_text(self.before, self.after, self.changes, _BUFFERS), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.report.notebook import notebook_difference
+        from bytescope.memory.report import notebook_difference
 
         return notebook_difference.render(self.before, self.after, self.changes, _BUFFERS)
 
     def show(self) -> None:
         """Prints all that `bytescope diff` prints, as wide as the terminal; in a notebook it is displayed there."""
-        from bytescope.memory.report import diff_text as diff
+        from bytescope.memory.report import diff_view
         from bytescope.memory.view.output_file import put_or_display
 
-        put_or_display(self, diff.render(self.before, self.after, self.changes))
+        put_or_display(self, diff_view.render_text(self.before, self.after, self.changes))
 
     def to_html(self, path: str | Path) -> None:
         """Writes the page that `bytescope diff --html` writes: both timelines, a waterfall of what grew, every change.
 
         Raises ReportError where it cannot be written.
         """
-        from bytescope.memory.report import diff_page as diff
+        from bytescope.memory.report import diff_view
         from bytescope.memory.view.output_file import write
 
-        write(path, diff.render(self.before, self.after))
+        write(path, diff_view.render_page(self.before, self.after))
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:

@@ -7,15 +7,16 @@ from typing import Any
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import buffer_tables
-from bytescope.memory.view.object_table import Column, Table
+from bytescope.memory.view.object_table import Table
+from bytescope.memory.view.table_model import ColumnView
 
 COLUMNS = (
-    Column("what", "largest at the peak", "path"),
-    Column("times", "", "times"),
-    Column("bytes", "bytes", "bytes"),
-    Column("type", "type", "text"),
-    Column("row", "row", "text"),
-    Column("line", "line", "place"),
+    ColumnView("what", "largest at the peak", "path"),
+    ColumnView("times", "", "times"),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("type", "type", "text"),
+    ColumnView("row", "row", "text"),
+    ColumnView("line", "line", "place"),
 )
 
 

@@ -10,6 +10,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
+from bytescope.memory.view.figures import count, exact, percent, seconds
 from bytescope.memory.view.prediction_text import rounded, within
 from bytescope.memory.view.text_layout import mixture
 
@@ -161,33 +162,9 @@ def versions(found: Mapping[str, str]) -> str:
     return " · ".join(f"{name} {version}" for name, version in found.items())
 
 
-def exact(count: int | None) -> str:
-    """A number of bytes in full, for a hover; "" for None."""
-    return "" if count is None else f"{count:,} bytes"
-
-
 def figure(name: str, count: int | None, note: str = "") -> HeaderFigure:
     """A number of bytes as a figure of the header."""
     return HeaderFigure(name, human(count), note, exact(count))
-
-
-def seconds(value: float | None) -> str:
-    """Seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
-    if value is None:
-        return ""
-    if value >= 1000:
-        return f"{value:,.0f} s"
-    return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    """A share in per cent: "12.5 %"; "" for None."""
-    return "" if share is None else f"{100 * share:.{digits}f} %"
-
-
-def count(value: float | None) -> str:
-    """A number of things: "112,131"; "" for None."""
-    return "" if value is None else f"{value:,.0f}"
 
 
 def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
@@ -218,12 +195,6 @@ def at_least(row: Mapping[str, Any]) -> str:
     return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
 
 
-def predicted(row: Mapping[str, Any]) -> Cell | str:
-    """A row's predicted seconds as a cell: the spread stands below them, the bound is told on hover."""
-    taken = row["predicted_seconds"]
-    return "" if taken is None else Cell(seconds(taken), at_least(row), value=taken, note=spread(row))
-
-
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
@@ -243,13 +214,6 @@ def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
 def size(count: int | None) -> Cell:
     """A number of bytes with the exact count on hover; an empty cell for None."""
     return Cell("" if count is None else human(count), exact(count), value=count)
-
-
-def fits(judgement: bool | None) -> Cell:
-    """Whether a program fits, as a cell; "ok" where no limit is known."""
-    if judgement is None:
-        return Cell("ok")
-    return Cell("fits", kind="fits") if judgement else Cell("exceeds", kind="exceeds")
 
 
 def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:

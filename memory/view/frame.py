@@ -14,16 +14,18 @@ import hashlib
 import json
 import re
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bytescope.memory.records.report_json import finite
 from bytescope.memory.units import human
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 # The scripts that draw charts, in the order in which they need each other.
-CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
+CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "chart_axes.js", "charts.js")
 # What a page needs besides.
 MORE = {"report": ("treemap.js",), "estimate": ("estimate_formulas.js",)}
 
@@ -47,6 +49,9 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 def environment() -> Environment:
     """Returns the template environment. Filters: `human`, `flags` (splits a command at its flags), `tojson`,
     `source_hash` and `without_style_attributes`; `static` and `library` insert files unchanged."""
+    # Imported here: a view that only prints has its page in the same module.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     found = Environment(
         loader=PackageLoader("bytescope.memory.view"),
         autoescape=True,

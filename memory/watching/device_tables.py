@@ -9,28 +9,29 @@ from bytescope.memory.devices import live as live_memory
 from bytescope.memory.devices import targets as target_names
 from bytescope.memory.devices.chips import CHIPS, lacks
 from bytescope.memory.errors import ReportError
-from bytescope.memory.view.object_table import Column, Table
+from bytescope.memory.view.object_table import Table
+from bytescope.memory.view.table_model import ColumnView
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 TARGETS = (
-    Column("target", "target", "text"),
-    Column("device", "device", "text"),
-    Column("device_memory_bytes", "GiB", "gib"),
-    Column("hbm_bytes_per_s", "TB/s", "tera"),
-    Column("bf16_flops", "bf16 TFLOP/s", "whole tera"),
-    Column("note", "note", "words"),
+    ColumnView("target", "target", "text"),
+    ColumnView("device", "device", "text"),
+    ColumnView("device_memory_bytes", "GiB", "gib"),
+    ColumnView("hbm_bytes_per_s", "TB/s", "tera"),
+    ColumnView("bf16_flops", "bf16 TFLOP/s", "whole tera"),
+    ColumnView("note", "note", "words"),
 )
 LIVE = (
-    Column("device", "device"),
-    Column("in_use_bytes", "in use", "bytes"),
-    Column("peak_bytes", "peak", "bytes"),
-    Column("limit_bytes", "limit", "bytes"),
-    Column("largest_free_block_bytes", "largest free block", "bytes"),
-    Column("fragmentation", "fragmentation", "share"),
-    Column("card_used_bytes", "card in use", "bytes"),
-    Column("card_total_bytes", "card", "bytes"),
+    ColumnView("device", "device"),
+    ColumnView("in_use_bytes", "in use", "bytes"),
+    ColumnView("peak_bytes", "peak", "bytes"),
+    ColumnView("limit_bytes", "limit", "bytes"),
+    ColumnView("largest_free_block_bytes", "largest free block", "bytes"),
+    ColumnView("fragmentation", "fragmentation", "share"),
+    ColumnView("card_used_bytes", "card in use", "bytes"),
+    ColumnView("card_total_bytes", "card", "bytes"),
 )
 
 

@@ -26,7 +26,7 @@ from bytescope.train.commands.config_arguments import add_lora, add_subject, req
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
-from bytescope.train.plan.fit import fit_result, fit_space, fit_text
+from bytescope.train.plan.fit import fit_progress, fit_result, fit_space
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.fit.fit_step import Step
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     )
     place = None if args.no_cache else row_cache.folder()
     workers = worker_pool.worker_count(2**10, args.jobs)
-    lines = fit_text.Lines(target, space, budget)
+    lines = fit_progress.Lines(target, space, budget)
     with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
         trials = Trials(
             args.config,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     return _finish(args, walk, reach, flat, overrides, measured)
 
 
-def _told(bar: ProgressBar, lines: fit_text.Lines, step: Step) -> None:
+def _told(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
     with bar.aside():
         lines.show(step)
 
@@ -139,7 +139,7 @@ def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) ->
     if not found:
         return None
     walk.best, measured = max(found, key=lambda item: item[1]["tokens_per_s"])
-    fit_text.show_measured(found)
+    fit_progress.show_measured(found)
     return measured
 
 
@@ -153,19 +153,18 @@ def _finish(
 ) -> int:
     """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
+    from bytescope.train.plan.fit import fit_view
 
     def flags(keys: Mapping[str, str]) -> str:
         values = configs.load_flat(args.config, [*overrides, *keys.items()])
         return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
-    fit_text.show(out, args.config)
+    fit_view.show(out, args.config)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
-        from bytescope.train.plan.fit import fit_page
-
-        write(args.html, fit_page.render(out))
+        write(args.html, fit_view.render_page(out))
     if walk.stopped == "Ctrl-C":
         return INTERRUPTED
     return 0 if walk.best is not None else DOES_NOT_FIT

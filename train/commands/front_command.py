@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
         )
 
         def show(budget: float, plan: frontier.Fixed | None) -> None:
-            from bytescope.train.plan import frontier_text
+            from bytescope.train.plan import frontier_view
 
             with tell.aside():
-                put(frontier_text.line(budget, plan))
+                put(frontier_view.line(budget, plan))
 
         found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
         found.run()
@@ -133,7 +133,7 @@ def _size(flag: str, text: str | None) -> int | None:
 def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
     """Prints the points and writes the files."""
     from bytescope.memory.devices.compiler import versions
-    from bytescope.train.plan import frontier_text
+    from bytescope.train.plan import frontier_view
 
     out = frontier.to_json(
         found.points,
@@ -149,10 +149,8 @@ def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
         config=args.config,
         given=given_flags(found.trials.overrides),
     )
-    frontier_text.show(found.points, found.fixed, out)
+    frontier_view.show(found.points, found.fixed, out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
-        from bytescope.train.plan import frontier_page
-
-        write(args.html, frontier_page.render(out))
+        write(args.html, frontier_view.render_page(out))

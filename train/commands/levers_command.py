@@ -113,17 +113,15 @@ def _finish(
 ) -> None:
     """Prints the levels and writes the files asked for. `given`: the keys of the command line, as its flags."""
     from bytescope.memory.devices.compiler import versions
-    from bytescope.train.plan import levers_text
+    from bytescope.train.plan import levers_view
 
     done = [answer for answer in answers.values() if answer.get("status") == "ok"]
     about = done[0]["target"] if done else {"name": args.target.strip().lower()}
     out = levers.to_json(
         levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.config, given
     )
-    levers_text.show(levels, left_out, about, out["versions"], interrupted=interrupted)
+    levers_view.show(out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
-        from bytescope.train.plan import levers_page
-
-        write(args.html, levers_page.render(out))
+        write(args.html, levers_view.render_page(out))

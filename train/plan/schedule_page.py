@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.view.elements import Cell, PageTable, table
+from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
 from bytescope.train.pipeline import schedule_figures
 from bytescope.train.pipeline.published_schedules import PUBLISHED
 from bytescope.train.pipeline.schedule import IDLE, Schedule
@@ -46,14 +48,14 @@ def _published(schedules: Sequence[Schedule]) -> PageTable | None:
         return None
     sizes = schedules[0].stages, schedules[0].micro_batches
     columns = (
-        ("schedule", "name", lambda row: Cell(row[0], row[1].source)),
-        ("bubble", "num", lambda row: share(row[1].share(*sizes))),
-        ("stash", "num", lambda row: f"{float(row[1].stash(*sizes)):.3f}"),
-        ("weights", "num", lambda row: f"{row[1].parameters}x"),
-        ("nearest of ours", "text", lambda row: row[1].ours),
-        ("what differs", "text why", lambda row: row[1].differs),
+        ColumnView("schedule", "schedule", read=lambda row: row[0], hover=lambda row: row[1].source),
+        ColumnView("bubble", "bubble", "number", read=lambda row: share(row[1].share(*sizes))),
+        ColumnView("stash", "stash", "ratio", read=lambda row: float(row[1].stash(*sizes))),
+        ColumnView("parameters", "weights", "number", read=lambda row: f"{row[1].parameters}x"),
+        ColumnView("ours", "nearest of ours", "text", read=lambda row: row[1].ours),
+        ColumnView("differs", "what differs", "text", read=lambda row: row[1].differs, css="why"),
     )
-    return table(columns, list(PUBLISHED.items()))
+    return page_table(TableView(columns, list(PUBLISHED.items())))
 
 
 def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:

@@ -22,6 +22,9 @@ const base = (() => {
   };
   const count = (n) => n.toLocaleString("en-US");
   const exact = (bytes) => count(Math.round(bytes)) + " bytes";
+  // As memory/view/figures.py writes seconds; a test compares the two.
+  const seconds = (v) => (v >= 1000 ? count(Math.round(v)) + " s" : v >= 0.1 ? v.toPrecision(4) + " s"
+    : (1000 * v).toPrecision(4) + " ms");
   const percent = (share) => (100 * share).toFixed(1) + " %";
 
   // ---- elements: text of the data reaches the document through textContent alone ---------------------
@@ -128,6 +131,6 @@ const base = (() => {
     root.dataset.ready = "yes";
   };
 
-  return { GIB, root, $, address, remember, human, count, exact, percent, make, svg, sorter, filtered, flags, family, start,
+  return { GIB, root, $, address, remember, human, count, exact, seconds, percent, make, svg, sorter, filtered, flags, family, start,
     data: () => JSON.parse($("data").textContent) };
 })();

@@ -5,6 +5,7 @@
 //   charts.xy("id", {                       draws into the element of that id; again: draws anew, keeps what is hidden
 //     legend: true,                         false: none; or what charts.legend gave, for several charts with one legend
 //     columns: 3, height: 300,              of several panels: at most so many beside each other, each so high (px)
+//     unzoomed: true,                       ends the zoom of an earlier drawing
 //     panels: [panel, ...]                  or the keys of a single panel right here
 //   })
 //   panel = {
@@ -33,6 +34,7 @@
 //   lines of a tip = ["the first stands out", "more", { name, value, color, strong }, ...]; "" and null are left out
 //
 //   charts.legend(listElement, [{ name, key, color, symbol, line: "solid" | "dashed", open }])  -> for `legend`
+//   charts.bytes, charts.cost, charts.look  axes and looks that several pages share: see chart_axes.js
 //   charts.treemap("id", {...})             see treemap.js
 //   charts.of("id")                         what is drawn there: {spec, hidden, zoom, targets, views, svg}, for tests
 //
@@ -262,6 +264,7 @@ const charts = window.charts = (() => {
   const xy = (id, spec) => {
     const box = $(id), state = held.get(box) || begin(box);
     state.spec = spec;
+    if (spec.unzoomed) state.zoom = state.whole = null;
     legendOf(state);
     redraw(state);
   };
@@ -278,5 +281,5 @@ const charts = window.charts = (() => {
 
   // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
   return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
-    width: widthOf };
+    width: widthOf, ...axes };
 })();

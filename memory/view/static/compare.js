@@ -1,84 +1,56 @@
 "use strict";
-// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table; `data` is what pages/compare.py
-// gives.
+// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table; `data` is what
+// memory/compare/compare_page.py gives.
 (() => {
-  const { $, human, count, exact, percent, make, sorter } = base, data = base.data();
+  const { $, count, exact, seconds, percent, make, sorter } = base, data = base.data();
   const done = data.rows.filter((row) => row.status === "ok");
   const keyNames = data.keys.map(([key]) => key);
 
-  // One unit for the whole page, so that figures can be compared; what is too small for it has its own.
-  const [unit, size] = data.unit;
-  const inUnit = (n) => (n && n < size / 100 ? human(n) : (n / size).toLocaleString("en-US",
-    { minimumFractionDigits: size > 1 ? 2 : 0, maximumFractionDigits: 2 }) + " " + unit);
+  const allocated = charts.bytes(data.unit), { unit, at, text: inUnit } = allocated, cost = charts.cost(data.cost);
   const FORMS = {
     bytes: inUnit, share: percent, ratio: (v) => v.toFixed(3),
     flops: (v) => v.toExponential(2), count: (v) => count(Math.round(v)),
     gap: (v) => (v < 0 ? "−" : "+") + percent(Math.abs(v)),
-    seconds: (v) => (v < 0.1 ? (1000 * v).toPrecision(4) + " ms" : (v < 1000 ? v.toPrecision(4) : count(v)) + " s"),
+    seconds,
   };
-  // Policies take the colours of the categories in an order of its own: neighbours differ most.
-  const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
-    "accumulator", "outputs"];
-  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down"];
-  const hue = (policy) => `var(--c-${HUES[data.policies.indexOf(policy) % HUES.length]})`;
-  const symbol = (policy) => SYMBOLS[data.policies.indexOf(policy) % SYMBOLS.length];
+  const look = (policy) => charts.look(data.policies.indexOf(policy));
 
   const bytes = (row) => row.values.allocated_bytes;
   const limitsOf = (rows) => [...new Set(rows.map((row) => row.limit).filter(Boolean))];
 
   // ---- charts ---------------------------------------------------------------------------------------
   const about = (row) => [row.label, ...data.columns.filter(([name]) => row.values[name] !== null)
-    .map(([name, title, kind]) => ({ name: title, value: FORMS[kind](row.values[name]) })),
+    .map(([name, title, kind]) => ({ name: title, value: [FORMS[kind](row.values[name]), row.notes[name]]
+      .filter(Boolean).join(", ") })),
   row.fits === false ? "exceeds the limit" : row.best ? "the best of its task that fits" : ""];
 
-  const COSTS = { step_seconds: "seconds per update, measured", predicted_seconds: "seconds per update, predicted",
-    recompute_flops_fraction: "FLOPs recomputed, % of the model's" };
-  const share = data.cost === "recompute_flops_fraction";
-  const cost = (row) => (row.values[data.cost] === null || row.values[data.cost] === undefined ? null
-    : (share ? 100 : 1) * row.values[data.cost]);
-  // Labels of points that lie on each other become one, at the first of them.
-  const captions = (rows, width, height) => {
-    const texts = new Map(), heads = [];
-    for (const row of rows) {
-      const name = row.rival || row.label;
-      const head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
-        Math.abs(bytes(other) - bytes(row)) < 0.045 * height);
-      if (!head) heads.push(row);
-      texts.set(head || row, head ? texts.get(head) + ", " + name : name);
-    }
-    return (row) => texts.get(row) || "";
-  };
-  const costed = done.filter((row) => cost(row) !== null);
-  const places = (rows) => ({ x: rows.map(cost), y: rows.map((row) => bytes(row) / size) });
+  const costOf = (row) => row.values[data.cost.key] ?? null;
+  const costed = done.filter((row) => costOf(row) !== null);
+  const place = (row) => [at(bytes(row)), cost.at(costOf(row))];
+  const places = (rows) => ({ x: rows.map((row) => place(row)[0]), y: rows.map((row) => place(row)[1]) });
   const pareto = () => {
     const chosen = $("task").value, rows = costed.filter((row) => !chosen || row.task === chosen);
     if (!rows.length) { $("pareto-card").hidden = true; return; }
-    const tasks = [...new Set(rows.map((row) => row.task))], top = Math.max(1, ...rows.map(bytes));
-    const shown = limitsOf(rows).filter((limit) => limit <= 4 * top);
+    const tasks = [...new Set(rows.map((row) => row.task))], sizes = rows.map(bytes);
+    const shown = limitsOf(rows).filter((limit) => allocated.near(limit, sizes));
+    const x = allocated.along([...sizes, ...shown]), y = cost.along(rows.map(costOf));
     // Names beside the points where there is room: those of several tasks would cover each other.
     const few = rows.length <= 16 && tasks.length === 1;
-    const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
-    const left = share ? 0 : Math.min(...rows.map(cost)), room = Math.max(right - left, right / 10, 1e-9);
-    const caption = captions(rows, room, most * size);
+    const caption = charts.sharedNames(rows, place, (row) => row.rival || row.label, { x, y });
     const series = data.policies.map((policy) => {
       const mine = rows.filter((row) => row.policy === policy);
       return { kind: "points", name: policy, ...places(mine), labels: few ? mine.map(caption) : [],
-        legend: few ? false : undefined, size: mine.map((row) => (row.best ? 17 : 12)), color: hue(policy),
-        symbol: symbol(policy), opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
+        legend: few ? false : undefined, size: mine.map((row) => (row.best ? 17 : 12)), ...look(policy),
+        opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
         ring: mine.map((row) => (row.pareto ? "var(--ink)" : "var(--card)")), tips: (i) => about(mine[i]),
         pick: (i) => choose(mine[i]) };
     });
     // One front per task; a line through several tasks at once would say nothing.
     const fronts = tasks.map((task) => ({ kind: "line", dash: "dot", width: 1.5, step: true, color: "var(--soft)",
       ...places(rows.filter((row) => row.pareto && row.task === task)
-        .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a))) }));
-    charts.xy("pareto", {
-      x: { title: COSTS[data.cost], grid: true,
-        range: [left - 0.08 * room, right + 0.08 * room], format: (v) => (v < 0 ? "" : count(Math.abs(v))) },
-      y: { title: "allocated on one device, " + unit, range: [0, most * 1.12] },
-      series: [...fronts, ...series],
-      limits: shown.map((limit) => ({ y: limit / size, text: "limit " + inUnit(limit) })),
-    });
+        .sort((a, b) => bytes(a) - bytes(b) || costOf(b) - costOf(a))) }));
+    charts.xy("pareto", { x, y, series: [...fronts, ...series],
+      limits: shown.map((limit) => allocated.limit(limit, "limit")) });
   };
 
   const PANELS = 12;
@@ -97,20 +69,20 @@
     const limit = what === "residual_bytes" ? null : mine[0].limit, seen = limit && limit <= 4 * highest;
     const least = Math.min(highest, ...sizes, seen ? limit : Infinity);
     const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
-    const highestShown = (Math.max(highest, seen ? limit : 0) / size) * (log ? 1.25 : 1.12);
+    const highestShown = at(Math.max(highest, seen ? limit : 0)) * (log ? 1.25 : 1.12);
     return {
       title,
       x: { title: along, type: "log", ticks, text: ticks.map(count),
         range: [ticks[0] / 1.1, ticks[ticks.length - 1] * 1.1] },
       y: { title: $("what").selectedOptions[0].textContent + " " + unit, type: log ? "log" : "linear",
-        range: [log ? least / size / 1.25 : 0, highestShown] },
+        range: [log ? at(least) / 1.25 : 0, highestShown] },
       series: data.policies.map((policy) => {
         const points = mine.filter((row) => row.policy === policy).sort((a, b) => a.keys[k] - b.keys[k]);
-        return { kind: "line", name: policy, x: points.map((row) => row.keys[k]), y: points.map((row) => y(row) / size),
-          color: hue(policy), symbol: symbol(policy), size: 9, open: points.map((row) => row.fits === false),
+        return { kind: "line", name: policy, x: points.map((row) => row.keys[k]), y: points.map((row) => at(y(row))),
+          ...look(policy), size: 9, open: points.map((row) => row.fits === false),
           tips: (i) => about(points[i]), pick: (i) => choose(points[i]) };
       }),
-      limits: seen ? [{ y: limit / size, text: "limit " + inUnit(limit) }] : [],
+      limits: seen ? [allocated.limit(limit, "limit", "y")] : [],
     };
   };
   const growth = () => {
@@ -197,12 +169,13 @@
   let whole = false, left = new Set();
   const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, rank: 0, read: (row) => row.keys[i],
     write: (row) => row.texts[i], text: true })),
-  { id: "fits", title: "verdict", rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
+  { id: "fits", title: data.verdict, rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
     text: true },
   ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
+    note: (row) => row.notes[id],
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
-  { id: "command", title: "command", rank: 0.5, read: () => 0, text: true }];
+  { id: "command", title: data.command, rank: 0.5, read: () => 0, text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
     : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
   const word = (row) => (row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
@@ -234,6 +207,7 @@
       const cell = make("td", undefined, keyNames.includes(c.id) ? "text key" : "");
       cell.append(...broken(c.write(row)));
       if (c.exact) cell.title = c.exact(row);
+      if (c.note && c.note(row)) cell.append(make("small", c.note(row)));
       line.append(cell);
     }
     return line;
@@ -293,7 +267,7 @@
 
   // ---- start ----------------------------------------------------------------------------------------
   const draw = () => { if (data.axes.length && done.length) growth(); pareto(); };
-  $("cost-name").textContent = COSTS[data.cost];
+  $("cost-name").textContent = cost.title;
   $("legend").append(...data.categories.map(([category, title]) => {
     const item = make("li");
     item.append(make("i", undefined, "c-" + category), title);

@@ -1,11 +1,11 @@
 "use strict";
-// Draws both timelines and the waterfall; `data` is what pages/diff.py gives.
+// Draws both timelines and the waterfall; `data` is what memory/report/diff_view.py gives.
 (() => {
   const { $, human } = base, data = base.data();
-  const [unit, size] = data.unit, SIDES = ["before", "after"];
+  const bytes = charts.bytes(data.unit), SIDES = ["before", "after"];
 
   // ---- the waterfall ----------------------------------------------------------------------------------
-  const signed = (bytes) => (bytes < 0 ? "-" : "+") + human(Math.abs(bytes));
+  const signed = (n) => (n < 0 ? "-" : "+") + human(Math.abs(n));
   const waterfall = () => {
     const bars = data.waterfall, total = (bar) => bar.row === "";
     const ends = bars.map((bar) => bar.from + bar.bytes), high = Math.max(...ends, ...bars.map((bar) => bar.from));
@@ -16,14 +16,14 @@
     const room = $("waterfall").clientWidth < 600 ? 0.7 : 0.25;  // for the words beside the longest bar
     charts.xy("waterfall", {
       height: 34 * bars.length + 62, legend: false, horizontal: true,
-      x: { title: `allocated on one device, ${unit}` + (narrow ? "; the axis does not begin at 0" : ""),
-        range: [start / size, (high + room * span) / size] },
+      x: { title: bytes.title + (narrow ? "; the axis does not begin at 0" : ""),
+        range: [bytes.at(start), bytes.at(high + room * span)] },
       y: { type: "names", names: bars.map((bar) => bar.name) },
-      series: [{ kind: "bar", x: bars.map((_, i) => i), from: bars.map((bar) => bar.from / size),
-        y: bars.map((bar) => bar.bytes / size),
+      series: [{ kind: "bar", x: bars.map((_, i) => i), from: bars.map((bar) => bytes.at(bar.from)),
+        y: bars.map((bar) => bytes.at(bar.bytes)),
         color: bars.map((bar) => (total(bar) ? "var(--soft)" : `var(--c-${bar.row})`)),
         tips: bars.map((bar) => [bar.name, total(bar) ? human(bar.bytes) : signed(bar.bytes)]) }],
-      notes: bars.map((bar, i) => ({ x: Math.max(bar.from, bar.from + bar.bytes) / size, y: i, dx: 7, dy: 4,
+      notes: bars.map((bar, i) => ({ x: bytes.at(Math.max(bar.from, bar.from + bar.bytes)), y: i, dx: 7, dy: 4,
         text: total(bar) ? human(bar.bytes) : signed(bar.bytes), strong: total(bar), color: "var(--ink)" })),
     });
   };
@@ -53,14 +53,14 @@
     const shown = one === other ? [[other, "limit"]] : [[one, "limit before"], [other, "limit after"]];
     const most = Math.max(...data.lines.flatMap((line) => line.bytes));
     return shown.filter(([limit]) => limit && limit < 2.5 * most)
-      .map(([limit, text]) => ({ y: limit / size, text: `${text} ${human(limit)}` }));
+      .map(([limit, words]) => bytes.limit(limit, words, "y"));
   };
   const timeline = () => {
     const x = Array.from({ length: data.places }, (_, k) => share(k));
     charts.xy("timeline", {
-      x: { title: "% of the schedule", range: [0, 100] }, y: { title: `live ${unit}`, zero: true },
+      x: { title: "% of the schedule", range: [0, 100] }, y: { title: `live ${bytes.unit}`, zero: true },
       series: data.lines.map((line, side) => ({ kind: "line", step: true, x, name: data.names[side], key: SIDES[side],
-        y: line.bytes.map((bytes) => bytes / size), color: `var(--${SIDES[side]})`, width: 2,
+        y: line.bytes.map(bytes.at), color: `var(--${SIDES[side]})`, width: 2,
         dash: side ? undefined : "dash" })).filter((line) => line.y.length),
       limits: limits(), bands: phases(), cross: { x, tip }, zoom: true,
     });

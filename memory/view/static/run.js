@@ -1,5 +1,5 @@
 "use strict";
-// Draws the curves of a run; `data` is what pages/run.py gives.
+// Draws the curves of a run; `data` is what train/run/run_directory_page.py gives.
 (() => {
   const { $, human, percent } = base, data = base.data(), [unit, size] = data.unit, curves = data.curves;
   const short = (value) => (Math.abs(value) >= 1e5 ? base.count(Math.round(value)) : String(+value.toPrecision(5)));

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the bars of a trace; `data` is what pages/trace.py gives, in seconds per update and device.
+// Draws the bars of a trace; `data` is what memory/profile/trace_page.py gives, in seconds per update and device.
 (() => {
   const { $, percent } = base, data = base.data(), [unit, scale] = data.unit;
   const written = (seconds) => `${(seconds / scale).toPrecision(3)} ${unit}`;

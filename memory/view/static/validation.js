@@ -1,9 +1,7 @@
 "use strict";
-// Draws predicted against measured seconds; `data` is what pages/seconds/validation.py gives.
+// Draws predicted against measured seconds; `data` is what train/plan/validation/validation_view.py gives.
 (() => {
   const data = base.data();
-  const COLORS = ["params", "optimizer", "gradients", "residuals", "workspace", "collectives", "batch", "outputs"];
-  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "triangle-down", "star", "hexagon", "cross"];
 
   const draw = () => {
     const all = data.series.flatMap((one) => [...one.x, ...one.y]);
@@ -17,8 +15,7 @@
       series: [
         ideal(1, undefined, "as measured"), ideal(0.85, "dot", "15 % off"), ideal(1.15, "dot", ""),
         ...data.series.map((one, i) => ({ kind: "points", name: one.name, x: one.x, y: one.y, tips: one.tips, size: 10,
-          symbol: SYMBOLS[(i + Math.floor(i / COLORS.length)) % SYMBOLS.length],
-          color: `var(--c-${COLORS[i % COLORS.length]})` })),
+          ...charts.look(i) })),
       ],
     });
   };

@@ -24,7 +24,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.memory.view import elements
 from bytescope.train.commands import compare_configs
-from bytescope.train.plan import config_factory, levers_text
+from bytescope.train.plan import config_factory, levers_view
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_walk
@@ -120,7 +120,7 @@ def test_a_change_in_each_listed_module_changes_the_name_of_a_row(changed):
 
 def test_a_change_in_a_view_or_a_search_leaves_rows_valid(changed):
     before = {policy: named(policy) for policy in ("full", "auto")}
-    for module in (compare_text, compare_page, compare_command, elements, compare_configs, fit_walk, levers_text, loop):
+    for module in (compare_text, compare_page, compare_command, elements, compare_configs, fit_walk, levers_view, loop):
         changed(module.__file__)
         assert {policy: named(policy) for policy in before} == before, module.__name__
 

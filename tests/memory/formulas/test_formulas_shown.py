@@ -12,6 +12,7 @@ from bytescope.memory.compare import formulas_text, worker_pool
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import FormulaLine
 from bytescope.memory.records.report_record import load
+from bytescope.memory.view.figures import written_gap
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.same_process import SameProcess
 
@@ -21,7 +22,7 @@ MIB = 2**20
 def test_gaps():
     assert FormulaLine("x", "bytes", 150, 100).gap == 50 and FormulaLine("x", "bytes", 150, 100).share == 0.5
     assert FormulaLine("x", "bytes", 150, None).gap is None and FormulaLine("x", "bytes", None, 1).share is None
-    assert [formulas_text.percent(reconcile.share(a, b)) for a, b in ((0, 0), (3, 0), (75, 100), (1, None))] == [
+    assert [written_gap(reconcile.share(a, b)) for a, b in ((0, 0), (3, 0), (75, 100), (1, None))] == [
         "+0.0 %",
         "new",
         "-25.0 %",

@@ -32,12 +32,12 @@ from bytescope.memory.records.report_record import (
     XlaStats,
     ZeroRow,
 )
-from bytescope.memory.report import diff_text, report_text
+from bytescope.memory.report import diff_view, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, names_command
-from bytescope.train.plan import frontier, frontier_text, levers, levers_text
-from bytescope.train.plan.fit import fit_text
+from bytescope.train.plan import frontier, frontier_view, levers, levers_view
+from bytescope.train.plan.fit import fit_progress, fit_view
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.frontier import Fixed, Point
 from support.rows import row
@@ -188,14 +188,9 @@ def show_levers(console, name):
             stage, {"model.attention": "auto"}, {}, f"--config.here={stage} --config.there=x", name, figures
         )
 
-    levers_text.show(
-        [level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)],
-        {name: f"no {name}"},
-        {"name": name, **GPU},
-        {"jax": "new"},
-        interrupted=True,
-        console=console,
-    )
+    levels = [level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)]
+    staircase = levers.to_json(levels, {name: f"no {name}"}, {"name": name, **GPU}, {"jax": "new"}, interrupted=True)
+    levers_view.show(staircase, console)
 
 
 def show_front(console, name):
@@ -222,7 +217,7 @@ def show_front(console, name):
         target={"name": name, **GPU},
         versions={"jax": "new"},
     )
-    frontier_text.show(points, [full], about, console=console)
+    frontier_view.show(points, [full], about, console=console)
 
 
 def predicted(seconds):
@@ -231,7 +226,7 @@ def predicted(seconds):
 
 def show_fit(console, name):
     target = SimpleNamespace(name=name, to_json=lambda: {"name": name, **GPU})
-    lines = fit_text.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
+    lines = fit_progress.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
     answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB}
     lines.show(
         Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far", predicted(0.6983))
@@ -264,7 +259,7 @@ def show_fit(console, name):
             "flags": "--config.remat.policy=full " * 5,
         },
     }
-    fit_text.show(out, "llama_8b", console)
+    fit_view.show(out, "llama_8b", console)
     lacking = {
         "what": name,
         "allocated_bytes": 90 * GIB,
@@ -273,8 +268,8 @@ def show_fit(console, name):
         "flags": "--config.x=y",
         "breakdown": {"params": 60 * GIB, "residuals": 29 * GIB},
     }
-    fit_text.show({**out, "best": None, "certificate": lacking}, name, console)
-    fit_text.show_measured(
+    fit_view.show({**out, "best": None, "certificate": lacking}, name, console)
+    fit_progress.show_measured(
         [
             (
                 Step("mesh", name, {}, answer, True, "fits", predicted(0.7)),
@@ -301,7 +296,7 @@ def show_formulas(console, name):
 
 def show_diff(console, name):
     before, after = report(name), dataclasses.replace(report(f"{name}'", 23_456_789_012), versions={"jax": name})
-    put(diff_text.render(before, after, report_diff.diff(before, after)), console)
+    put(diff_view.render_text(before, after, report_diff.diff(before, after)), console)
 
 
 def show_trace(console, name):
@@ -379,7 +374,7 @@ VIEWS = {
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
     """A walk tells its seconds: what is printed twice is compared to the letter."""
-    monkeypatch.setattr(fit_text, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(fit_progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def lines_of(view, width, name=PLAIN):

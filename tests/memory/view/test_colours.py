@@ -15,7 +15,7 @@ import pytest
 
 from bytescope.memory import view
 from bytescope.memory.records.report_record import ROWS, STEP_PHASES
-from bytescope.train.plan.levers_text import COLOURS
+from bytescope.train.plan.levers_view import COLOURS
 
 pytestmark = pytest.mark.quick
 STATIC = resources.files(view) / "static"

@@ -13,6 +13,7 @@ from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_shape import StepLayout, gpt
 from bytescope.memory.units import BINARY, human
 from bytescope.memory.view import elements, frame
+from bytescope.memory.view.figures import seconds
 from bytescope.train.plan import estimate_page
 from support.browser import HOSTILE, Page, browse, literally
 
@@ -158,6 +159,13 @@ def test_the_browser_writes_bytes_as_python_does(head, tmp_path):
     script = f"document.title = JSON.stringify({json.dumps(sizes)}.map(base.human));"
     document = browse(tmp_path, head, script=script, options=["--dump-dom"])
     assert json.loads(seen(document)) == [human(size) for size in sizes]
+
+
+def test_the_browser_writes_seconds_as_python_does(head, tmp_path):
+    values = [0.0000123, 0.01234, 0.0999, 0.1, 0.59, 1.0, 37.414, 999.4, 1000, 123456.7]
+    script = f"document.title = JSON.stringify({json.dumps(values)}.map(base.seconds));"
+    document = browse(tmp_path, head, script=script, options=["--dump-dom"])
+    assert json.loads(seen(document)) == [seconds(value) for value in values]
 
 
 @pytest.mark.parametrize(

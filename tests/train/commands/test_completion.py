@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.completion_shells import SHELLS
+from bytescope.train.commands.completion_command import SHELLS
 from bytescope.train.commands.completion_words import gather, parsers
 from bytescope.train.commands.registry import COMMANDS
 
@@ -209,11 +209,12 @@ def test_fish(folder):
 def test_every_word_is_one_that_is_taken(words):
     """A flag, key, target or name that has gone, or a value of another table, would fail here."""
     from bytescope.memory.devices import targets
-    from bytescope.train.program.config_files import WEIGHTS, describe_keys, find_file
+    from bytescope.train.program.config_files import describe_keys
+    from bytescope.train.source import WEIGHTS, ConfigPath, find_source
 
     assert set(words.commands) == set(COMMANDS) == set(words.flags)
     assert set(words.keys) == {key for key, _, _ in describe_keys()}
-    assert all(find_file(name) for name in words.configs)
+    assert all(find_source(name, ConfigPath) for name in words.configs)
     assert all(f"{WEIGHTS}*" in script(words) for script in SHELLS.values())
     for name, counted in words.targets.items():
         if name not in ("local", "cpu"):  # those ask jax

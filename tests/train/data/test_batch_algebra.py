@@ -11,7 +11,7 @@ import pytest
 from bytescope.memory import __main__ as command
 from bytescope.memory.view.console import make_console
 from bytescope.train.data.batch_algebra import BatchAlgebra
-from bytescope.train.plan.model_facts import accumulation
+from bytescope.train.plan.config_facts import accumulation
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import feed

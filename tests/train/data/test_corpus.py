@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bytescope.train.data import documents
 from bytescope.train.data.corpus import ShardFiles, find
-from bytescope.train.data.documents import Document, Text, texts
+from bytescope.train.data.documents import Document, TextDocuments, texts
 from bytescope.train.user_errors import UserError
 from support.text_data import write
 
@@ -86,7 +86,7 @@ def test_held_out_files_do_not_move_when_others_are_added(tmp_path):
 
 @given(st.sets(st.text("abcdefgh", min_size=1), min_size=2, max_size=8))
 def test_few_files_still_have_both_parts(stems):
-    text = Text("t", tuple(Document(Path(stem), stem, 0, size) for size, stem in enumerate(sorted(stems), 1)))
+    text = TextDocuments("t", tuple(Document(Path(stem), stem, 0, size) for size, stem in enumerate(sorted(stems), 1)))
     train, heldout = text.split()
     assert train.documents and heldout.documents
     assert sorted(names(train) + names(heldout)) == sorted(stems)

@@ -16,7 +16,7 @@ from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import RematSearch, spread
 from bytescope.memory.view.console import plain_text
-from bytescope.train.plan import frontier, frontier_page, frontier_text
+from bytescope.train.plan import frontier, frontier_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
 from bytescope.train.plan.trials import Stopped
@@ -238,7 +238,7 @@ def test_a_policy_that_nothing_is_known_of_wins_where_it_is_best():
 
 def printed(points, fixed, **more):
     console = Console(width=100, file=io.StringIO())
-    frontier_text.show(points, fixed, as_json(points, fixed, **more), console=console)
+    frontier_view.show(points, fixed, as_json(points, fixed, **more), console=console)
     return console.file.getvalue()
 
 
@@ -277,10 +277,10 @@ def test_the_page_is_one_file_and_takes_hostile_text(points, fixed):
         config=HOSTILE,
         given=HOSTILE,
     )
-    page = one_file(frontier_page.render(out))
+    page = one_file(frontier_view.render_page(out))
     assert "b" not in page.tags and "missing" in " ".join(page.words) and literally(page) >= 5
-    assert page.data == json.loads(json.dumps(frontier_page.page_data(out)))
-    assert frontier_page.render(as_json([], []))  # stopped before the first point
+    assert page.data == json.loads(json.dumps(frontier_view.page_data(out)))
+    assert frontier_view.render_page(as_json([], []))  # stopped before the first point
 
 
 def test_the_browser_draws_the_front(points, fixed, tmp_path):
@@ -288,7 +288,7 @@ def test_the_browser_draws_the_front(points, fixed, tmp_path):
       const { spec } = charts.of("front"), [line, budgets, policies, plans] = spec.series;
       document.title = [line.x.join(), line.y.join(), line.step, budgets.x.join(), policies.labels.join("+"),
         plans.x.join(), plans.tips[1].includes("step 0.6500 s, 0.59 to 0.72 s"), spec.limits[0].x].join(";");"""
-    page = frontier_page.render(as_json(points, fixed))
+    page = frontier_view.render_page(as_json(points, fixed))
     document = browse(tmp_path, page, script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
@@ -374,9 +374,9 @@ def test_points_that_are_settled_outlive_a_stop():
     assert found.stopped and 0 < found.missing < 10 and len(found.points) == 10 - found.missing
     # Each finished budget was shown once, as it was finished.
     assert sorted(budget for budget, _ in shown) == [point.budget_bytes for point in found.points]
-    line = plain_text(frontier_text.line(*shown[0]), 100)
+    line = plain_text(frontier_view.line(*shown[0]), 100)
     assert line.endswith(f"allocated 1 B: {shown[0][1].policy}") and "nothing fits" in plain_text(
-        frontier_text.line(GIB, None), 100
+        frontier_view.line(GIB, None), 100
     )
     plans = {str(tried.plan) for tried in whole[0]}
     assert all(point.plan in plans or f"12 x {point.plan}" in plans for point in found.points) and len(found.fixed) == 3

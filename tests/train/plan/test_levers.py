@@ -12,7 +12,7 @@ from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ROWS
-from bytescope.train.plan import levers, levers_page, levers_text
+from bytescope.train.plan import levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
@@ -144,7 +144,7 @@ def test_the_json_has_every_key(levels):
 
 def printed(levels, left_out=(), **more):
     console = Console(width=100, file=io.StringIO())
-    levers_text.show(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, console=console, **more)
+    levers_view.show(levers.to_json(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, **more), console)
     return console.file.getvalue()
 
 
@@ -164,8 +164,8 @@ def test_the_staircase_on_the_terminal(levels):
 
 def test_bars_are_whole_numbers_that_add_up():
     thirds = dict.fromkeys(ROWS[:3], 10)
-    assert levers_text.bar(thirds, 30, 10).plain == "PPPFFFFOOO"
-    assert levers_text.bar(thirds, 15, 10).plain == "PPPPPPPFF▶"
+    assert levers_view.bar(thirds, 30, 10).plain == "PPPFFFFOOO"
+    assert levers_view.bar(thirds, 15, 10).plain == "PPPPPPPFF▶"
 
 
 # ---- the page ---------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def test_bars_are_whole_numbers_that_add_up():
 def test_the_page_is_one_file_and_takes_hostile_text(levels):
     hostile = [dataclasses.replace(levels[0], flags=HOSTILE, kernel=HOSTILE), *levels[1:]]
     out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"}, config=HOSTILE, given=HOSTILE)
-    page = one_file(levers_page.render(out))
+    page = one_file(levers_view.render_page(out))
     assert "b" not in page.tags and literally(page) >= 5
-    assert page.data == json.loads(json.dumps(levers_page.page_data(out)))
+    assert page.data == json.loads(json.dumps(levers_view.page_data(out)))
 
 
 def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
@@ -186,7 +186,7 @@ def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
       document.title = [spec.series.map((one) => one.name).join("+"), params.y.join(), spec.limits[0].y,
         spec.notes.map((note) => note.text).join(), params.tips(2).includes("--config.model.attention=auto"),
         document.getElementById("cut").textContent].join(";");"""
-    document = browse(tmp_path, levers_page.render(out), script=script, options=["--dump-dom"])
+    document = browse(tmp_path, levers_view.render_page(out), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
         "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with an arrow are cut."

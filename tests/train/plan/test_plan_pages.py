@@ -10,12 +10,12 @@ from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
 from bytescope.train.pipeline.schedules import make_schedule
-from bytescope.train.plan import estimate_page, frontier_page, levers_page
+from bytescope.train.plan import estimate_page, frontier_view, levers_view
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
 from bytescope.train.plan import schedule_page as pipeline_page
 from bytescope.train.plan.config_grid import ConfigRow
-from bytescope.train.plan.fit import fit_page
+from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
 from support.fit_trials import as_json, walk
@@ -134,10 +134,10 @@ def pages():
     return {
         "policies": compare_page.render(policies(), ConfigRow),
         "tasks": compare_page.render(tasks(), ConfigRow),
-        "levers": levers_page.render(staircase()),
-        "front": frontier_page.render(fronted()),
-        "fit": fit_page.render(fitted()),
-        "fit not": fit_page.render(fitted(5)),
+        "levers": levers_view.render_page(staircase()),
+        "front": frontier_view.render_page(fronted()),
+        "fit": fit_view.render_page(fitted()),
+        "fit not": fit_view.render_page(fitted(5)),
         "estimate": estimate_page.render(Question(7e9, shape_for(7e9)), "7b"),
     }
 
@@ -234,7 +234,7 @@ def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star
 
 
 def test_the_first_stage_that_fits_is_named_and_every_command_is_whole():
-    text = levers_page.render(staircase())
+    text = levers_view.render_page(staircase())
     said, (heads, rows, commands) = words(text), table(text, "stages")
     assert "First that fits: + full remat" in said and "first that fits 30.00 GiB + full remat" in said
     assert [command for [command] in commands] == [
@@ -248,7 +248,7 @@ def test_the_first_stage_that_fits_is_named_and_every_command_is_whole():
 
 
 def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
-    text = frontier_page.render(fronted())
+    text = frontier_view.render_page(fronted())
     heads, rows, commands = table(text, "points")
     assert [(cells[0], cells[1]) for cells in rows] == [
         ("full", "20.00 GiB"),
@@ -270,7 +270,7 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
 @pytest.mark.parametrize("budget", [24, 5])
 def test_the_winner_of_a_fit_can_be_copied(budget):
     out = fitted(budget)
-    text = fit_page.render(out)
+    text = fit_view.render_page(out)
     command = re.search(r'<div class="run"><pre>(.*?)</pre>', text, re.S)[1]
     parts = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)))
     assert parts[:3] == (

@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from bytescope.memory.view.elements import seconds as pages_seconds
+from bytescope.memory.view.figures import seconds as pages_seconds
 from bytescope.memory.view.prediction_text import within
-from bytescope.train.plan.fit import fit_page
+from bytescope.train.plan.fit import fit_view
 from support.browser import HOSTILE, Page, body, browse, literally, one_file, with_style_attributes
 from support.fit_trials import GIB, as_json, walk
 
@@ -32,11 +32,11 @@ def text_of(page):
 
 
 def visible(out):
-    return text_of(Page(fit_page.render({**out, "config": "x.py"})))
+    return text_of(Page(fit_view.render_page({**out, "config": "x.py"})))
 
 
 def test_the_page_is_one_file_with_the_answer_on_top(fits):
-    page = one_file(fit_page.render({**fits, "config": "configs/x.py"}))
+    page = one_file(fit_view.render_page({**fits, "config": "configs/x.py"}))
     words, best = text_of(page), fits["best"]
     run = f"bytescope train --config=configs/x.py {best['flags']}"
     assert run in words and words.index(run) < words.index("What was tried")
@@ -53,13 +53,13 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
         "jax 9",
     ):
         assert expected in words, expected
-    assert page.data == json.loads(json.dumps(fit_page.page_data(fits)))
-    assert "{{" not in re.sub(r"<script>.*?</script>", "", fit_page.render(fits), flags=re.S)
+    assert page.data == json.loads(json.dumps(fit_view.page_data(fits)))
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", fit_view.render_page(fits), flags=re.S)
 
 
 def test_the_bar_is_the_bytes_against_the_budget(fits, fits_not):
     def bar(out):
-        page = with_style_attributes(fit_page.render(out))
+        page = with_style_attributes(fit_view.render_page(out))
         drawn = re.search('<div class="against">(.*?)<p class="room', page, re.S)[1]
         widths = dict(re.findall(r'class="c-(\w+)" style="width:([\d.]+)%"', drawn))
         return {name: float(width) for name, width in widths.items()}, re.findall('limit" style="left:([0-9.]+)', page)
@@ -92,7 +92,7 @@ def test_the_host_has_its_own_figures():
 
 
 def test_the_table_is_the_walk(fits):
-    rows = re.findall(r"<tr( class=\"winner\")? title=\"([^\"]*)\">(.*?)</tr>", fit_page.render(fits))
+    rows = re.findall(r"<tr( class=\"winner\")? title=\"([^\"]*)\">(.*?)</tr>", fit_view.render_page(fits))
     assert len(rows) == len(fits["walk"])
     for number, ((winner, keys, cells), step) in enumerate(zip(rows, fits["walk"]), 1):
         assert bool(winner) == (step["keys"] == fits["best"]["overrides"])
@@ -140,7 +140,7 @@ def hostile(out):
 
 def test_no_text_can_break_the_page(fits, fits_not):
     for out in (fits, fits_not):
-        page = one_file(fit_page.render(hostile(out)))
+        page = one_file(fit_view.render_page(hostile(out)))
         assert page.data["points"][0]["what"] == HOSTILE and literally(page) > 10
 
 
@@ -152,7 +152,7 @@ def test_the_browser_draws_the_walk(fits, tmp_path):
       document.title = [named.join("+"), marks.map((one) => one.x.length).join(), marks[0].open.join(),
         spec.limits[0].x, spec.notes[0].text, spec.series[0].x.join(), marks[1].tips[0].join(), targets.length,
         getSelection().toString()].join(" | ");"""
-    document = browse(tmp_path, fit_page.render(fits), script=script, options=["--dump-dom"])
+    document = browse(tmp_path, fit_view.render_page(fits), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     title = html.unescape(re.search("<title>(.*?)<", document, re.S)[1])
     seconds = fits["best"]["predicted_seconds"]
@@ -164,8 +164,8 @@ def test_the_browser_draws_the_walk(fits, tmp_path):
 
 
 def test_the_browser_takes_hostile_and_empty_fits(fits_not, tmp_path):
-    seen = body(browse(tmp_path, fit_page.render(hostile(fits_not)), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, fit_view.render_page(hostile(fits_not)), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen
     nothing = as_json(walk(24, broken=lambda flat: "no GPU"))
-    seen = body(browse(tmp_path, fit_page.render(nothing), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, fit_view.render_page(nothing), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and 'id="picture-card" hidden' in seen

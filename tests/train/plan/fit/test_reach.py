@@ -5,7 +5,7 @@ import io
 import pytest
 
 from bytescope.memory.view.console import make_console
-from bytescope.train.plan.fit import fit_text
+from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.fit.fit_reach import RANKS, Reach
 from support.fit_trials import GIB, SEQ, as_json, walk
 
@@ -27,7 +27,7 @@ def reached(done):
 
 def printed(out):
     console = make_console(file=io.StringIO(), width=100)
-    fit_text.show(out, "x", console)
+    fit_view.show(out, "x", console)
     return console.file.getvalue()
 
 

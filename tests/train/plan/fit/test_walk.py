@@ -8,7 +8,7 @@ from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
-from bytescope.train.plan.fit import fit_result, fit_text
+from bytescope.train.plan.fit import fit_result, fit_view
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_space import SQUEEZES
 from bytescope.train.plan.fit.fit_step import Step
@@ -185,7 +185,7 @@ def test_a_variant_that_cannot_run_is_passed_over():
         "zero3 fsdp 8, 4 x 2, full": "cannot run: too wide",
     }
     assert done.best.keys["batch.micro"] == "2"
-    said = " ".join(plain_text(fit_text.render(as_json(done), "llama_8b"), 200).split())
+    said = " ".join(plain_text(fit_view.render_text(as_json(done), "llama_8b"), 200).split())
     assert "zero2 fsdp 8: cannot run: no such mesh" in said
     row = next(row for row in as_json(done)["walk"] if "zero2" in row["what"])
     assert row["allocated_bytes"] is row["predicted_seconds"] is None and row["fits"] is False
@@ -275,7 +275,7 @@ def test_time_that_is_over_stops_it(monkeypatch):
 
 def test_a_name_more_that_fits_and_is_faster_is_adopted(monkeypatch):
     """A search that is cut off leaves room: the neighbours use it, one name after the other."""
-    monkeypatch.setattr(walks, "MOST_PLANS", 1)
+    monkeypatch.setattr(walks, "MAX_PLANS", 1)
     done = walk(29, "remat,accumulation")
     adopted = [step for step in done.steps if step.stage == "neighbour"]
     assert [remat(step) for step in adopted if "fastest" in step.verdict] == ["0-4:a"]

@@ -7,11 +7,10 @@ import pytest
 
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.validation import cohorts, validation_score
-from bytescope.train.plan.validation import validation_page as page
-from bytescope.train.plan.validation import validation_text as text
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_result import Result
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation import validation_view as view
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.plan.validation.validation_score import ScoredRun
 from support.browser import Page, one_file
 from support.pages.sweep import check_page
 
@@ -22,7 +21,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
-    row = Row(
+    row = MeasuredRow(
         "s",
         str(number),
         "llama",
@@ -43,7 +42,7 @@ def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
         differs=differs,
     )
     seconds = validation_score.launched(predicted, row)
-    return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
+    return ScoredRun(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
@@ -55,13 +54,13 @@ def found(left=()):
         one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"),
     )
     unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
-    return Result(
+    return ValidationResult(
         "playbook", scored, tuple(validation_score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"}
     )
 
 
 def test_the_terminal_has_scores_worst_rows_and_reasons():
-    out = plain_text(text.render(found()), 140)
+    out = plain_text(view.render_text(found().to_json()), 140)
     assert "playbook: 5 measured runs, 3 compiled now" in out and "stopped" not in out
     lines = out.splitlines()
     seconds = next(line.split() for line in lines if line.startswith("llama     8"))
@@ -72,7 +71,12 @@ def test_the_terminal_has_scores_worst_rows_and_reasons():
     assert "tp1 3" in worst and " 2.00 " in worst
     assert "2: pipeline parallelism (llama on 8)" in out
     assert "its network was slow: llama on 64, dp8 tp1 5 (1.00)" in out
-    assert "stopped: 2 rows left" in plain_text(text.render(found(("8", "9"))), 140)
+    assert "stopped: 2 rows left" in plain_text(view.render_text(found(("8", "9")).to_json()), 140)
+
+
+def test_the_worst_are_furthest_on_either_side():
+    runs = [{"ratio": ratio} for ratio in (1.5, 0.5, 1.0, None)]
+    assert [row["ratio"] for row in view.worst_first(runs)] == [0.5, 1.5, 1.0, None]
 
 
 def test_bytes_that_are_not_compared_have_their_reason():
@@ -80,9 +84,9 @@ def test_bytes_that_are_not_compared_have_their_reason():
     row = dataclasses.replace(runs.scored[1].row, bytes_reason=f"of {EVIL}")
     doubted = dataclasses.replace(runs.scored[1], row=row)
     runs = dataclasses.replace(runs, scored=(runs.scored[0], doubted))
-    out = plain_text(text.render(runs), 140)
+    out = plain_text(view.render_text(runs.to_json()), 140)
     assert f"1 not compared: of {EVIL} (llama on 8, dp8 tp2 2: 10.00 GiB for 20.00 GiB)" in out
-    assert Page(page.render(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
+    assert Page(view.render_page(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
 
 
 def pooled():
@@ -111,7 +115,7 @@ def pooled():
 
 
 def test_the_terminal_has_scores_over_models_and_likely_reasons():
-    out = plain_text(text.render(pooled()), 140)
+    out = plain_text(view.render_text(pooled().to_json()), 140)
     lines = [line.split() for line in out.splitlines()]
     assert ["A,", "newest", "4", "4", "75.0%", "0.99", "0.97", "2.00"] in lines
     assert ["B,", "older", "1", "1", "100.0%", "1.01", "1.01", "1.01"] in lines
@@ -119,30 +123,30 @@ def test_the_terminal_has_scores_over_models_and_likely_reasons():
     assert f"1: scales {EVIL} (2.00; llama on 8)" in out and "known to differ" not in out
     assert "1 not compared: another micro-batch (llama on 8, dp8 tp4 4: 10.00 GiB for 20.00 GiB)" in out
     assert "2 rows were compiled by another environment (jax-cuda12-plugin 1)" in out
-    assert "over all models" not in plain_text(text.render(found()), 140)
+    assert "over all models" not in plain_text(view.render_text(found().to_json()), 140)
 
 
 def test_the_page_has_scores_over_models():
-    document = page.render(pooled().to_json())
+    document = view.render_page(pooled().to_json())
     one_file(document)
     assert "A, newest" in document and "within 10 %" in document and EVIL not in document
-    assert "within 10 %" not in page.render(found().to_json())
+    assert "within 10 %" not in view.render_page(found().to_json())
 
 
 def test_the_terminal_says_an_empty_set():
     empty = dataclasses.replace(found(), scored=(), groups=(), rates="")
-    out = plain_text(text.render(empty), 80)
+    out = plain_text(view.render_text(empty.to_json()), 80)
     assert "0 measured runs" in out and "predicted worst" not in out
 
 
 @pytest.mark.parametrize("result", [found(), pooled()], ids=["apart", "pooled"])
 @pytest.mark.parametrize("width", [60, 100])
 def test_no_line_is_wider_than_the_terminal(width, result):
-    assert max(map(len, plain_text(text.render(result), width).splitlines())) <= width
+    assert max(map(len, plain_text(view.render_text(result.to_json()), width).splitlines())) <= width
 
 
 def test_the_page_has_a_mark_for_each_run():
-    document = page.render(found(("8",)).to_json())
+    document = view.render_page(found(("8",)).to_json())
     one_file(document)
     drawn = Page(document).data
     assert [(series["name"], series["x"], series["y"]) for series in drawn["series"]] == [
@@ -162,9 +166,9 @@ def test_the_page_has_a_mark_for_each_run():
 
 def test_the_page_of_an_empty_set_says_so():
     empty = dataclasses.replace(found(), scored=(), groups=(), unsaid=(), rates="")
-    assert Page(page.render(empty.to_json())).data == {"series": []}
+    assert Page(view.render_page(empty.to_json())).data == {"series": []}
 
 
 @pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
-    check_page(browser, page.render(pooled().to_json()))
+    check_page(browser, view.render_page(pooled().to_json()))

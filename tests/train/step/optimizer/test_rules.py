@@ -11,8 +11,8 @@ import pytest
 
 from bytescope.memory.formulas.training_state import state_bytes_per_parameter
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.plan.state_rows import OPTIMIZERS as FORMULAS
-from bytescope.train.plan.state_rows import PRECISIONS
+from bytescope.train.plan.config_facts import OPTIMIZERS as FORMULAS
+from bytescope.train.plan.config_facts import PRECISIONS
 from bytescope.train.program.config_files import load
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import calls

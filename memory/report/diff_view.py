@@ -1,0 +1,324 @@
+"""Two reports against each other, on the terminal and as a page: both timelines, and what grew and shrank.
+
+The page is one HTML file that opens offline: what does not move is prepared here for `templates/diff.html`; the
+timelines and the waterfall are drawn by `static/diff.js`. `notebook_difference` shows the same columns in a notebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.records.report_diff import Change, Measure, diff, measures, version_changes, warnings
+from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord, TimelinePoint
+from bytescope.memory.report.report_page import flatten
+from bytescope.memory.units import column_unit, human
+from bytescope.memory.view.elements import HeaderFigure, row_name, subject
+from bytescope.memory.view.figures import exact
+from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import Items, Prose, blocks
+
+# Buffers that the terminal lists. Figures that differ by less than this share are the same.
+_SHOWN, _SAME = 20, 1e-9
+# Places along the schedule at which both timelines are drawn, and rows of the table, at most.
+MAX_PLACES, MAX_CHANGES = 600, 400
+NOTES = (
+    "Both schedules are drawn over the whole width, whatever their lengths: a place is a share of the schedule, not a "
+    "time. Each place has the highest bytes of its stretch, so no peak is lost.",
+    "All bytes are of one device. The rows of the waterfall add up from the allocated bytes before to those after.",
+    "Buffers are matched by what they are: category, phase, scopes, operation, shape and dtype; those that are left by "
+    "category, shape and dtype. A buffer whose shape changed is a row that went and a row that came.",
+)
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------
+
+
+def verdict_of_growth(growth: float) -> str:
+    """The verdict by which a growth is coloured."""
+    if growth > 0:
+        return "exceeds"
+    return "fits" if growth < 0 else "dim"
+
+
+def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
+    """The columns of changes in bytes. title, name: of the column that names them."""
+    return (
+        ColumnView("name", title, "path", read=name),
+        ColumnView("kind", "kind", "text", only=PAGE),
+        ColumnView("before", "before", "bytes"),
+        ColumnView("after", "after", "bytes"),
+        ColumnView(
+            "growth",
+            "change",
+            "growth",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            hover=lambda change: f"{change.growth:+,} bytes",
+        ),
+        ColumnView(
+            "percent_text",
+            "%",
+            "number",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            order=lambda change: round(change.percent, 2) if change.before else 1e9,
+        ),
+    )
+
+
+# Unit of a measure -> how it is written.
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "seconds": lambda seconds: f"{seconds:#.3g} s",
+    "FLOPs": lambda flops: f"{flops / 1e12:,.3g} TFLOP",
+    "bytes": lambda size: human(int(size)),
+}
+
+
+def measured_change(row: Measure) -> float:
+    """The change of a measure; 0 for one so small that it comes from adding the same seconds in another order."""
+    change = row.after - row.before
+    return 0 if abs(change) < _SAME * row.before else change
+
+
+def measured_growth(row: Measure) -> str:
+    """The change in words: "+1.00 s"."""
+    change = measured_change(row)
+    if not change:
+        return "unchanged"
+    return ("+" if change > 0 else "-") + UNITS[row.unit](abs(change))
+
+
+def measured_percent(row: Measure) -> str:
+    """The change in per cent; "new" of what was 0, "" of what is the same."""
+    if not row.before:
+        return "new"
+    change = measured_change(row)
+    return f"{100 * change / row.before:+.1f}" if change else ""
+
+
+MEASURE_COLUMNS = (
+    ColumnView("name", "what", "path", short="seconds, FLOPs of a device, bytes sent"),
+    ColumnView("before", "before", "number", read=lambda row: UNITS[row.unit](row.before)),
+    ColumnView("after", "after", "number", read=lambda row: UNITS[row.unit](row.after)),
+    ColumnView(
+        "change", "change", "number", read=measured_growth, verdict=lambda row: verdict_of_growth(measured_change(row))
+    ),
+    ColumnView("percent", "%", "number", read=measured_percent),
+)
+
+
+def differing(row: tuple[str, str, str]) -> str:
+    """The verdict of a fact of two programs, which stands out where they differ."""
+    return "tight" if row[1] != row[2] and row[0] != "report" else ""
+
+
+# What was compiled: (name, before, after).
+PROGRAM_COLUMNS = (
+    ColumnView("name", path="0"),
+    ColumnView("before", "before", "words", read=lambda row: row[1] or "-", verdict=differing),
+    ColumnView("after", "after", "words", read=lambda row: row[2] or "-", verdict=differing),
+)
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------
+
+
+def render_text(
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN
+) -> RenderableType:
+    """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then the
+    `shown` buffers that changed most, then versions."""
+    sizes = [change for change in changes if change.kind != "buffer"]
+    buffers = [change for change in changes if change.kind == "buffer"]
+    more = len(buffers) - shown
+    told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
+    versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
+    rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
+    measured = measures(before, after)
+    named = change_columns("buffers that changed most", lambda change: change.name)
+    printed = blocks(
+        Group(*told) if told else None,
+        terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
+        terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
+        Group(terminal_table(TableView(named, buffers[:shown])), *rest) if buffers else None,
+        Items(versions, style="dim", separator=";", gap=1) if versions else None,
+    )
+    return printed if printed.renderables else Text("nothing to compare")
+
+
+def _kind_and_name(change: Change) -> str:
+    return f"{change.kind} {change.name}"
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def render_page(before: ReportRecord, after: ReportRecord, names: tuple[str, str] = ("before", "after")) -> str:
+    """The page of two reports, as text. `names`: what the reports are called, such as their files."""
+    changes = diff(before, after)
+    parts = [change for change in changes if change.kind != "total"]
+    return page(
+        "diff",
+        f"{names[0]} and {names[1]} · difference",
+        page_data(before, after, names),
+        names=names,
+        where=_both(subject(before), subject(after)),
+        figures=_figures(before, after),
+        versions="",
+        warnings=warnings(before, after),
+        programs=page_table(_programs(before, after, names)),
+        measures=page_table(TableView(MEASURE_COLUMNS, measures(before, after))),
+        same=not _config(before, after),
+        changes=page_table(_changes(parts[:MAX_CHANGES])),
+        left=max(len(parts) - MAX_CHANGES, 0),
+        phases=STEP_PHASES,
+        notes=NOTES,
+    )
+
+
+def page_data(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values; bytes on one device."""
+    both = (before, after)
+    places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
+    most = max((report.peak_bytes for report in both), default=0)
+    return {
+        "names": list(names),
+        "unit": column_unit(most, 1.0),
+        "places": places,
+        "lines": [_line(report.timeline, places) for report in both],
+        "limits": [report.limit_bytes for report in both],
+        "waterfall": waterfall(before, after),
+    }
+
+
+def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list[Any]]:
+    """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
+    found = (
+        [
+            max(
+                timeline[
+                    i * len(timeline) // places : max(
+                        (i + 1) * len(timeline) // places, i * len(timeline) // places + 1
+                    )
+                ],
+                key=lambda point: point.bytes,
+            )
+            for i in range(places)
+        ]
+        if timeline
+        else []
+    )
+    return {
+        "bytes": [point.bytes for point in found],
+        "phase": [point.phase for point in found],
+        "instruction": [point.instruction for point in found],
+    }
+
+
+def waterfall(before: ReportRecord, after: ReportRecord) -> list[dict[str, Any]]:
+    """The bars from the allocated bytes before to those after: `row` of the breakdown ("" for the two totals), `name`,
+    `from` and `bytes`, which are negative for what shrank. Rows that stayed are left out."""
+    reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
+    changed = sorted(
+        (change for change in diff(before, after) if change.kind == "category"), key=lambda change: -change.growth
+    )
+    for change in changed:
+        bars.append(_bar(change.name, row_name(change.name), reached, change.growth))
+        reached += change.growth
+    if reached != after.allocated_bytes:  # damaged or foreign reports, whose rows do not add up
+        bars.append(_bar("unattributed", "not in the rows", reached, after.allocated_bytes - reached))
+    return [*bars, _bar("", "after", 0, after.allocated_bytes)]
+
+
+def _bar(row: str, name: str, start: int, count: int) -> dict[str, Any]:
+    return {"row": row, "name": name, "from": start, "bytes": count}
+
+
+# ---- the header -----------------------------------------------------------------------------------------------
+
+
+def _both(one: str, other: str) -> str:
+    return one if one == other else f"{one} → {other}"
+
+
+def _figures(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
+    figures = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
+    found = [
+        HeaderFigure(
+            name,
+            human(getattr(after, field)),
+            f"was {human(getattr(before, field))}, {_growth(getattr(before, field), getattr(after, field))}",
+            exact(getattr(after, field)),
+        )
+        for name, field in figures
+    ]
+    return [*found, *_seconds(before, after)]
+
+
+# What is compared of the time of two reports: the title, and where a report has it; the first that both have.
+_TIMES = (
+    ("predicted update", lambda report: report.prediction.get("seconds")),
+    ("step, at least", lambda report: report.roofline.get("total")),
+)
+
+
+def _seconds(before: ReportRecord, after: ReportRecord) -> list[HeaderFigure]:
+    for title, read in _TIMES:
+        seconds = [read(report) for report in (before, after)]
+        if all(isinstance(value, int | float) and 0 < value < 1e300 for value in seconds):
+            change = 100 * (seconds[1] / seconds[0] - 1)
+            return [HeaderFigure(title, f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %")]
+    return []
+
+
+def _growth(before: int, after: int) -> str:
+    """A change in words: "+1.20 GiB (+6.1 %)"."""
+    change = after - before
+    if not change:
+        return "unchanged"
+    share = f" ({100 * change / before:+.1f} %)" if before else ""
+    return f"{'+' if change > 0 else '-'}{human(abs(change))}{share}"
+
+
+# What names a program: the name of the row, and what it says of a report.
+_FACTS = (
+    ("config", lambda report: report.subject.name),
+    ("batch", lambda report: report.subject.batch),
+    ("policy", lambda report: report.subject.policy),
+    ("program", lambda report: report.program),
+    ("target", lambda report: str(report.target.get("name") or "")),
+    ("verdict", lambda report: report.verdict),
+    ("limit", lambda report: human(report.limit_bytes)),
+    ("jax", lambda report: str(report.versions.get("jax") or "")),
+)
+
+
+def _programs(before: ReportRecord, after: ReportRecord, names: Sequence[str]) -> TableView:
+    """What was compiled, before and after: what names the programs, then every version and config key that differs."""
+    rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
+    rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
+    rows += _config(before, after)
+    return TableView(PROGRAM_COLUMNS, [row for row in rows if row[1] or row[2]])
+
+
+def _config(before: ReportRecord, after: ReportRecord) -> list[tuple[str, str, str]]:
+    return _different(*(dict(flatten(report.config)) for report in (before, after)))
+
+
+def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, value before, value after) of the names whose values differ."""
+    rows = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = str(before.get(name, "")), str(after.get(name, ""))
+        if old != new:
+            rows.append((str(name), old, new))
+    return rows
+
+
+def _changes(changes: Iterable[Change]) -> TableView:
+    columns = change_columns("what", lambda change: row_name(change.name) or "(no name)")
+    return TableView(columns, sorted(changes, key=lambda change: -abs(change.growth)))

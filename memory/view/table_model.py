@@ -1,0 +1,215 @@
+"""A table declared once: each column says its title, its value and its unit; `table_views` draws it.
+
+    COLUMNS = (
+        ColumnView("policy", "policy", "value"),
+        ColumnView("allocated_bytes", "allocated", "bytes", short="alloc"),
+        ColumnView("recompute_flops_fraction", "recomputed", "share", short="recomp"),
+    )
+    view = TableView(COLUMNS, rows)
+    terminal_table(view), page_table(view), notebook_table(view)
+
+A row is anything: a column without `read` takes what stands at its path, "measured.step_seconds" or "ratios.2".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bytescope.memory.units import GIB, human
+from bytescope.memory.view.figures import count, percent, seconds, significant, written_gap
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
+
+
+class Kind(NamedTuple):
+    """How the values of a column are written.
+
+    Fields:
+        column: the function of `text_table` that makes the terminal's column.
+        css: the class of the page's cells: "num" (right) or "text" (left).
+        terminal, page: (value, digits) -> text. digits: of a column that names none.
+        in_unit: format of a value in the unit of its table, in which the terminal writes bytes; "" for other values.
+    """
+
+    column: str
+    css: str
+    terminal: Callable[[Any, int], str]
+    page: Callable[[Any, int], str]
+    digits: int = 0
+    in_unit: str = ""
+
+
+def _plain(value: Any, digits: int) -> str:
+    return str(value)
+
+
+def _human(value: Any, digits: int) -> str:
+    return human(value)
+
+
+def _count(value: Any, digits: int) -> str:
+    return count(value)
+
+
+def _seconds(value: Any, digits: int) -> str:
+    return seconds(value)
+
+
+def _percent(value: Any, digits: int) -> str:
+    return percent(value, digits)
+
+
+def _fixed_point(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}"
+
+
+def _signed_bytes(value: Any, digits: int) -> str:
+    return ("+" if value > 0 else "-" if value < 0 else "") + human(abs(value))
+
+
+def _gap(value: Any, digits: int) -> str:
+    return written_gap(value, digits)
+
+
+KINDS: Mapping[str, Kind] = {
+    # Texts. Where there is no room paths and words wrap, names are shortened in their middle, places at their
+    # beginning, values wrap after commas, and text is shown whole. A value of "lines" has several lines.
+    "name": Kind("label", "text", _plain, _plain),
+    "path": Kind("path", "text", _plain, _plain),
+    "value": Kind("value", "text", _plain, _plain),
+    "text": Kind("fixed", "text", _plain, _plain),
+    "words": Kind("words", "text", _plain, _plain),
+    "place": Kind("place", "text", _plain, _plain),
+    "lines": Kind("value", "text", _plain, _plain),
+    "command": Kind("fixed", "text", _plain, _plain),
+    # Bytes.
+    "bytes": Kind("figure", "num", _human, _human, in_unit=",.2f"),
+    "growth": Kind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
+    "gib": Kind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
+    # Seconds: the terminal's titles of "seconds" have the unit, "duration" has it in each cell.
+    "seconds": Kind("figure", "num", significant, _seconds, digits=4),
+    "duration": Kind("figure", "num", _seconds, _seconds),
+    # Other figures.
+    "share": Kind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
+    "gap": Kind("figure", "num", _gap, _gap, digits=1),
+    "ratio": Kind("figure", "num", _fixed_point, _fixed_point, digits=3),
+    "count": Kind("figure", "num", _count, _count),
+    "number": Kind("figure", "num", _plain, _plain),
+    "times": Kind("figure", "num", lambda value, digits: f"{value:,} x" if value > 1 else "", _count),
+    "flops": Kind("figure", "num", lambda value, digits: f"{value:.2e}", lambda value, digits: f"{value:.2e}"),
+    "tera": Kind("figure", "num", lambda value, digits: f"{value / 1e12:,.2f}", _count),
+    "whole tera": Kind("figure", "num", lambda value, digits: f"{value / 1e12:,.0f}", _count),
+}
+
+
+def value_at(row: Any, path: str) -> Any:
+    """Returns the value at a path of keys, attributes and places of a sequence; None where the path ends before."""
+    value = row
+    for name in path.split("."):
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif name.isdigit():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = getattr(value, name)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnView:
+    """One column of a table, for all the places that show it.
+
+    Fields:
+        key: its name, under which a row holds the value unless there is `read`.
+        title: its heading; short: on the terminal, where the title needs too much room.
+        kind: a row of `KINDS`. digits: of its figures, None for those of the kind.
+        path: where a row has the value, names and numbers with points between; its key by default.
+        read: row -> value, where that is no value at a path. None and "" leave the cell empty.
+        skip_zero: whether 0 leaves the cell empty too.
+        only: TERMINAL or PAGE for a column that the other does not show.
+        rank: its place on a page: low ranks come first, and a narrow page folds away the highest.
+        terminal, page: row -> the cell there, where it says something else than the value.
+        note: row -> words under the page's cell. hover: row -> words that show on hover; the exact bytes by default.
+        verdict: row -> "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
+        order: row -> figure that a page sorts by; the value by default.
+        absent: the terminal's text for a row without a value.
+        css: classes of the page's cells, besides the kind's. least: columns that a text keeps on the terminal.
+    """
+
+    key: str
+    title: str = ""
+    kind: str = "name"
+    _: dataclasses.KW_ONLY
+    short: str = ""
+    digits: int | None = None
+    path: str = ""
+    read: Callable[[Any], Any] | None = None
+    skip_zero: bool = False
+    only: str = ""
+    rank: float = 0
+    terminal: Callable[[Any], str | Text] | None = None
+    page: Callable[[Any], str] | None = None
+    note: Callable[[Any], str] | None = None
+    hover: Callable[[Any], str] | None = None
+    verdict: Callable[[Any], str] | None = None
+    order: Callable[[Any], float | None] | None = None
+    absent: str = ""
+    css: str = ""
+    least: int = 0
+
+    @property
+    def heading(self) -> str:
+        """Its title on the terminal."""
+        return self.short or self.title
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether its cells stand to the right and are never shortened."""
+        return KINDS[self.kind].css == "num"
+
+    def only_on(self, place: str) -> ColumnView:
+        """The same column for the tables of one place only."""
+        return dataclasses.replace(self, only=place)
+
+    def value(self, row: Any) -> Any:
+        """Its value in a row; None or "" for an empty cell."""
+        value = self.read(row) if self.read else value_at(row, self.path or self.key)
+        return None if self.skip_zero and not value else value
+
+    def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
+        """Its value as text. size: bytes of the unit of the table, None where each figure has its own unit."""
+        value, kind = self.value(row), KINDS[self.kind]
+        if value is None or value == "":
+            return self.absent if place == TERMINAL else ""
+        if size and kind.in_unit:
+            return format(value / size, kind.in_unit if size > 1 else kind.in_unit.replace(".2", ".0"))
+        write = kind.terminal if place == TERMINAL else kind.page
+        return write(value, kind.digits if self.digits is None else self.digits)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableView:
+    """Columns over rows.
+
+    Fields:
+        columns: the first names the row. rows: what the columns read.
+        emphasis: row -> "winner", "total" or "dim" for one that stands out, "" for the others.
+        hover: row -> words that a page shows on hover.
+    """
+
+    columns: Sequence[ColumnView]
+    rows: Sequence[Any]
+    emphasis: Callable[[Any], str] | None = None
+    hover: Callable[[Any], str] | None = None
+
+    def shown(self, place: str) -> list[ColumnView]:
+        """The columns of TERMINAL or NOTEBOOK, as they are declared, or of PAGE, by rank."""
+        columns = [column for column in self.columns if column.only in ("", place)]
+        return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

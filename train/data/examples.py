@@ -1,0 +1,415 @@
+"""Examples for fine-tuning: the records of `data.source` as rows of tokens, with the tokens that are learned.
+
+`open_examples` reads the records, decides which are held out, and packs rows; `read_examples` makes tokens of records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
+from bytescope.train.data.corpus import find
+from bytescope.train.data.example_content import CONTENTS, Chat, Pair
+from bytescope.train.data.packing import ExampleSource
+from bytescope.train.data.records import Malformed, RecordFiles, Skipped, choose_held_out, left_out, mark, read
+from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
+from bytescope.train.user_errors import UserError
+
+AT_ONCE = 256  # records rendered and encoded together
+REMEDY = (
+    "; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
+    "data.loss_on=all"
+)
+ANSWER = "qzq"  # of a conversation that shows what the template writes behind an answer
+# ids [n] and whether each is learned, bool [n]; or why there are none.
+Tokens = tuple[np.ndarray, np.ndarray] | Malformed
+# Around the number of a special token in a message, while the template is rendered: Unicode keeps these out of text.
+IN_MESSAGE = ("\ufdd2", "\ufdd3")
+
+
+def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSource, ExampleSource, str, str]:
+    """Returns (rows that train, rows that are held out, fingerprint of both, a line for people).
+
+    Raises UserError, one line with the remedy, if something is missing, malformed, or too small.
+    """
+    sets = [read_examples(_find(config, "source"), config, tokenizer)]
+    if config.eval_source:
+        sets.append(read_examples(_find(config, "eval_source"), config, tokenizer))
+        held_out = np.flatnonzero(sets[1].named if sets[1].named.any() else ~sets[1].named)
+        trained = ~sets[0].named if not sets[0].named.all() else np.ones_like(sets[0].named)
+    else:
+        chosen = choose_held_out(sets[0].marks, sets[0].named)
+        trained, held_out = ~chosen, np.flatnonzero(chosen)
+    kept = trained & ~np.isin(sets[0].marks, sets[-1].marks[held_out])
+    copies = int(trained.sum() - kept.sum())
+    parts = (
+        _source(sets[0], np.flatnonzero(kept), config, tokenizer),
+        _source(sets[-1], held_out, config, tokenizer),
+    )
+    notes = "; ".join(left_out(sum(found.malformed for found in sets), copies))
+    for part, what in zip(parts, ("train on", "hold out"), strict=True):
+        if not len(part):
+            raise UserError(
+                f"data.source={config.source!r} holds no example to {what} with a learned token"
+                f"{f' ({notes})' if notes else ''}: give more, raise data.seq_len if answers come late, or "
+                "set data.eval_source"
+            )
+    return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
+
+
+def _find(config: DataConfig, key: str) -> RecordFiles:
+    source = getattr(config, key)
+    found = find(source, f"data.{key}")
+    if not isinstance(found, RecordFiles):
+        raise UserError(
+            f"data.{key}={source!r} holds no records, which data.format={config.format} reads: give "
+            ".jsonl, .jsonl.gz or .parquet files, or a folder saved by datasets"
+        )
+    return found
+
+
+def _source(found: ExampleSet, chosen: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> ExampleSource:
+    return ExampleSource(
+        found.tokens,
+        found.learned,
+        found.starts,
+        chosen,
+        seq_len=config.seq_len,
+        packing=config.packing,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _fingerprint(
+    config: DataConfig, tokenizer: Tokenizer, sets: Sequence[ExampleSet], parts: Sequence[ExampleSource]
+) -> str:
+    how = (config.format, config.loss_on, config.packing, config.too_long, config.special_tokens)
+    digest = blake2b(repr((tokenizer.identity, how)).encode(), digest_size=8)
+    for found in sets:
+        for array in (found.tokens, found.learned, found.starts, found.marks):
+            digest.update(np.ascontiguousarray(array).data)
+    for part in parts:
+        digest.update(np.ascontiguousarray(part.order).data)
+    return digest.hexdigest()
+
+
+def _describe(
+    config: DataConfig, tokenizer: Tokenizer, sets: Sequence[ExampleSet], parts: Sequence[ExampleSource], copies: int
+) -> str:
+    notes = [f"{tokenizer.name}, vocabulary {tokenizer.vocab_size:,}"]
+    if config.format == "chat":
+        notes.append(f"chat template of {find_template(tokenizer, config.chat_template).title}")
+    elif not end_of_text(tokenizer):
+        notes.append("no token ends a completion (the tokenizer has no end-of-text token)")
+    if config.special_tokens == "parse":
+        notes.append("special tokens written in the text are parsed")
+    for count, what in (
+        (sum(found.cut for found in sets), f"longer than {config.seq_len:,} tokens cut at the end"),
+        (sum(found.dropped for found in sets), f"longer than {config.seq_len:,} tokens dropped"),
+        (sum(found.unlearned for found in sets), "without a learned token left out"),
+    ):
+        if count:
+            notes.append(f"{count:,} {'example' if count == 1 else 'examples'} {what}")
+    train, held_out = parts
+    of = f" of {config.eval_source}" if config.eval_source else ""
+    return (
+        f"{config.source}: {_counts(train)}, {'packed into' if config.packing else 'in'} {len(train):,} rows of "
+        f"{config.seq_len:,} ({100 * train.filled:.1f} % filled); held out {_counts(held_out)}{of}; "
+        f"{'; '.join([*notes, *left_out(sum(found.malformed for found in sets), copies)])}"
+    )
+
+
+def _counts(part: ExampleSource) -> str:
+    return (
+        f"{part.examples:,} {'example' if part.examples == 1 else 'examples'}, {part.tokens:,} tokens, "
+        f"{part.learned:,} learned"
+    )
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples one after the other. tokens: unsigned [t]; learned: bool [t]; starts: int64 [n + 1].
+
+    marks: uint64 [n], of the contents. named: bool [n], whether the file's name says that it is held out. The rest
+    counts examples: cut at the end, dropped as too long, left out without a learned token, or as malformed.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    starts: np.ndarray
+    marks: np.ndarray
+    named: np.ndarray
+    cut: int
+    dropped: int
+    unlearned: int
+    malformed: int
+
+
+def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) -> ExampleSet:
+    """Reads all records of `files` as `config.format` has them. Raises UserError as `records.read` does, and for a
+    template that cannot be used."""
+    skipped, counts = Skipped(config.skip_bad), {"cut": 0, "dropped": 0, "unlearned": 0}
+    tokens: list[np.ndarray] = []
+    learned: list[np.ndarray] = []
+    rows: list[tuple[int, bool]] = []
+    with TOKENS_OF[config.format](config, tokenizer) as tokens_of:
+        contents = _contents(files, config.format, skipped)
+        while chunk := list(islice(contents, AT_ONCE)):
+            encoded = tokens_of([content for _, _, content in chunk])
+            for (place, named, content), found in zip(chunk, encoded, strict=True):
+                if isinstance(found, Malformed):
+                    skipped.add(place, found)
+                    continue
+                end = int(np.flatnonzero(found[1])[-1]) + 1 if found[1].any() else 0
+                ids, targets = found[0][:end], found[1][:end]  # what follows changes no gradient
+                if len(ids) > config.seq_len + 1:
+                    counts["cut" if config.too_long == "cut" else "dropped"] += 1
+                    if config.too_long == "drop":
+                        continue
+                    # Copies, because a slice would keep the whole example in memory.
+                    ids, targets = ids[: config.seq_len + 1].copy(), targets[: config.seq_len + 1].copy()
+                if not targets[1:].any():
+                    counts["unlearned"] += 1
+                    continue
+                tokens.append(ids)
+                learned.append(targets)
+                rows.append((mark(content.key()), named))
+    skipped.refuse_nothing_left(files.title, len(rows) + counts["dropped"] + counts["unlearned"])
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    return ExampleSet(
+        np.concatenate([np.array([], dtype), *tokens]),
+        np.concatenate([np.array([], bool), *learned]),
+        np.cumsum([0, *map(len, tokens)]),
+        np.array([row[0] for row in rows], np.uint64),
+        np.array([row[1] for row in rows], bool),
+        malformed=skipped.count,
+        **counts,
+    )
+
+
+def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
+    """Yields (place, whether the file is held out, content) of each record."""
+    fields, content_of = CONTENTS[name]
+    for record in read(files, fields, skipped):
+        try:
+            yield record.place, record.held_out, content_of(record.values)
+        except Malformed as error:
+            skipped.add(record.place, error)
+
+
+@contextlib.contextmanager
+def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
+    """Gives the function from pairs to tokens: the tokenizer's begin token if it has one, prompt, completion, end
+    token. The completion and the end token are learned."""
+    begin, end = tokenizer.around[0], end_of_text(tokenizer)
+
+    def of(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
+        if not np.array_equal(ids[: len(prompt)], prompt):
+            return Malformed(
+                "the end of the prompt and the beginning of the completion become one token: move a blank "
+                "at the end of the prompt to the completion"
+            )
+        before = begin if tuple(ids[: len(begin)]) != begin else ()
+        behind = end if tuple(ids[len(ids) - len(end) :]) != end else ()
+        joined = np.concatenate([np.array(before, ids.dtype), ids, np.array(behind, ids.dtype)])
+        return joined, np.arange(len(joined)) >= (len(before) + len(prompt) if config.loss_on == "assistant" else 0)
+
+    def tokens_of(pairs: Sequence[Pair]) -> list[Tokens]:
+        prompts = tokenizer.encode_many([pair.prompt for pair in pairs])
+        texts = tokenizer.encode_many([pair.prompt + pair.completion for pair in pairs])
+        return [of(*row) for row in zip(pairs, prompts, texts, strict=True)]
+
+    yield tokens_of
+
+
+def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the id that ends a text: from tokenizer_config.json, else the one that the tokenizer adds itself, else a
+    token with a usual name; () if there is none."""
+    if not isinstance(tokenizer, JsonTokenizer):
+        return () if tokenizer.separator is None else (tokenizer.separator,)
+    names = [named_tokens(tokenizer_config(tokenizer)).get("eos_token"), *ENDS]
+    ids = [tokenizer.id_of(name) for name in names if name]
+    named = ids[0] if names[0] else None
+    if named is None and tokenizer.around[1]:
+        return tokenizer.around[1]
+    return next(((i,) for i in (named, *ids) if i is not None), ())
+
+
+@contextlib.contextmanager
+def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
+    """Gives the function from conversations to the tokens of their rendered text."""
+    template = find_template(tokenizer, config.chat_template)
+    guard = (
+        SpecialTokenGuard(tokenizer)
+        if isinstance(tokenizer, JsonTokenizer) and config.special_tokens == "text"
+        else None
+    )
+    parsing = tokenizer.parsing() if isinstance(tokenizer, JsonTokenizer) else tokenizer
+    begin = tokenizer.around[0] if template.source == CHATML else ()  # other templates write it where they want it
+    everything = config.loss_on == "all"
+    with Renderer(template) as renderer:
+        by_prefix = not everything and not template.marks_answers
+        turn_end = _turn_end(renderer, tokenizer) if by_prefix else ""
+
+        def of(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
+            try:
+                learned = _answers(text, ids, before, turn_end) if by_prefix else text.learned
+            except Malformed as error:
+                return error
+            inside = np.zeros(len(ids), bool)
+            for start, stop in learned:
+                inside |= (spans[:, 1] > start) & (spans[:, 0] < stop)
+            if begin and tuple(ids[: len(begin)]) != begin:
+                ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
+            return ids, inside | everything
+
+        def guarded(guard: SpecialTokenGuard, text: Rendered) -> Tokens:
+            try:
+                (ids, spans), *before = guard.encode_spans([text.text, *text.before])
+            except UserError as error:  # this tokenizer cannot tell them apart
+                return Malformed(str(error))
+            return of(text, ids, spans, [prefix for prefix, _ in before])
+
+        def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
+            safe = [guard.protect(chat) for chat in chats] if guard else chats
+            texts = renderer.render(safe, before=by_prefix, up_to=by_prefix and not turn_end)
+            plain = [
+                text
+                for chat, same, text in zip(chats, safe, texts, strict=True)
+                if chat is same and isinstance(text, Rendered)
+            ]
+            encoded = _in_groups(parsing.encode_spans, [text.text for text in plain])
+            prefixes = _in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
+            found: list[Tokens] = []
+            for chat, same, text in zip(chats, safe, texts, strict=True):
+                if isinstance(text, Malformed):
+                    found.append(text)
+                elif guard is None or chat is same:
+                    ids, spans = next(encoded)
+                    found.append(of(text, ids, spans, [next(prefixes) for _ in text.before]))
+                else:
+                    found.append(guarded(guard, text))
+            return found
+
+        yield tokens_of
+
+
+def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
+    """Yields the encoding of each text. Texts are encoded in groups of about GROUP_CHARS characters: enough to keep
+    every core busy, few enough to bound the memory."""
+    group, chars = [], 0
+    for text in texts:
+        group.append(text)
+        chars += len(text)
+        if chars >= GROUP_CHARS:
+            yield from encode(group)
+            group, chars = [], 0
+    yield from encode(group)
+
+
+def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
+    """Returns the special token that the template puts behind an answer; "" if there is none."""
+    probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
+    (found,) = renderer.render([probe], before=True, up_to=False)
+    if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
+        return ""
+    behind = found.text[len(found.before[0]) :].rpartition(ANSWER)[2]
+    ends = {behind.find(token): token for token in sorted(tokenizer.special, key=len) if token in behind}
+    return ends[min(ends)] if ends else ""
+
+
+def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
+    """Returns [from, to) of the characters of each answer, including the token that ends its turn.
+
+    What comes before an answer is rendered as it is for generation, and must be the beginning of the whole, in text and
+    in ids: else the model would be trained on other tokens than it is asked with. Raises Malformed if it is not.
+    """
+    found: list[tuple[int, int]] = []
+    for number, (prompt, prefix) in enumerate(zip(text.before, before, strict=True)):
+        if not text.text.startswith(prompt) or (found and len(prompt) < found[-1][1]):
+            raise Malformed("what the chat template writes before an answer changes with what follows" + REMEDY)
+        if not np.array_equal(ids[: len(prefix)], prefix):
+            raise Malformed("the beginning of an answer and what comes before it become one token" + REMEDY)
+        if turn_end:
+            stop = text.text.find(turn_end, len(prompt)) + len(turn_end)
+            known = stop >= len(turn_end)
+        else:
+            stop, known = len(text.up_to[number]), text.text.startswith(text.up_to[number])
+        if not known:
+            raise Malformed("where an answer ends cannot be told from the chat template" + REMEDY)
+        found.append((len(prompt), stop))
+    return found
+
+
+# data.format -> a context with (contents) -> their tokens.
+TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContextManager]] = {
+    "chat": _chat_tokens,
+    "pairs": _pair_tokens,
+}
+
+
+class SpecialTokenGuard:
+    """Keeps special tokens in messages text: a message that says <|im_end|> ends nothing.
+
+    `protect` replaces the special tokens in messages before a template is rendered, and `encode_spans` encodes the
+    rendered text with their characters as text.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer):
+        self._names = sorted(tokenizer.special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._either = re.compile(f"{IN_MESSAGE[0]}([0-9]+){IN_MESSAGE[1]}|({self._pattern.pattern})")
+        self._of = tokenizer
+        self._renamed: tuple[JsonTokenizer, dict[str, str]] | None = None
+
+    def protect(self, chat: Chat) -> Chat:
+        """Returns the conversation without special tokens in its messages; the same object if it has none."""
+        found = dataclasses.replace(chat, messages=self._replaced(chat.messages), tools=self._replaced(chat.tools))
+        return chat if found == chat else found
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(lambda m: f"{IN_MESSAGE[0]}{self._names.index(m[0])}{IN_MESSAGE[1]}", value)
+        if isinstance(value, list):
+            return [self._replaced(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self._replaced(one) for key, one in value.items()}
+        return value
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids and spans of each text as JsonTokenizer.encode_spans; replaced tokens are text again."""
+        tokenizer, names = self._renamed = self._renamed or self._of.renamed()
+        found = []
+        for text in texts:
+            written, begins, ends = [], [], []  # the characters that are encoded, and where in `text` each comes from
+            at = 0
+            for match in self._either.finditer(text):
+                part = text[at : match.start()]
+                into = self._names[int(match[1])] if match[1] else names[match[2]]
+                written += [part, into]
+                begins += [*range(at, match.start()), *[match.start()] * len(into)]
+                ends += [*range(at + 1, match.start() + 1), *[match.end()] * len(into)]
+                at = match.end()
+            written.append(text[at:])
+            begins += range(at, len(text))
+            ends += range(at + 1, len(text) + 1)
+            ((ids, spans),) = tokenizer.encode_spans(["".join(written)])
+            places = []
+            for first, stop in spans.tolist():
+                if first < stop:
+                    places.append((begins[first], ends[stop - 1]))
+                else:  # a token of no characters
+                    place = begins[first] if first < len(begins) else len(text)
+                    places.append((place, place))
+            found.append((ids, np.array(places, np.int64).reshape(-1, 2)))
+        return found

@@ -1,0 +1,408 @@
+"""A config as `memory` takes it: the facts beside a program, and the question of the calculator.
+
+In: the flat config (dotted key -> value) and how the trainer settled it. Out: `ModelFacts` for reports and formulas, a
+`Question` for `bytescope estimate`.
+
+The tables say how the formulas of memory/formulas count each precision, optimizer, strategy and kernel, under the name
+that the config uses. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` are rows of `bytescope estimate` only. To add
+an optimizer or a precision: a row here, with its source, beside the trainer's own. A test compares the rows with the
+arrays of the trainer's programs. The command line lists these names, so this module imports no jax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import transformer_formulas
+from bytescope.memory.formulas.memory_estimate import Question
+from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
+from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
+from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
+from bytescope.train.pipeline.schedule import Schedule
+from bytescope.train.pipeline.schedule_figures import held_share, simulate
+from bytescope.train.pipeline.schedules import make_schedule
+
+# Axis of the mesh -> the role of its devices in a step, in the order of the axes over the devices.
+ROLES = {
+    "stage": "stage",
+    "data": "replica",
+    "fsdp": "state",
+    "expert": "expert",
+    "context": "sequence",
+    "tensor": "tensor",
+}
+# Axes whose ranks read different sequences.
+BATCH_AXES = tuple(axis for axis, role in ROLES.items() if role in BATCH_ROLES)
+# The factor of model.moe_kernel=capacity if model.capacity_factor is 0.
+CAPACITY = 1.25
+# (offload.optimizer, offload.params) -> row of the formulas.
+OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
+# The schedule whose stages all have the same stash, and its chunks per stage.
+EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
+
+# ---- tables of names ------------------------------------------------------------------------------------------------
+
+_SUMMED = MIXED._replace(
+    name="mixed_fp32_grads", summary="mixed, with float32 gradients in addition", gradients=MIXED.gradients + 4
+)
+# Float32 copies of the gradients raise the 16 bytes per parameter to 20, as in Megatron-style runs. Gradient
+# accumulators of other kinds are left out.
+PRECISIONS: Mapping[str, PrecisionBytes] = {
+    row.name: row
+    for row in (
+        PrecisionBytes("fp32", "everything float32", 4, 4, 0, 4, 4),
+        PrecisionBytes("bf16", "float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
+        MIXED,
+        _SUMMED,
+        PrecisionBytes("pure_bf16", "everything 16-bit", 2, 2, 0, 2, 2),
+        PrecisionBytes(
+            "bf16_params", "16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2
+        ),
+        PrecisionBytes("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
+        # One float32 scale for 128 elements of an activation (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+        PrecisionBytes("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
+        MIXED._replace(name="bf16_grads"),
+        _SUMMED._replace(name="fp32_grads"),
+    )
+}
+
+OPTIMIZERS: Mapping[str, OptimizerBytes] = {
+    row.name: row
+    for row in (
+        OptimizerBytes("sgd", "no state", 0),
+        OptimizerBytes("momentum", "one velocity", 1),
+        ADAM,
+        OptimizerBytes("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
+        # A float32 scale for each 128 moments (64 in heads of 64); norms and biases in float32 left out.
+        OptimizerBytes("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
+        # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
+        OptimizerBytes("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
+        OptimizerBytes("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
+        OptimizerBytes("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
+        OptimizerBytes("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
+        # AdamW's second moment of tables, norms and biases is left out.
+        OptimizerBytes("muon", "one momentum (Jordan et al. 2024)", 1),
+    )
+}
+
+# mesh.strategy -> stage of ZeRO.
+ZERO_STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+# model.attention -> kernel of the formulas; all but the naive one keep no scores. "": follows from the device.
+KERNELS: Mapping[str, str] = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# model.attention_kind that have formulas.
+ATTENTION_KINDS = ("gqa", "mla")
+# model.mlp with a gate: three matrices.
+GATED = ("swiglu", "geglu")
+
+# precision.preset -> bytes of a gradient on its way to other devices, where it differs from the dtype of the products;
+# collectives under other presets than those of GATHERED have no formula.
+SENT_GRADIENTS: Mapping[str, int] = {"bf16_grads": 2, "fp32_grads": 4}
+GATHERED = ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
+
+# Rows of remat.policy whose kept tensors follow from shapes: those that keep names, and those that keep the products
+# with weights, on the device or in host memory. The others have no formula.
+NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
+PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
+# Those that checkpoint groups of layers around the layers.
+NESTED_POLICIES = ("sqrt",)
+
+# ---- facts and question ---------------------------------------------------------------------------------------------
+
+
+def model_facts(
+    flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
+) -> ModelFacts:
+    """Returns the facts of a config's step.
+
+    Args:
+        flat: dotted key -> value.
+        settled: values that the program settled: kernel, mesh and `segments` (`config_factory.settle`). None: the
+            config's own.
+        platform: of the target. devices: total number, for an axis of the mesh that is -1 and not settled; 0: unknown,
+            the axis counts as 1.
+    """
+    config = {**flat, **(settled or {})}
+    mesh = mesh_of(config, devices)
+    ranks = math.prod(mesh[axis] for axis in BATCH_AXES)
+    preset, model, stages = config["precision.preset"], model_of(config), mesh["stage"]
+    other_dtypes = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    # With adapters or frozen parameters only a part of the parameters has gradients to reduce.
+    changed = other_dtypes or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
+    steps = accumulation(config, ranks)
+    schedule = None
+    if stages > 1:
+        schedule = make_schedule(config["pipeline.schedule"], stages, steps, config["pipeline.virtual"])
+    segments = _segments(config)
+    question, why = None, _without_formula(config)
+    try:
+        question = _question(config, mesh, schedule)
+    except ReportError as error:
+        why = str(error)
+    return ModelFacts(
+        question=question,
+        no_formula=why,
+        mesh=mesh,
+        roles=ROLES,
+        micro_steps=steps,
+        accumulates_inside=config["batch.mode"] == "scan",
+        segments=segments,
+        policy=_policy(config, segments),
+        kernel_outside=config["model.attention"] == "cudnn",
+        halves=config["remat.granularity"] == "parts",
+        skips_masked=config["model.attention"] == "chunked",
+        sent_parameter=PRECISIONS[preset].activation if preset in GATHERED and not changed else 0,
+        sent_gradient=SENT_GRADIENTS.get(preset, 0),
+        exchange=_exchange(config, platform) if model.experts else "",
+        expert_rows=config["model.moe_kernel"] != "dense",
+        pipeline=_pipeline(schedule, model.layers) if schedule else None,
+        compute=config["precision.compute"] or {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16"),
+        asked_of_host=_asked_of_host(config),
+    )
+
+
+def question_of(flat: Mapping[str, Any]) -> Question:
+    """Returns a config (dotted key -> value) as a question to the calculator; -1 in its mesh counts as 1 device.
+
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. The question does
+    not say that each of the `context` ranks has only its shard of the activations.
+
+    Raises:
+      ReportError: the formulas do not cover the config.
+    """
+    why = _without_formula(flat)
+    if why:
+        raise ReportError(why)
+    mesh, schedule = mesh_of(flat), None
+    if mesh["stage"] > 1:
+        ranks = mesh["fsdp"] * mesh["expert"] * mesh["context"] * mesh["data"]
+        steps = accumulation(flat, ranks)
+        schedule = make_schedule(flat["pipeline.schedule"], mesh["stage"], steps, flat["pipeline.virtual"])
+    return _question(flat, mesh, schedule)
+
+
+def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
+    """Returns axis -> size. An axis of -1 takes the rest of the `devices`; 1 if their number is unknown (0)."""
+    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # an old report lacks keys of new axes
+    known = math.prod(max(size, 1) for size in sizes.values())
+    rest = max(devices // known, 1)
+    return {axis: size if size > 0 else rest for axis, size in sizes.items()}
+
+
+def accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Returns the micro-steps per update on `ranks` data-parallel ranks; of a schedule, the maximum."""
+    tokens = config.get("batch.tokens", 0)
+    if tokens:
+        return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
+    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
+    return max(scheduled, default=config.get("batch.accumulation", 1))
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def model_of(config: Mapping[str, Any]) -> ModelShape:
+    """Returns the model of a config (dotted key -> value)."""
+    m, latent, adapters = _model_keys(config), None, None
+    if m["attention_kind"] == "mla":
+        latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
+    if config["lora.rank"]:
+        adapters = Adapters(config["lora.rank"], tuple(config["lora.targets"]), config["lora.base"])
+    return ModelShape(
+        m["n_layers"],
+        m["d_model"],
+        m["n_heads"],
+        m["n_heads"] if latent else m["n_kv_heads"],
+        m["d_head"],
+        m["d_ff"],
+        -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"],
+        gated=m["mlp"] in GATED,
+        dropout=m["dropout"] > 0,
+        tied=m["tie_embeddings"],
+        qk_norm=m["qk_norm"],
+        post_norms=m["post_norms"],
+        adapters=adapters,
+        experts=experts_of(config),
+        latent=latent,
+    )
+
+
+def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
+    """Returns the experts of a config (dotted key -> value); None if every MLP is dense."""
+    m = _model_keys(config)
+    if not m["experts"]:
+        return None
+    slots = m["moe_kernel"] == "capacity"
+    return ExpertShape(
+        m["experts"],
+        m["experts_per_token"],
+        m["d_expert"] or m["d_ff"],
+        m["shared_experts"],
+        m["dense_layers"],
+        m["moe_every"],
+        m["capacity_factor"] or CAPACITY * slots,
+        slots,
+    )
+
+
+def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the group `model` of a config, its keys without the prefix."""
+    return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
+
+
+# ---- the question ---------------------------------------------------------------------------------------------------
+
+
+def _without_formula(config: Mapping[str, Any]) -> str:
+    """Returns why the formulas do not cover a config, "" if they do."""
+    for key, table in (
+        ("precision.preset", PRECISIONS),
+        ("optimizer.name", OPTIMIZERS),
+        ("model.attention", KERNELS),
+        ("model.attention_kind", ATTENTION_KINDS),
+        ("mesh.strategy", ZERO_STAGES),
+    ):
+        if config[key] not in table:
+            return f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
+    frozen = config["optimizer.freeze"]
+    if frozen:
+        return f"optimizer.freeze={','.join(frozen)} has no formula: bytescope report compiles it"
+    return ""
+
+
+def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
+    """Returns the question of a config on a mesh without -1. Raises ReportError for a name that no table has."""
+    model, m = model_of(config), _model_keys(config)
+    shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
+    shared = config["mesh.fsdp"] == -1 or shards > 1
+    stages = mesh["stage"]
+    try:
+        precision, optimizer = PRECISIONS[config["precision.preset"]], OPTIMIZERS[config["optimizer.name"]]
+        kernel, stage = KERNELS[m["attention"]], ZERO_STAGES[config["mesh.strategy"]]
+    except KeyError as error:
+        raise ReportError(_without_formula(config)) from error
+    layout = StepLayout(
+        mesh["tensor"],
+        config["mesh.sequence_parallel"] and mesh["tensor"] > 1,
+        shards if shared else mesh["data"],
+        zero=stage if shared else 0,
+        expert=mesh["expert"],
+        pipeline=stages,
+        interleave=config["pipeline.virtual"] if stages > 1 else 1,
+        stash=float(held_share(schedule, model.layers)) if schedule else 0.0,
+    )
+    # `auto` on a GPU is the naive kernel if dropout needs it, and for short sequences if cuDNN has no kernel for them.
+    short = (config["precision.preset"] == "fp32" or m["attention_softcap"]) and config["data.seq_len"] <= 1024
+    return Question(
+        transformer_formulas.parameter_count(model),
+        model,
+        layout,
+        config["data.seq_len"],
+        config["batch.micro"],
+        precision,
+        optimizer,
+        kernel or ("naive" if model.dropout or short else "flash"),
+        config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
+        m["mlp_chunk"] * config["batch.micro"],
+        OFFLOADS[config["offload.optimizer"], config["offload.params"]],
+        config["optimizer.fused_backward"],
+    )
+
+
+# ---- remat, experts and stages --------------------------------------------------------------------------------------
+
+
+def segment(
+    policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
+) -> RematSegment:
+    """Returns layers under a row of remat.policy. groups: of a nested policy. save, offload: names that it keeps on the
+    device, and in host memory."""
+    if policy in PRODUCT_POLICIES:
+        from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
+
+        products = (*PRODUCTS, *EXPERT_PRODUCTS, "router_logits")
+        save, offload = (save, (*offload, *products)) if policy == "offload_dots" else ((*save, *products), offload)
+    return RematSegment(
+        layers,
+        policy,
+        everything=policy == "none",
+        save=frozenset(save),
+        offload=frozenset(offload),
+        known=policy in NAMED_POLICIES + PRODUCT_POLICIES,
+        groups=groups if policy in NESTED_POLICIES else 0,
+    )
+
+
+def named_segment(policy: str, layers: int) -> RematSegment:
+    """Returns layers under a row of remat.policy with the names of its table; `auto` and `custom` have none."""
+    from bytescope.model.remat.policies import POLICIES
+
+    row = POLICIES.get(policy)
+    if row is None:
+        return segment(policy, layers)
+    return segment(policy, layers, 1, [name for name in row.names if name not in row.moved], row.moved)
+
+
+def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
+    """Returns the layers of a config by remat policy; () for `auto` that is not settled."""
+    if "segments" in config:
+        parts = config["segments"]
+        return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
+    if config["remat.policy"] == "auto":
+        return ()
+    from bytescope.model.remat.policies import POLICIES, LayerPolicies
+
+    save, offload, ranges = (tuple(config[f"remat.{key}"]) for key in ("save", "offload", "layers"))
+    segments = []
+    for part in LayerPolicies(config["remat.policy"], save, offload, ranges).segments(config["model.n_layers"]):
+        policy, row = part.name if part.name in POLICIES else "custom", part.policy
+        saved = [name for name in row.names if name not in row.moved]
+        segments.append(segment(policy, part.stop - part.start, part.groups, saved, row.moved))
+    return tuple(segments)
+
+
+def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
+    """Returns the policy of the layers that are not in `remat.layers`."""
+    policy, layers = config["remat.policy"], config["model.n_layers"]
+    if policy == "custom":
+        return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
+    if len(segments) == 1 and segments[0].policy == policy:
+        return segments[0]
+    return named_segment(policy, layers)
+
+
+def _exchange(config: Mapping[str, Any], platform: str) -> str:
+    """Returns how the layout exchanges rows of experts (`StepLayout.exchange`); "" if the CPU emulates it."""
+    asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
+    if asked == "auto" and config["model.moe_kernel"] == "capacity":
+        return "all_to_all"
+    if asked == "auto":
+        return "allgather" if on_cpu else "ragged_all_to_all"
+    return "" if on_cpu and asked == "ragged_all_to_all" else asked
+
+
+def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
+    v_share, v_bubble = None, 0.0
+    if schedule.name != EVEN_SCHEDULE:
+        try:
+            even = make_schedule(EVEN_SCHEDULE, schedule.stages, schedule.micro_batches, EVEN_CHUNKS)
+            v_share = held_share(even, layers) / held_share(schedule, layers)
+            v_bubble = simulate(even).bubble
+        except ReportError:  # too few layers for two chunks a stage
+            v_share = None
+    return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, simulate(schedule).bubble, v_share, v_bubble)
+
+
+def _asked_of_host(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the keys, and the remat policy, by which a config keeps tensors in host memory."""
+    keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
+    words: list[Any] = []
+    for key, value in config.items():
+        if key.startswith("remat."):
+            words += value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(word, str) and "offload" in word for word in words):
+        keys.append("the policy")
+    return tuple(keys)

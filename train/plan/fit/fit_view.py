@@ -1,0 +1,480 @@
+"""A fit on the terminal and as a page: what to run or what is missing, and tables of all that was tried.
+
+Both show the JSON of a fit (`train.plan.fit.fit_result`). The page is one HTML file that opens offline;
+`static/fit.js` draws the picture of the search.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.compare.compare_columns import COST_AXES, PREDICTED_STEP, RECOMPUTED_SHARE, Record, command_column
+from bytescope.memory.compare.compare_rows import PREDICTED
+from bytescope.memory.compare.compare_text import as_fast
+from bytescope.memory.records.report_record import ROWS
+from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.units import column_unit, human
+from bytescope.memory.view.console import put, safe
+from bytescope.memory.view.elements import (
+    HeaderFigure,
+    PageTable,
+    Section,
+    command,
+    facts,
+    figure,
+    limit_notes,
+    parts,
+    predictions,
+    rates_notes,
+    spread,
+    title,
+    versions,
+    where,
+)
+from bytescope.memory.view.figures import count, percent, seconds
+from bytescope.memory.view.frame import page
+from bytescope.memory.view.prediction_text import rounded
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import CopyCommand, Prose
+from bytescope.train.plan.fit.fit_progress import STAGES, said
+
+AT_LEAST = (
+    '"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
+    "with nothing recomputed"
+)
+# Variants that the table at the end lists at most.
+_FINISHED = 8
+NOTES = (
+    "Every variant is the trainer's own step, compiled for the target.",
+    "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
+    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
+    "Meshes are compared with everything recomputed; the search goes on with those that could be faster than the best "
+    "so far if nothing were recomputed.",
+)
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------
+
+
+def slower(row: Mapping[str, Any]) -> str:
+    """By how much a mesh loses: "12%", "at least 34%", "a tie"; "" of the choice, and where it does not fit."""
+    if row["slower"] is None or not row["fits"]:
+        return ""
+    bounded = row["least_seconds"]
+    if row["slower"] < TIE:
+        return "a tie at best" if bounded else "a tie" if row["slower"] else ""
+    return f"{'at least ' if bounded else ''}{row['slower']:.1%}"
+
+
+def lost(row: Record) -> str:
+    """By how much a variant is slower than the choice, in words."""
+    if row["is_chosen"]:
+        return "chosen"
+    return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
+
+
+def failed(row: Record) -> str:
+    """Why a mesh does not fit, in a few words; "" of one that fits. What cannot run has its reason below the table."""
+    if row["fits"]:
+        return ""
+    return row["verdict"] if row["predicted_seconds"] is not None else "cannot run"
+
+
+def kind(step: Record) -> str:
+    """The verdict by which a cell is coloured."""
+    if step["fits"]:
+        return "fits"
+    return "tight" if step["allocated_bytes"] is None else "exceeds"
+
+
+VERDICT = ColumnView("verdict", "verdict", "text", verdict=kind, rank=8)
+ALLOCATED = ColumnView("allocated_bytes", "allocated", "bytes")
+HOST = ColumnView("host_bytes", "host", "bytes", skip_zero=True)
+# Predicted seconds of an update.
+STEP = ColumnView("predicted_seconds", "step, predicted", "duration", short="update")
+# Every step of the search, in order: (its number, the step, tokens per second); the terminal prints them as they come.
+WALK_COLUMNS = (
+    ColumnView("number", "#", "number"),
+    ColumnView("stage", "stage", "text"),
+    ColumnView("what", "what", "text", css="what"),
+    ALLOCATED,
+    HOST,
+    PREDICTED_STEP,
+    ColumnView("tokens_per_s", "tokens/s, predicted", "count", rank=2),
+    RECOMPUTED_SHARE,
+    VERDICT,
+)
+# What each rank of adapters reaches.
+REACH_COLUMNS = (
+    ColumnView("rank", "rank", "number"),
+    ColumnView("length", "tokens of a sequence", "count", short="length"),
+    ColumnView("micro", "sequences at once", "number", short="at once"),
+    ColumnView("base", "frozen weights in", "text", short="base"),
+    ColumnView("policy", "recomputed", "text", short="remat"),
+    ALLOCATED,
+    HOST,
+    STEP,
+    ColumnView("tokens_per_s", "tokens/s, predicted", "count", short="tokens/s"),
+    VERDICT,
+)
+# Each mesh beside the choice.
+LAYOUT_COLUMNS = (
+    ColumnView("layout", "mesh"),
+    ColumnView(
+        "what",
+        "its best variant",
+        "text",
+        read=lambda row: row["what"].removeprefix(f"{row['layout']}, "),
+        only=PAGE,
+        css="what",
+    ),
+    ALLOCATED,
+    STEP,
+    ColumnView("slower", "slower by", "number", read=slower),
+    ColumnView("verdict", "verdict", "text", terminal=failed, verdict=kind),
+)
+# The fastest variants that fit, each beside the choice: of the walk, whose table the page has.
+FINISHED_COLUMNS = (
+    ColumnView("what", "variants that fit"),
+    ALLOCATED,
+    STEP,
+    ColumnView("lost", "beside the choice", "text", read=lost, only=TERMINAL),
+)
+
+
+# ---- the terminal -------------------------------------------------------------------------------------------------
+
+
+def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
+    """Prints the result of a fit's JSON: the flags to run, or what is missing."""
+    put(render_text(out, config), console)
+
+
+def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
+    """The choice with its flags, or the tightest configuration with what is missing (the certificate)."""
+    effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
+    stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
+    if best := out["best"]:
+        return _best_lines(best, out, config, f"{effort}{stopped}")
+    certificate = out["certificate"]
+    if certificate is None:
+        return Prose(Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {effort}{stopped}"))
+    return Group(_certificate_lines(certificate, out, f"{effort}{stopped}"), *_reach_lines(out))
+
+
+def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
+    """The tightest configuration with what is missing."""
+    parts = ", ".join(
+        f"{row} {human(certificate['breakdown'][row])}"
+        for row in ROWS
+        if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
+    )
+    missing = " and ".join(
+        f"{human(certificate[key])} {where}"
+        for key, where in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
+        if certificate[key]
+    )
+    return Group(
+        Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
+        Prose(f"tightest: {certificate['what']}"),
+        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
+        Text("its flags:"),
+        CopyCommand(certificate["flags"], style=""),
+        Prose(effort),
+    )
+
+
+def _reach_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """What each rank of adapters reaches, a line each; none for a fit without adapters."""
+    rows = out.get("reach") or ()
+    if not rows:
+        return []
+    table = TableView(REACH_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
+    title = "what each rank reaches: the longest sequences, and the most at once"
+    return [Text(title, style="bold"), terminal_table(table)]
+
+
+def _speed_words(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
+    """What the choice is predicted to do: seconds, tokens/s with their spread and a device's share, MFU, the rates."""
+    taken, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
+    if not taken:
+        return said(taken, low, high)
+    tokens, devices = out["batch_tokens"], (out.get("target") or {}).get("n_devices", 1)
+    slow, fast = (f"{tokens / seconds:,.0f}" if seconds else "?" for seconds in (high, low))
+    each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
+    mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
+    bound = best.get("least_seconds")
+    least = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
+    return (
+        f"{said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
+        f"{least}; {safe(best.get('rates') or '')}"
+    )
+
+
+def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:
+    measured = best.get("measured") or {}
+    timed = f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else _speed_words(best, out)
+    host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
+    return Group(
+        Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
+        *([Prose(text, "dim")] if (text := as_fast(out.get("ties", ()))) else []),
+        Prose(
+            f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
+            f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"
+        ),
+        Text("run it with:", style="bold"),
+        CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        *_finished_lines(out),
+        *_layout_lines(out),
+        *_reach_lines(out),
+    )
+
+
+def _finished_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """The fastest variants that fit, each beside the choice; none where a single one fits."""
+    best = out["best"]
+    rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
+    ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
+    if len(ranked) < 2 or not best.get("predicted_seconds"):
+        return []
+    records = [
+        {
+            **row,
+            "is_chosen": row["what"] == best["what"],
+            "lost": row["predicted_seconds"] / best["predicted_seconds"] - 1,
+        }
+        for row in ranked[:_FINISHED]
+    ]
+    table = TableView(FINISHED_COLUMNS, records, emphasis=lambda row: "winner" if row["is_chosen"] else "")
+    left = len(ranked) - _FINISHED
+    more = [Text(f"and {left} slower ones", style="dim")] if left > 0 else []
+    return [terminal_table(table), *more]
+
+
+def _layout_lines(out: Mapping[str, Any]) -> list[RenderableType]:
+    """Each mesh beside the choice, a line each; none where one was tried."""
+    rows = out.get("layouts") or ()
+    if len(rows) < 2:
+        return []
+    table = TableView(LAYOUT_COLUMNS, rows, emphasis=lambda row: "" if row["fits"] else "dim")
+    reasons = [
+        Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows if row["predicted_seconds"] is None
+    ]
+    return [
+        Text("each mesh, beside the choice", style="bold"),
+        terminal_table(table),
+        *reasons,
+        Prose(AT_LEAST, "dim"),
+    ]
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def render_page(out: Mapping[str, Any]) -> str:
+    """The page of a fit's JSON (`train.plan.fit.fit_result`), as text."""
+    config, target = out["config"], out["target"]
+    return page(
+        "fit",
+        title(config, target, f"fit within {human(out['budget_bytes'])}"),
+        page_data(out),
+        heading=f"{config or 'A config'} within {human(out['budget_bytes'])}",
+        where=where(target),
+        facts=facts([_subject(out)], out["given"]),
+        versions=versions(out["versions"]),
+        verdict=_verdict(out),
+        figures=_figures(out),
+        stopped=out["stopped"],
+        answer=_answer(out),
+        walk=_walk(out),
+        layouts=_layouts(out),
+        at_least=AT_LEAST,
+        reach=_reach(out),
+        notes=_notes(out),
+        stages=_stages(out),
+    )
+
+
+def _notes(out: Mapping[str, Any]) -> list[str]:
+    ties = as_fast(out["ties"])
+    return [
+        *limit_notes(out["target"], out["budget_bytes"]),
+        *NOTES,
+        *rates_notes([out]),
+        *([f"{ties[:1].upper()}{ties[1:]}."] if ties else []),
+    ]
+
+
+def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
+    """Batch and policy of the choice; where nothing fits, the batch that was asked for."""
+    best = out["best"] or {}
+    return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
+
+
+def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values: a point for each variant that could be compiled.
+
+    `number`: its row in the table, from 1; `chosen`: whether it is the choice, or the tightest where nothing fits.
+    `unit`: (name, bytes) of the axis, gibibytes but for programs that have none.
+    """
+    points = [
+        {
+            "number": number,
+            "stage": step["stage"],
+            "what": step["what"],
+            "bytes": step["allocated_bytes"],
+            "host": step["host_bytes"] or 0,
+            "seconds": step["predicted_seconds"],
+            "spread": spread(step),
+            "recomputed": step["recompute_flops_fraction"],
+            "fits": step["fits"],
+            "verdict": step["verdict"],
+            "chosen": _is_chosen(out, step),
+        }
+        for number, step in enumerate(out["walk"], 1)
+        if step["allocated_bytes"] is not None and step["predicted_seconds"] is not None
+    ]
+    used = [point["stage"] for point in points]
+    most = max([out["budget_bytes"], *(point["bytes"] for point in points)])
+    return {
+        "points": points,
+        "budget": out["budget_bytes"],
+        "choice": "choice" if out["best"] else "tightest",
+        "unit": column_unit(most, 0.5),
+        "cost": COST_AXES[PREDICTED]._asdict(),
+        "stages": [stage for stage in STAGES if stage in used],
+    }
+
+
+def _is_chosen(out: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+    keys = out["best"]["overrides"] if out["best"] else (out["certificate"] or {}).get("keys")
+    return step["keys"] == keys
+
+
+# ---- the answer -----------------------------------------------------------------------------------------------
+
+
+def _verdict(out: Mapping[str, Any]) -> dict[str, str]:
+    if out["best"]:
+        return {"kind": "fits", "words": "✓ fits"}
+    if out["certificate"]:
+        return {"kind": "exceeds", "words": "✕ does not fit"}
+    return {"kind": "unknown", "words": "? nothing was found"}
+
+
+def _figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
+    """What stands on top; figures that are not known are left out."""
+    if out["best"]:
+        found = _figures_of_best(out, out["best"])
+    elif out["certificate"]:
+        missing = out["certificate"]
+        found = [
+            figure("missing", missing[key], place) if missing[key] else HeaderFigure("missing", "")
+            for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
+        ]
+    else:
+        found = []
+    search = HeaderFigure(
+        "search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled, {len(out['walk'])} tried"
+    )
+    return [one for one in [*found, search] if one.value]
+
+
+def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[HeaderFigure]:
+    measured = best["measured"] or {}
+    return [
+        figure("allocated", best["allocated_bytes"], f"of {human(out['budget_bytes'])}"),
+        figure("on the host", best["host_bytes"], "per device")
+        if best["host_bytes"]
+        else HeaderFigure("on the host", ""),
+        HeaderFigure(
+            "step, measured",
+            seconds(measured.get("step_seconds")),
+            f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine",
+        ),
+        *predictions({**best, "predicted_tokens_per_s": _speed(out, best["predicted_seconds"])}),
+        HeaderFigure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
+    ]
+
+
+def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
+    """Tokens per second of a predicted step, over all devices."""
+    return out["batch_tokens"] / step if step else None
+
+
+def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The command to run and what its bytes are; where nothing fits, what tells more of the tightest variant.
+
+    `limit`: where on the bar the budget ends, in percent, None where all is within it.
+    """
+    found = out["best"] or out["certificate"]
+    if not found:
+        return None
+    budget, total = out["budget_bytes"], max(found["allocated_bytes"], 1)
+    scale, over = max(budget, total), total > budget
+    room = f"{human(abs(total - budget))} {'too much' if over else 'left'}"
+    return {
+        "title": "Run it" if out["best"] else "Does not fit: the tightest variant",
+        "what": found["what"],
+        "command": command(out["config"], out["target"], found["flags"], fits=bool(out["best"])),
+        "parts": parts(found["breakdown"], total, scale),
+        "over": over,
+        "limit": 100 * budget / scale if over else None,
+        "room": f"{human(total)} of {human(budget)}, {room}{_host(out, found)}",
+    }
+
+
+def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    if not found["host_bytes"]:
+        return ""
+    most = f" of {human(out['host_budget_bytes'])}" if out["host_budget_bytes"] else ""
+    return f"; {human(found['host_bytes'])}{most} on the host"
+
+
+# ---- the search -----------------------------------------------------------------------------------------------
+
+
+def _walk(out: Mapping[str, Any]) -> PageTable:
+    """A row for each step, with the command that makes it; the choice stands out."""
+
+    def run(step: Record) -> str:
+        if step["allocated_bytes"] is None:
+            return ""
+        keys = shlex.join(f"--config.{key}={text}" for key, text in step["keys"].items())
+        return command(out["config"], out["target"], out["given"], keys, fits=step["fits"])
+
+    records = [
+        {**step, "number": number, "tokens_per_s": _speed(out, step["predicted_seconds"])}
+        for number, step in enumerate(out["walk"], 1)
+    ]
+    return page_table(
+        TableView(
+            (*WALK_COLUMNS, command_column(run)),
+            records,
+            emphasis=lambda step: "winner" if out["best"] and _is_chosen(out, step) else "",
+            hover=lambda step: " ".join(f"{key}={text}" for key, text in step["keys"].items()),
+        )
+    )
+
+
+def _reach(out: Mapping[str, Any]) -> PageTable | None:
+    """What each rank of adapters reaches, with the command of each; None for a fit without adapters."""
+    run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
+    return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
+
+
+def _layouts(out: Mapping[str, Any]) -> PageTable | None:
+    """Each mesh beside the choice; None where one was tried, or nothing fits."""
+    rows = out.get("layouts") or ()
+    return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
+
+
+def _stages(out: Mapping[str, Any]) -> Section:
+    used = {step["stage"] for step in out["walk"]}
+    return Section("Stages of the search", [(stage, why) for stage, why in STAGES.items() if stage in used])

@@ -1,0 +1,346 @@
+"""The staircase on the terminal and as a page: a stacked bar per stage, and a table of what it adds and costs.
+
+Both show the JSON of a staircase (`train.plan.levers.to_json`), whose levels are the records of the table. The page is
+one HTML file that opens offline; `static/levers.js` draws its bars.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from bytescope.memory.compare.compare_columns import (
+    ALLOCATED,
+    HFU_OVER_MFU,
+    PEAK,
+    PREDICTED_MFU,
+    PREDICTED_STEP,
+    PREDICTED_TOKENS,
+    RECOMPUTED_SHARE,
+    VERDICT,
+    Record,
+    command_column,
+    fits,
+    verdict,
+)
+from bytescope.memory.compare.compare_text import heading, sources_of_rates
+from bytescope.memory.records.report_record import ROWS
+from bytescope.memory.units import column_unit, human
+from bytescope.memory.view.console import one_line, put, safe, shorten
+from bytescope.memory.view.elements import (
+    HeaderFigure,
+    command,
+    facts,
+    figure,
+    limit_notes,
+    predictions,
+    rates_notes,
+    row_name,
+    spread,
+    title,
+    versions,
+    where,
+)
+from bytescope.memory.view.figures import percent, seconds
+from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_views import VERDICT_STYLES, page_table, terminal_table
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, ignoring
+from bytescope.train.plan.levers import STAGES, scale_of
+
+# Columns of the longest bar, and of the shortest that the names beside it make way for.
+BAR, LEAST_BAR = 56, 20
+
+# Category -> (letter of its bar where there is no colour, colour); the page's colours.
+COLOURS = {
+    "params": ("P", "#0072b2"),
+    "frozen": ("F", "#8c7cf8"),
+    "optimizer": ("O", "#e69f00"),
+    "accumulator": ("A", "#863967"),
+    "cache": ("K", "#3c14c8"),
+    "rng": ("r", "#b4dc8c"),
+    "gradients": ("G", "#009e73"),
+    "residuals": ("R", "#d55e00"),
+    "workspace": ("W", "#56b4e9"),
+    "logits_loss": ("L", "#cc79a7"),
+    "collectives": ("C", "#74f0c0"),
+    "batch": ("b", "#f3e745"),
+    "outputs": ("o", "#5b5700"),
+    "unattributed": ("?", "#dbe3ec"),
+    "fragmentation": ("f", "#767d85"),
+}
+
+
+NOTES = (
+    "Each stage is the trainer's own step, compiled with everything that the stages before it set.",
+    "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
+    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
+    "Moved: bytes that one call of the step sends to the host and back.",
+)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------
+
+
+def moved(level: Record) -> int | None:
+    """Bytes over the host link in one call of the step, both directions; None for none."""
+    return (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0) or None
+
+
+def adds(level: Record) -> str:
+    """The keys that a stage sets, a line each, and the attention kernel where the trainer chooses one."""
+    chosen = f" → {level['kernel']}" if "model.attention=auto" in level["flags"] else ""
+    return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
+
+
+def numbered_adds(level: Record) -> str:
+    """The same after the number of the stage, by which its bar is found; the title of a stage that sets no key."""
+    return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
+
+
+def why(level: Record) -> str:
+    """What a lever does and what it costs."""
+    return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
+
+
+# In the order of the terminal, whose bars have the titles, the bytes and the verdicts.
+COLUMNS = (
+    ColumnView("title", "stage", only=PAGE, note=why),
+    ColumnView("flags", "what it adds", "lines", read=adds, terminal=numbered_adds, css="flag", rank=8),
+    ALLOCATED.only_on(PAGE),
+    VERDICT.only_on(PAGE),
+    ColumnView("change_bytes", "change", "growth", hover=lambda level: f"{level['change_bytes']:+,} bytes"),
+    PEAK.only_on(TERMINAL),
+    ColumnView(
+        "host_bytes",
+        "in host memory",
+        "bytes",
+        short="host",
+        skip_zero=True,
+        note=lambda level: f"{human(moved(level))} moved" if moved(level) else "",
+        rank=5,
+    ),
+    ColumnView("moved_bytes", "moved", "bytes", read=moved, only=TERMINAL),
+    RECOMPUTED_SHARE,
+    HFU_OVER_MFU.only_on(TERMINAL),
+    PREDICTED_STEP,
+    PREDICTED_TOKENS,
+    PREDICTED_MFU,
+)
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------
+
+
+def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the staircase, to stdout when no console is given."""
+    put(render_text(staircase), console)
+
+
+def render_text(staircase: Mapping[str, Any]) -> RenderableType:
+    """Head, bars, legend, table, what is left out, and the flags of the first level that fits and of the last."""
+    levels, target = staircase["levels"], staircase["target"]
+    limit = _limit(levels)
+    unit, size = _unit(levels)
+    words = f"{unit} allocated on each device, each stage with all before it:"
+    head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
+    records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
+    return blocks(
+        Group(*head, _Bars(levels, size, limit), _legend(levels)),
+        terminal_table(TableView(COLUMNS, records), size) if levels else None,
+        _below(staircase),
+    )
+
+
+def _limit(levels: Sequence[Record]) -> int | None:
+    return next((level["limit_bytes"] for level in levels if level["limit_bytes"]), None)
+
+
+def _unit(levels: Sequence[Record]) -> tuple[str, int]:
+    """(name, bytes) of the unit in which the stages are written."""
+    return column_unit(min((level["allocated_bytes"] for level in levels if level["allocated_bytes"]), default=0))
+
+
+def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
+    """A stacked bar, cut with an arrow where it is longer than `width`; ends are rounded, so no error adds up."""
+    out, at = Text(), 0
+    for row in ROWS:
+        before, at = at, at + breakdown.get(row, 0)
+        first, last = (min(round(width * x / scale), width) for x in (before, at))
+        letter, colour = COLOURS[row]
+        out.append(letter * (last - first), style=f"{colour} reverse")
+    if at > scale:
+        out.right_crop(1)
+        out.append("▶", style="bold")
+    return out
+
+
+class _Bars:
+    """A bar per stage with its name, bytes and verdict, and under them the limit."""
+
+    def __init__(self, levels: Sequence[Record], size: int, limit: int | None) -> None:
+        self._levels, self._size, self._limit = levels, size, limit
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = [f"{number} {one_line(level['title'])}" for number, level in enumerate(self._levels, 1)]
+        sizes = [f"{(level['allocated_bytes'] or 0) / self._size:,.2f}" for level in self._levels]
+        figures = max(map(len, sizes), default=0)
+        room = options.max_width - figures - len("exceeds") - 3
+        wide = max(min(max(map(cell_len, names), default=0), room - LEAST_BAR), 2)
+        width = max(min(BAR, room - wide), 4)
+        scale = scale_of([level["allocated_bytes"] or 0 for level in self._levels], self._limit)
+        for name, level, text in zip(names, self._levels, sizes):
+            drawn = bar(level["breakdown"], scale, width)
+            short = shorten(name, wide)
+            yield ignoring(
+                Text.assemble(
+                    short,
+                    " " * (wide - cell_len(short) + 1),
+                    drawn,
+                    " " * (width - drawn.cell_len + 1),
+                    f"{text:>{figures}} ",
+                    (verdict(level), VERDICT_STYLES[fits(level)]),
+                )
+            )
+        if self._limit and self._limit <= scale:
+            column, note = min(round(width * self._limit / scale), width - 1), f"limit {human(self._limit)}"
+            text = f"{' ' * column}╵ {note}"
+            if len(text) > width:
+                text = f"{' ' * max(column - len(note) - 1, 0)}{note} ╵"
+            yield ignoring(Text(" " * (wide + 1) + text, style="red"))
+
+
+def _legend(levels: Sequence[Record]) -> RenderableType:
+    return Items(
+        [
+            Text.assemble((COLOURS[row][0], f"{COLOURS[row][1]} reverse"), f" {row.replace('_', '/')}")
+            for row in ROWS
+            if any(level["breakdown"].get(row) for level in levels)
+        ]
+    )
+
+
+def _below(staircase: Mapping[str, Any]) -> RenderableType:
+    levels = staircase["levels"]
+    out: list[RenderableType] = [
+        Prose(f"left out: {name}: {reason}", "yellow") for name, reason in staircase["left_out"].items()
+    ]
+    out.append(
+        Prose(
+            "moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
+            "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
+            "dim",
+        )
+    )
+    out += sources_of_rates("predicted s: of an update, with its spread", (level["rates"] for level in levels))
+    if staircase["interrupted"]:
+        out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
+    winner = _first_that_fits(staircase)
+    if winner is None:
+        out.append(Text("none of these fits", style="bold red"))
+    for words, level in (("first that fits", winner), ("all of them", levels[-1] if levels else None)):
+        if level is not None:
+            out += [
+                Prose(f"{words} ({safe(level['title'])}):", "bold"),
+                CopyCommand(level["all_flags"] or "as configured"),
+            ]
+    return Group(*out)
+
+
+def _first_that_fits(staircase: Mapping[str, Any]) -> Record | None:
+    return next((level for level in staircase["levels"] if level["stage"] == staircase["first_that_fits"]), None)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def render_page(staircase: Mapping[str, Any]) -> str:
+    """The page of a staircase's JSON (`train.plan.levers.to_json`), as text."""
+    config, target, levels = staircase["config"], staircase["target"], staircase["levels"]
+    first = _first_that_fits(staircase)
+    last = levels[-1] if levels else None
+    return page(
+        "levers",
+        title(config, target, "levers"),
+        page_data(staircase),
+        heading=f"{config or 'A config'}, lever by lever",
+        where=where(target),
+        facts=facts(levels, staircase["given"]),
+        versions=versions(staircase["versions"]),
+        figures=_figures(levels[0] if levels else None, first, last),
+        commands=[
+            (words, level["title"], _command(staircase, level))
+            for words, level in (("First that fits", first), ("All of them", last))
+            if level
+        ],
+        some_fit=first is not None,
+        interrupted=staircase.get("interrupted", False),
+        stages=page_table(
+            TableView(
+                (*COLUMNS, command_column(lambda level: _command(staircase, level))),
+                levels,
+                emphasis=lambda level: "winner" if level is first else "",
+            )
+        ),
+        left_out=list(staircase["left_out"].items()),
+        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(levels)],
+    )
+
+
+def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
+    return command(staircase["config"], staircase["target"], staircase["given"], level["all_flags"], fits=level["fits"])
+
+
+def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values. `scale`: bytes of the highest bar that is drawn whole."""
+    levels = staircase["levels"]
+    sizes, limit = [level["allocated_bytes"] or 0 for level in levels] or [1], _limit(levels)
+    return {
+        "levels": [
+            {
+                "title": level["title"],
+                "flags": level["flags"],
+                "bytes": level["allocated_bytes"] or 0,
+                "breakdown": level["breakdown"],
+                "limit": level["limit_bytes"],
+                "fits": level["fits"],
+                "costs": _costs(level),
+            }
+            for level in levels
+        ],
+        "categories": [(row, row_name(row)) for row in ROWS if any(level["breakdown"].get(row) for level in levels)],
+        "unit": _unit(levels),
+        "limit": limit,
+        "target": str(staircase["target"].get("name", "")),
+        "scale": scale_of(sizes, limit),
+    }
+
+
+def _costs(level: Mapping[str, Any]) -> list[str]:
+    """What a level costs beside its bytes, in words."""
+    share = level["recompute_flops_fraction"]
+    step, within = seconds(level["predicted_seconds"]), spread(level)
+    return [
+        why(level),
+        f"step {step}{f', {within}' if within else ''}" if step else "",
+        f"recomputed: {percent(share)} of the model's FLOPs" if share is not None else "",
+        f"host memory {human(level['host_bytes'])}" if level["host_bytes"] else "",
+        f"moved in one call of the step: {human(moved(level))}" if moved(level) else "",
+    ]
+
+
+def _figures(*levels: Mapping[str, Any] | None) -> list[HeaderFigure]:
+    """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
+    time of the first that fits is predicted to be."""
+    first = levels[1]
+    found = [
+        figure(name, level["allocated_bytes"], level["title"])
+        for name, level in zip(("first", "first that fits", "last"), levels)
+        if level
+    ]
+    return [*found, *(predictions(first, "of the first that fits") if first else ())]

@@ -1,0 +1,72 @@
+"""Refuses a run whose step does not fit: the error, with advice that was found by compiling variants of the program.
+
+The levers and the words are in `advice.py`, which compiles nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NoReturn
+
+from bytescope.memory.analysis import report_of
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.launch.failures import too_big
+from bytescope.train.plan import advice
+from bytescope.train.plan.remat_auto import with_keys
+from bytescope.train.plan.run_peak import loop_overhead
+from bytescope.train.program.config_files import flatten
+from bytescope.train.program.program import Program, build
+from bytescope.train.program.run_command import DEFAULT, Command
+from bytescope.train.user_errors import DoesNotFit
+
+# Minimum host memory to compile variants: with less, the kernel would kill the process before it prints anything.
+COMPILE_BYTES = 2**30
+
+
+def refuse(
+    report: ReportRecord,
+    program: Program,
+    command: Command,
+    tell: Callable[[str], None] = lambda line: None,
+    each_s: float = 0.0,
+) -> NoReturn:
+    """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
+
+    The advice includes the cheapest change that fits, found by compiling, if the program runs in one process (several
+    processes must compile together) and the host has COMPILE_BYTES.
+
+    Args:
+      command: what the run was started with, for the `fit` command. tell: called with a line before each compile.
+      each_s: seconds that compiling the step took.
+    """
+    levers, tried = advice.open_levers(report), []
+    devices = list(program.mesh.devices.flat)
+
+    def compiled_bytes(keys: advice.Keys) -> int:
+        variant = build(with_keys(program.config, keys), devices)
+        compilation = variant.compile_for_report()
+        config, loop = flatten(variant.config), loop_overhead(variant)
+        return report_of(compilation, target=targets.parse("local"), config=config, loop=loop).predicted_bytes
+
+    in_one_process = len({device.process_index for device in devices}) == 1
+    if in_one_process and free_host_bytes() >= COMPILE_BYTES:
+        tried = advice.tried(report, levers, compiled_bytes, tell, each_s)
+    raise DoesNotFit(too_big(report), advice.lines(report, levers, tried, _fit_command(report, command)))
+
+
+def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
+    """Returns the advice for a device that ran out of memory: the levers left to try, cheapest first."""
+    return advice.lines(report, advice.open_levers(report), [], _fit_command(report, command))
+
+
+def report_without_compiling(program: Program) -> ReportRecord:
+    """Returns a report that has only the config and the devices, for a compiler that ran out of memory."""
+    target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)  # alike in several processes
+    return ReportRecord(
+        0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes
+    )
+
+
+def _fit_command(report: ReportRecord, command: Command) -> str:
+    return advice.fit_command(command.config or DEFAULT, "local", command.overrides, report)
