@@ -98,8 +98,12 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(items):
-    """The quick tests first: a mistake shows before anything long has compiled."""
-    items.sort(key=lambda item: item.get_closest_marker("quick") is None)
+    """The quick tests first: a mistake shows before anything long has compiled.
+
+    Then the files that need an oracle, which take longest: the last ones of two workers are to end at the same time.
+    """
+    long = {item.path for item in items if item.get_closest_marker("oracle")}
+    items.sort(key=lambda item: (item.get_closest_marker("quick") is None, item.path not in long))
 
 
 def pytest_terminal_summary(terminalreporter):

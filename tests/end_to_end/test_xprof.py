@@ -51,9 +51,10 @@ def test_other_programs(name, tmp_path):
         *exhaustive(
             ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
             ("gpt2_xl", "h100:8", {"batch.mode": "scan"}),
-            ("llama_1b", "b200", {"model.attention": "chunked", "remat.policy": "none"}),
-            ("llama_405b", "h100:64x8", {"loss.kind": "full"}),
-            ("gpt3_175b", "a100-80g:16x8", {"remat.policy": "dots_no_batch", "precision.preset": "fp32"}),
+            ("llama_1b", "b200", {"model.attention": "chunked"}),
+            ("llama_8b", "h200:8", {"loss.kind": "full"}),
+            ("llama_405b", "h100:64x8", {}),
+            ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"}),
         ),
     ],
     ids=str,

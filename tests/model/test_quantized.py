@@ -1,12 +1,12 @@
 """Frozen weights in 4 and 8 bits: the numbers of the papers and of bitsandbytes, on the host and on devices."""
 
 import hashlib
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import norm
 
 from bytescope.model.placement import HERE
 from bytescope.model.quantized import nf4, quantized_formats
@@ -65,7 +65,7 @@ def test_weights_of_bitsandbytes():
 @pytest.mark.quick
 def test_levels_are_quantiles_of_a_normal_distribution():
     """Appendix E of QLoRA: eight quantiles above zero, seven below, at equal steps of probability, over the largest."""
-    normal = norm.ppf
+    normal = np.vectorize(NormalDist().inv_cdf)
     offset = (1 - 1 / 32 + 1 - 1 / 30) / 2  # half between the outermost probabilities of 16 and of 15 levels
     up, down = normal(np.linspace(offset, 0.5, 9)[:-1]), -normal(np.linspace(offset, 0.5, 8)[:-1])
     expected = np.sort([*up, 0, *down]) / up.max()
