@@ -10,8 +10,8 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
-from bytescope.memory.view.figures import count, exact, percent, seconds
-from bytescope.memory.view.prediction_text import rounded, within
+from bytescope.memory.view.figures import count, exact, percent, rounded, seconds
+from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.text_layout import mixture
 
 # What a page says of its predicted seconds.

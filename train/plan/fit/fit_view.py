@@ -36,9 +36,8 @@ from bytescope.memory.view.elements import (
     versions,
     where,
 )
-from bytescope.memory.view.figures import count, percent, seconds
+from bytescope.memory.view.figures import count, percent, rounded, seconds
 from bytescope.memory.view.frame import page
-from bytescope.memory.view.prediction_text import rounded
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose
