@@ -169,7 +169,7 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
 def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
     """The tightest configuration with what is missing."""
-    parts = ", ".join(
+    large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
         if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
@@ -182,7 +182,7 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
     return Group(
         Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
         Prose(f"tightest: {certificate['what']}"),
-        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
+        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {large}"),
         Text("its flags:"),
         CopyCommand(certificate["flags"], style=""),
         Prose(effort),
