@@ -14,7 +14,7 @@ a target), peak (what every buffer is and when it lives), cost (what a step comp
 long it takes), remat (the least recomputation under a budget), findings (what an expert would point at), view (tables,
 charts and pages), report (the object that users hold, its pages, differences and guards), watching (steps that run),
 profile (a profiler's trace), compare (many programs side by side), commands.
-Start at `analysis.py`: a program in, a `records.report_record.ReportRecord` out.
+Start at `analysis.py:report_of`: a compiled program in, a `records.report_record.ReportRecord` out.
 """
 
 import importlib
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from bytescope.memory.records.report_record import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
     from bytescope.memory.report.difference import Difference, diff
-    from bytescope.memory.report.remat_plan import RematPlan, plan_remat
+    from bytescope.memory.report.remat_plan import RematPlan
+    from bytescope.memory.report.remat_planning import plan_remat
     from bytescope.memory.report.report_object import Report, analyze, assert_fits, load
     from bytescope.memory.view.object_table import Table
     from bytescope.memory.watching.device_tables import live, target, targets
@@ -56,7 +57,8 @@ _HOMES = {
     **dict.fromkeys(("Difference", "diff"), "report.difference"),
     **dict.fromkeys(("Executable", "compile"), "watching.executable"),
     **dict.fromkeys(("Watched", "watch"), "watching.watched"),
-    **dict.fromkeys(("RematPlan", "plan_remat"), "report.remat_plan"),
+    "RematPlan": "report.remat_plan",
+    "plan_remat": "report.remat_planning",
     "RematPolicy": "remat.recognition",
     "Table": "view.object_table",
     "Target": "devices.targets",

@@ -1,8 +1,11 @@
-"""`analyze`: any compiled JAX program in, a report out.
+"""`report_of`: any compiled JAX program in, a report out.
 
-From a `jax.stages.Traced` or `Lowered`, and from an HloProto, everything is exact: the compiler's own buffers
-and heap trace are read. A finished `Compiled` keeps neither on most backends; then lifetimes are derived from
-its schedule, totals are XLA's, and the report's `method` and `notes` say so.
+Each stage returns a record of its own, complete when it is returned: `ReadProgram`, `PeakAccount`, `Verdict`,
+`JudgedProgram`, `FormulaRows`, `StepSeconds`. The last statement of `report_of` builds the report from them.
+
+The report of a `jax.stages.Traced` or `Lowered`, and of an HloProto, is exact: it is read from the compiler's own
+buffers and heap trace. A finished `Compiled` keeps neither on most backends. Then lifetimes are derived from its
+schedule, totals are XLA's, and the report's `method` and `notes` say so.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.peak.live_schedule import derive
 from bytescope.memory.program import program_arguments
-from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.program.roles import checked_roles
-from bytescope.memory.program.tracing import check_options
-from bytescope.memory.records.report_record import Buffer, ReportRecord, XlaStats
-from bytescope.memory.seconds import rates, reading, step_prediction, step_schedule
+from bytescope.memory.records.buffer_records import POOL, Buffer, PeakAccount, overhead_bytes
+from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
+from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
+from bytescope.memory.records.schedule_records import Steps
+from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction, step_schedule
+from bytescope.memory.seconds.reading import CompiledSchedule
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
-# Rows in the order in which a derivation may have too many bytes in them.
+# Rows of the breakdown, those first that a derivation most probably counts too high.
 _DOUBTFUL = (
     "workspace",
     "logits_loss",
@@ -55,47 +60,6 @@ _DOUBTFUL = (
 )
 
 
-def analyze(
-    program: Any,
-    *args: Any,
-    target: Target | str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    facts: ModelFacts | None = None,
-    roles: Iterable[tuple[str, str]] = (),
-    names: Iterable[str] = (),
-    **options: Any,
-) -> ReportRecord:
-    """What every byte of a program's peak is, on one device.
-
-    Args:
-        program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
-            pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
-            `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
-            or the path of one.
-        target: what it is compiled for, a `memory.devices.targets.Target` or its name ("h200:8"); None: the devices
-            of the arguments' shardings, else those at hand. A proto without one is not judged.
-        config: goes into the report as it is.
-        facts: what the trainer knows of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
-            remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
-            findings on experts and stages.
-        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
-            roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
-        names: the program's checkpoint names, for programs that put them into named scopes too.
-        options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
-            static_argnums, static_argnames.
-
-    Raises:
-      ReportError: what is not a program, or one for other devices than the target's; a damaged proto; a target that
-          does not exist.
-      TypeError: an option that `jax.jit` does not know.
-    """
-    check_options(options, "analyze")
-    roles = checked_roles(roles)
-    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
-    return report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names)
-
-
 def report_of(
     compilation: Compilation,
     *,
@@ -105,114 +69,197 @@ def report_of(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     loop: runtime_overheads.LoopOverhead | None = None,
+    subject: Subject | None = None,
+    seconds: bool = False,
+    measure: bool = False,
 ) -> ReportRecord:
-    """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
+    """Returns the report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
-    `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
+    Args:
+        config, facts, roles, names: as `memory.analyze` takes them.
+        loop: what the loop around the program keeps on the device.
+        subject: what the trainer calls the program; its calls, tokens and model FLOPs decide the predicted seconds.
+        seconds: whether the seconds of an update are predicted. measure: for a CPU too, as `with_seconds` does.
 
     Raises ReportError for a damaged program.
     """
-    roles = checked_roles(roles)
-    known = Names(names, named_places(compilation.jaxpr) if compilation.jaxpr is not None else None)
-    program = compilation.program
-    # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
+    per_host = target.devices_per_host if target else 0
+    read = _read_program(compilation, facts, checked_roles(roles), names, per_host)
+    module = read.placed.module
+    stats = compilation.stats or _stats_of(compilation.program)
+    account = read.account
+    if account.method == "schedule":
+        account = _with_xla_totals(account, compilation.program, stats)
+
+    transfers = host_transfers.find(module, target.host_link_bytes_per_s if target else 0.0)
+    unseen = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
+    predicted = account.allocated_bytes + overhead_bytes(unseen, POOL)
+    judged = JudgedProgram(
+        **vars(account),
+        **vars(_verdict(predicted, target.limit_bytes if target else None)),
+        collectives=read.collectives,
+        work=_work(read, transfers, per_host),
+        target=target.to_json() if target else {},
+        unseen=unseen,
+    )
+    subject = subject or Subject()
+    step_seconds = StepSeconds()
+    if seconds:
+        step_seconds = _seconds(judged.work, judged.target, read.schedule.steps, subject, measure)
+    return ReportRecord(
+        **vars(judged),
+        **vars(_formula_rows(account, read)),
+        **vars(step_seconds),
+        point_seconds=_point_seconds(account, read.schedule, judged.target) if step_seconds.prediction else (),
+        findings=finding_rules.find(judged, read.placed),
+        transfers=transfers,
+        schedule=read.schedule.steps,
+        xla=stats,
+        subject=subject,
+        versions=compilation.versions,
+        config=dict(config or {}),
+    )
+
+
+# ---- the stages of a report ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadProgram:
+    """What the compiled module alone says, before XLA's totals, the target and the formulas.
+
+    Fields:
+        placed: the module with its mesh. roles: number of an entry parameter -> its role.
+        kernel_bytes: phase -> bytes that kernels move (`cost.kernel_costs`). counted: FLOPs of the jaxpr, None for a
+            program that was not traced.
+    """
+
+    placed: PlacedProgram
+    roles: Mapping[int, str]
+    account: PeakAccount
+    collectives: tuple[Collective, ...]
+    kernel_bytes: Mapping[str, Mapping[str, int]]
+    counted: flops.FlopCount | None
+    schedule: CompiledSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Bytes that are available on one device, whether the program fits, and the same as a word."""
+
+    limit_bytes: int | None = None
+    fits: bool | None = None
+    verdict: str = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class FormulaRows:
+    """Counted parameters, and what published formulas expect of collectives and state beside what was compiled."""
+
+    parameters: Mapping[str, int]
+    communication: tuple[Communication, ...]
+    zero: tuple[ZeroRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """The roofline's bound and the predicted seconds of an update, as JSON values; {} if unknown."""
+
+    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _read_program(
+    compilation: Compilation,
+    facts: ModelFacts | None,
+    roles: Iterable[tuple[str, str]],
+    names: Iterable[str],
+    per_host: int,
+) -> ReadProgram:
+    """Reads a compilation. Raises ReportError for a damaged program."""
+    program, jaxpr = compilation.program, compilation.jaxpr
+    known = Names(names, named_places(jaxpr) if jaxpr is not None else None)
+    # Allocations of a proto are complete with or without a heap trace; those of a Compiled lack the trace.
     derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
-    source = derive(program.module) if derived else program
     try:
+        source = derive(program.module) if derived else program
         flow = Flow(source.module)
         inputs = program_arguments.read(source, flow, compilation.signature, roles)
         placed = place(source, compilation, facts, inputs)
-        look = assemble.attribution_of(source, inputs, known, flow)
-        report = assemble.report(look, "schedule" if derived else "heap_trace")
-        per_host = target.devices_per_host if target else 0
-        report = dataclasses.replace(
-            report, collectives=collectives.find(look, placed.mesh, per_host), work=kernel_costs.find(look)
+        attribution = assemble.attribution_of(source, inputs, known, flow)
+        counted = flops.count(jaxpr) if jaxpr is not None else None
+        return ReadProgram(
+            placed=placed,
+            roles=attribution.roles,
+            account=assemble.account_of(attribution, "schedule" if derived else "heap_trace", compilation.notes),
+            collectives=collectives.find(attribution, placed.mesh, per_host),
+            kernel_bytes=kernel_costs.find(attribution),
+            counted=counted,
+            schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
         )
-        counted = flops.count(compilation.jaxpr) if compilation.jaxpr is not None else None
-        steps = reading.read(look, placed.mesh, per_host, counted, source.module.devices)
-        report = dataclasses.replace(report, schedule=steps)
     except RecursionError as error:
         raise ReportError("a program nested too deeply to read: dump it again") from error
-    stats = compilation.stats or _stats(program)
-    if derived:
-        report = _with_xla_totals(report, program, stats)
-    report = dataclasses.replace(
-        report,
-        xla=stats,
-        versions=compilation.versions,
-        target=target.to_json() if target else {},
-        config=dict(config or {}),
-        notes=(*compilation.notes, *report.notes),
-    )
-    asked = _runtime_facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
-    report = dataclasses.replace(report, unseen=runtime_overheads.find(asked))
-    report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)
-    moved = host_transfers.find(source.module, target.host_link_bytes_per_s if target else 0.0)
-    report = dataclasses.replace(report, transfers=moved)
-    report = dataclasses.replace(report, work=_work(report, placed, counted, target))
-    return dataclasses.replace(report, findings=finding_rules.find(report, placed))
 
 
-def _with_formulas(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> ReportRecord:
-    """The report with what the formulas expect of its step, where the trainer's facts have what they need."""
-    state = ledger.state_of(report, program, roles)
+def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
+    placed = read.placed
+    state = ledger.state_of(account, placed, read.roles)
     parameters = state.parameters * state.tensor
-    expected = communication_volume.expected_collectives(program.facts, dict(program.mesh), parameters)
-    return dataclasses.replace(
-        report,
-        parameters=ledger.parameter_counts(report, program, roles, state),
-        communication=collectives.rows(report.collectives, expected),
-        zero=ledger.zero_rows(report, state),
+    expected = communication_volume.expected_collectives(placed.facts, dict(placed.mesh), parameters)
+    return FormulaRows(
+        parameters=ledger.parameter_counts(account, placed, read.roles, state),
+        communication=collectives.rows(read.collectives, expected),
+        zero=ledger.zero_rows(account, state),
     )
 
 
-def _work(
-    report: ReportRecord, program: PlacedProgram, counted: flops.FlopCount | None, target: Target | None
-) -> Mapping[str, Any]:
+def _work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
     """Returns the work of a program for the roofline; {} if the program was not traced, because a module does not give
     the FLOPs of foreign kernels.
 
     Counts the FLOPs of the scheduled kernels. Without a schedule, each device is assumed to compute an equal share.
     """
-    if counted is None:
+    if read.counted is None:
         return {}
-    per_host = target.devices_per_host if target else 0
-    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(report.schedule)
-    if not report.schedule:
-        on_device = {key: count / program.module.devices for key, count in counted.by.items()}
-    return step_work.by_phase(report, report.work, on_device, program.mesh, per_host)
+    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(read.schedule.steps)
+    if not read.schedule.steps:
+        devices = read.placed.module.devices
+        on_device = {key: count / devices for key, count in read.counted.by.items()}
+    return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, on_device, read.placed.mesh, per_host)
 
 
 def _runtime_facts(
-    report: ReportRecord, module: Module, target: Target | None, loop: runtime_overheads.LoopOverhead
+    account: PeakAccount,
+    read: ReadProgram,
+    stats: XlaStats,
+    target: Target | None,
+    loop: runtime_overheads.LoopOverhead | None,
 ) -> runtime_overheads.Facts:
-    """What the table of runtime overheads asks of a program; without a target nothing is known of an allocator."""
-    arguments = [b.bytes for b in report.buffers if b.phase == "argument" and b.memory == "device"]
-    outputs = [b for b in report.buffers if b.phase == "output" and b.category == "outputs"]
+    """Returns what the table of runtime overheads asks of a program; without a target no allocator is known."""
+    module = read.placed.module
+    arguments = [b.bytes for b in account.buffers if b.phase == "argument" and b.memory == "device"]
+    outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
     results = [b.bytes for b in outputs if b.memory == "device"]
-    groups = {(item.axes, item.group) for item in report.collectives if item.group > 1}
-    facts = runtime_overheads.Facts(
-        loop=loop,
+    groups = {(item.axes, item.group) for item in read.collectives if item.group > 1}
+    untuned = 0
+    if target and target.is_described and target.platform == "cuda":
+        untuned = _untuned_product(module)
+    chip = CHIPS.get(target.name.partition(":")[0]) if target else None
+    return runtime_overheads.Facts(
+        loop=loop or runtime_overheads.LoopOverhead(),
         results=tuple(b.bytes for b in outputs if b.dtype),
-        requests=(*arguments, *results, report.xla.temp_bytes or 0),
+        requests=(*arguments, *results, stats.temp_bytes or 0),
         communicators=len(groups),
-        code=report.xla.generated_code_bytes or 0,
-    )
-    if target is None:
-        return facts
-    chip = CHIPS.get(target.name.partition(":")[0])
-    untuned = _untuned_product(module) if target.is_described and target.platform == "cuda" else 0
-    return dataclasses.replace(
-        facts,
-        platform=target.platform,
-        context=target.reserved_bytes,
+        code=stats.generated_code_bytes or 0,
+        platform=target.platform if target else "",
+        context=target.reserved_bytes if target else 0,
         untuned_product=untuned,
         hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)),
     )
 
 
 def _untuned_product(module: Module) -> int:
-    """Operand bytes of the largest matrix product of a program without any call of cuBLAS, else 0."""
+    """Returns the operand bytes of the largest matrix product; 0 if the program calls cuBLAS."""
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
@@ -231,43 +278,80 @@ def _untuned_product(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """The report with its verdict on the predicted bytes: fits, tight (above 95 % of the limit), exceeds; unknown
-    without a limit. `limit`: bytes that are available on one device."""
+    """Returns the report with the verdict on its predicted bytes: fits, tight (above 95 % of the limit) or exceeds.
+    Without a limit, returns it unchanged.
+
+    `limit`: bytes that are available on one device.
+    """
     if limit is None:
         return report
-    predicted, verdict = report.predicted_bytes, "fits"
+    return dataclasses.replace(report, **vars(_verdict(report.predicted_bytes, limit)))
+
+
+def _verdict(predicted: int, limit: int | None) -> Verdict:
+    if limit is None:
+        return Verdict()
+    word = "fits"
     if predicted > limit:
-        verdict = "exceeds"
+        word = "exceeds"
     elif predicted > TIGHT * limit:
-        verdict = "tight"
-    return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
+        word = "tight"
+    return Verdict(int(limit), predicted <= limit, word)
 
 
 def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """The report with the seconds that are predicted of an update, and the roofline's bound, where enough is known of
-    program and target. Its `subject` tells calls and tokens of an update.
+    """Returns the report with the predicted seconds of an update and the roofline's bound, if program and target are
+    known well enough. The report's `subject` gives the calls and tokens of an update.
 
-    `measure`: of a CPU too, whose rates are measured for it: they take time, and differ from one process to the next.
-    Where a file of rates is chosen it has the CPU's seconds, with no bound.
+    `measure`: whether the rates of a CPU are measured, which takes time and differs from one process to the next. If
+    not, the seconds of a CPU are predicted only from a file of rates (`rates.use`), without a bound.
     """
-    if report.target.get("platform") == "cpu" and not (measure or rates.chosen()):
+    if not _has_rates(report.target, measure):
         return report
-    bound = step_prediction.bound({"work": report.work, "target": report.target})
-    found = step_prediction.of_report(report)
-    return dataclasses.replace(
-        report, roofline=bound.to_json() if bound else {}, prediction=found.to_json() if found else {}
-    )
+    found = _seconds(report.work, report.target, report.schedule, report.subject, measure)
+    return dataclasses.replace(report, **vars(found))
+
+
+def _has_rates(target: Mapping[str, Any], measure: bool) -> bool:
+    return target.get("platform") != "cpu" or measure or rates.chosen() is not None
+
+
+def _seconds(
+    work: Mapping[str, Any], target: Mapping[str, Any], schedule: Steps, subject: Subject, measure: bool
+) -> StepSeconds:
+    if not _has_rates(target, measure):
+        return StepSeconds()
+    bound = step_prediction.bound({"work": work, "target": target})
+    found = None
+    if target:
+        tokens, model_flops = subject.tokens or None, subject.model_flops or None
+        found = step_prediction.of(schedule, target, subject.calls, tokens, model_flops)
+    return StepSeconds(bound.to_json() if bound else {}, found.to_json() if found else {})
+
+
+def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
+    """Returns `ReportRecord.point_seconds`. A point whose instruction takes no time, or is not in the schedule, begins
+    with the point before it."""
+    found = rates.of(target)
+    if found is None:
+        return ()
+    starts, whole = schedule_walk.start_seconds(schedule.order, schedule.settle, found)
+    out, now = [], 0.0
+    for point in account.timeline:
+        now = max(now, starts.get(point.instruction, now))
+        out.append(now)
+    return (*out, max(whole, now))
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Whether allocations alone tell every lifetime: there are some, and none of them is temporary memory in parts."""
+    """Whether allocations alone give every lifetime: no temporary allocation is shared by several values."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )
 
 
-def _stats(program: hlo_buffers.HloProgram) -> XlaStats:
-    """The statistics that follow from allocations alone, for a proto without a Compiled."""
+def _stats_of(program: hlo_buffers.HloProgram) -> XlaStats:
+    """Returns the statistics that follow from the allocations of a proto without a Compiled."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
     return XlaStats(
@@ -281,11 +365,12 @@ def _stats(program: hlo_buffers.HloProgram) -> XlaStats:
     )
 
 
-def _with_xla_totals(report: ReportRecord, program: hlo_buffers.HloProgram, stats: XlaStats) -> ReportRecord:
-    """A derived report with totals as XLA states them; what the derivation lacks is the unattributed row.
+def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stats: XlaStats) -> PeakAccount:
+    """Returns a derived account with the totals that XLA states. Bytes that the derivation lacks become the
+    unattributed row.
 
-    What it has too much, values that XLA puts in one place and the derivation does not, is taken off the
-    workspace, then off the other temporary rows.
+    Bytes that it has too many of, because XLA puts several values in one place, are taken off the rows in the order of
+    `_DOUBTFUL`.
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
     if not allocated and stats.argument_bytes is not None:
@@ -293,22 +378,22 @@ def _with_xla_totals(report: ReportRecord, program: hlo_buffers.HloProgram, stat
             stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0) + (stats.temp_bytes or 0)
         )
     if not allocated:
-        return report
+        return account
     held = sum(
-        b.bytes for b in report.buffers if b.memory == "device" and b.start == 0 and b.phase in ("argument", "output")
+        b.bytes for b in account.buffers if b.memory == "device" and b.start == 0 and b.phase in ("argument", "output")
     )
     # A peak that leaves temporaries out (the CPU's) or counts host memory in is not one.
     stated = stats.peak_bytes if stats.peak_bytes and held < stats.peak_bytes <= allocated else None
     if stats.temp_bytes and stated is not None and stated <= held + stats.temp_bytes // 100:
         stated = None
-    peak = min(stated if stated is not None else report.peak_bytes, allocated)
-    rows = dict(report.breakdown)
-    missing = peak - report.peak_bytes
-    buffers, notes = report.buffers, list(report.notes)
+    peak = min(stated if stated is not None else account.peak_bytes, allocated)
+    rows = dict(account.breakdown)
+    missing = peak - account.peak_bytes
+    buffers, notes = account.buffers, list(account.notes)
     if missing >= 0:
         rows["unattributed"] += missing
         if missing:
-            last = len(report.timeline) - 1
+            last = len(account.timeline) - 1
             buffers += (Buffer("difference to XLA's peak", missing, end=last, at_peak=True),)
     else:
         excess = -missing
@@ -317,8 +402,8 @@ def _with_xla_totals(report: ReportRecord, program: hlo_buffers.HloProgram, stat
             rows[row], excess = rows[row] - taken, excess - taken
     rows["fragmentation"] = allocated - peak
     notes.append(
-        f"lifetimes are derived from the schedule: their peak is {report.peak_bytes} bytes, XLA's totals say {peak}"
+        f"lifetimes are derived from the schedule: their peak is {account.peak_bytes} bytes, XLA's totals say {peak}"
     )
     return dataclasses.replace(
-        report, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows, buffers=buffers, notes=tuple(notes)
+        account, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows, buffers=buffers, notes=tuple(notes)
     )

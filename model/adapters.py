@@ -67,7 +67,7 @@ class Adaptable(Protocol):
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the dotted path of a parameter is that of an adapter."""
+    """Whether the dotted path names a parameter of an adapter."""
     return bool(_ADAPTER.search(name))
 
 

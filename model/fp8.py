@@ -39,7 +39,7 @@ FIRST_WITH_UNITS = (8, 9)
 
 
 class BlockScaled(NamedTuple):
-    """A quantized array: value times scale is the number that each element stands for.
+    """A quantized array: each element is its value times the scale of its tile.
 
     values: float8_e4m3fn of any shape. scale: float32, the same shape with one element per tile.
     """
@@ -49,12 +49,12 @@ class BlockScaled(NamedTuple):
 
 
 def tiles(size: int) -> int:
-    """Tiles of a dimension of `size` elements, a last short one included."""
+    """Returns the number of tiles of a dimension of `size` elements; a last short tile counts."""
     return -(-size // TILE)
 
 
 def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
-    """`x` (floats, any shape) with one scale per tile, which has `tile` elements along each dimension.
+    """Quantizes `x` (floats, any shape) with one scale per tile of `tile` elements along each dimension.
 
     The scale is the largest magnitude in the tile over 448, or 1 where that is zero. The error of an element is at most
     2^-4 of itself, or 2^-10 of the scale where that is more. NaN and infinity stay in their tile, as NaN.
@@ -71,7 +71,7 @@ def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
 
 
 def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
-    """The float32 numbers that `q`, quantized in tiles of this size, stands for."""
+    """Returns the float32 numbers of `q`, which was quantized in tiles of this size."""
     scale = q.scale
     for axis, width in enumerate(tile):
         scale = jnp.repeat(scale, width, axis) if width > 1 else scale
@@ -79,32 +79,28 @@ def dequantize(q: BlockScaled, tile: Sequence[int]) -> jax.Array:
 
 
 def rows(x_RC: jax.Array) -> BlockScaled:
-    """`x` quantized in tiles of 1x128: values [R, C], scales [R, C / 128]."""
+    """Quantizes `x` in tiles of 1x128: values [R, C], scales [R, C / 128]."""
     return quantize(x_RC, (1, TILE))
 
 
 def blocks(w_RC: jax.Array) -> BlockScaled:
-    """`w` quantized in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
+    """Quantizes `w` in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
     q = quantize(w_RC, (TILE, TILE))
-    return BlockScaled(q.values, _each_row(q.scale, w_RC.shape[0]))
-
-
-def _each_row(scale: jax.Array, size: int) -> jax.Array:
-    return jnp.repeat(scale, TILE, 0)[:size]
+    return BlockScaled(q.values, jnp.repeat(q.scale, TILE, 0)[: w_RC.shape[0]])
 
 
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
     """The product over C of rows with rows, [M, N] in `dtype`: dequantized, multiplied and summed in float32."""
-    a, b = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
-    return jnp.einsum("mc,nc->mn", a, b, preferred_element_type=jnp.float32).astype(dtype)
+    a_wide_MC, b_wide_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
+    return jnp.einsum("mc,nc->mn", a_wide_MC, b_wide_NC, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """The same product in the GPU's fp8 units."""
+    """Returns the product of `emulated`, computed by the GPU's fp8 units."""
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 
-# What `choose_matmul` makes of Precision.matmul -> how a product of quantized rows is computed.
+# Precision.matmul of a program in fp8 (`choose_matmul`) -> the function that multiplies quantized rows.
 PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array]] = {
     "fp8_native": native,
     "fp8_emulated": emulated,
@@ -112,7 +108,7 @@ PRODUCTS: Mapping[str, Callable[[BlockScaled, BlockScaled, jnp.dtype], jax.Array
 
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
-    """(how the products of the blocks are computed on that device: "wide" or a row of PRODUCTS; why)."""
+    """Returns (how the device computes the products of the blocks: "wide" or a row of PRODUCTS, reason)."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
     emulation = "same quantization, multiplied in float32"
@@ -162,7 +158,7 @@ class Linear:
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """A weight as a product reads it: in `dtype` and gathered where it comes as stored (`again`), else `w`."""
+        """Returns a weight as a product reads it: cast and gathered if it comes as stored (`again`), else `w`."""
         return place.weight(w.astype(dtype), axes) if self.again else w
 
 
@@ -191,8 +187,8 @@ def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[j
 def _features(kept: tuple[jax.Array, ...]) -> BlockScaled:
     """The kept activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
     values, *scale = kept
-    flat = values.reshape(math.prod(values.shape[:2]), -1)
-    return BlockScaled(flat, scale[0].reshape(flat.shape[0], -1)) if scale else rows(flat)
+    x_RC = values.reshape(math.prod(values.shape[:2]), -1)
+    return BlockScaled(x_RC, scale[0].reshape(x_RC.shape[0], -1)) if scale else rows(x_RC)
 
 
 def _tokens(kept: tuple[jax.Array, ...]) -> BlockScaled:
@@ -230,8 +226,8 @@ def _products(how, place, kept, weights, dtype):
         features, outs = _features(within), []
         for name, w in zip(how.outs, weights):
             with jax.named_scope(name):  # by which a report knows the result of a kernel
-                y = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
-                outs.append(y.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
+                y_RN = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
+                outs.append(y_RN.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
         return tuple(outs)
 
     wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
@@ -254,10 +250,10 @@ def _backward(how, place, residuals, d_outs):
 
     def own(d_outs, weights, *within):
         tokens, dx, d_weights = _tokens(within), [], []
-        for dy, w in zip(d_outs, weights):
-            flat = dy.reshape(math.prod(dy.shape[:2]), -1)
-            dx.append(product(rows(flat), blocks(_flat(w, how.contracted)), dtype))
-            d_weights.append(product(tokens, rows(flat.T), dtype).reshape(w.shape))
+        for d_out, w in zip(d_outs, weights):
+            d_out_RN = d_out.reshape(math.prod(d_out.shape[:2]), -1)
+            dx.append(product(rows(d_out_RN), blocks(_flat(w, how.contracted)), dtype))
+            d_weights.append(product(tokens, rows(d_out_RN.T), dtype).reshape(w.shape))
         return sum(dx).reshape(within[0].shape), *d_weights
 
     wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))

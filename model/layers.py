@@ -137,7 +137,7 @@ STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
-    """`x` with the sharding of the axes `here`, its gradient with that of the axes `back`."""
+    """Returns `x` with the sharding of the axes `here`; its gradient has the sharding of the axes `back`."""
     return place(x_BLD, here)
 
 

@@ -89,7 +89,7 @@ class ModelKeys:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(ModelKeys):
-    """Frozen description of the architecture; the fields are those of `config.model`.
+    """Frozen description of the architecture, checked.
 
     Raises:
       ValueError: sizes that cannot be built, with the value and the remedy.
@@ -114,11 +114,13 @@ class ModelConfig(ModelKeys):
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
     def is_global(self, layer: Any) -> Any:
-        """Whether a layer, by its number from 0, rotates by `rope_theta`: the last of each `global_every`."""
+        """Whether a layer, numbered from 0, rotates by `rope_theta`: the last of every `global_every` layers."""
         return (layer + 1) % self.global_every == 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, by its number from 0, has experts: past the dense ones the last of each `moe_every`."""
+        """Whether a layer, numbered from 0, has experts: after the dense layers, the last of every `moe_every`
+        layers.
+        """
         routed = layer - self.dense_layers
         return self.experts > 0 and routed >= 0 and (routed + 1) % self.moe_every == 0
 

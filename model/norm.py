@@ -1,4 +1,7 @@
-"""Norms over the model width or that of a head, and how devices sum the gradients of their vectors."""
+"""Norms over the model width or the width of a head, and how devices sum the gradients of their vectors.
+
+The suffix D is the width that is normed; the dimensions before it may be any.
+"""
 
 from typing import NamedTuple
 
@@ -12,37 +15,37 @@ from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
 
 
-def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """`vector` [width] with the rank of `x` [..., width]."""
-    return vector[(None,) * (x.ndim - 1) + (slice(None),)]
+def _along_last(vector_D: jax.Array, x_D: jax.Array) -> jax.Array:
+    """Returns the vector [D] with the rank of `x_D` [..., D]."""
+    return vector_D[(None,) * (x_D.ndim - 1) + (slice(None),)]
 
 
-def _scale(x: jax.Array, scale: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+def _scale(x_D: jax.Array, scale_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
     del place, axes
-    return x * _along_last(scale, x)
+    return x_D * _along_last(scale_D, x_D)
 
 
-def _scaled_forward(x, scale, place, axes):
-    return _scale(x, scale, place, axes), (x, scale)
+def _scaled_forward(x_D, scale_D, place, axes):
+    return _scale(x_D, scale_D, place, axes), (x_D, scale_D)
 
 
-def _scaled_backward(place, axes, residuals, dy):
-    x, scale = residuals
-    return dy * _along_last(scale, x), _sum_others(place, axes, dy * x)
+def _scaled_backward(place, axes, residuals, dy_D):
+    x_D, scale_D = residuals
+    return dy_D * _along_last(scale_D, x_D), _sum_others(place, axes, dy_D * x_D)
 
 
-def _shift(x: jax.Array, bias: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+def _shift(x_D: jax.Array, bias_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
     del place, axes
-    return x + _along_last(bias, x)
+    return x_D + _along_last(bias_D, x_D)
 
 
-def _shifted_forward(x, bias, place, axes):
-    return _shift(x, bias, place, axes), None
+def _shifted_forward(x_D, bias_D, place, axes):
+    return _shift(x_D, bias_D, place, axes), None
 
 
-def _shifted_backward(place, axes, residuals, dy):
+def _shifted_backward(place, axes, residuals, dy_D):
     del residuals
-    return dy, _sum_others(place, axes, dy)
+    return dy_D, _sum_others(place, axes, dy_D)
 
 
 # The same, but the gradient of the vector is summed over a device's own tokens and heads and then narrowed to
@@ -53,20 +56,19 @@ _scaled.defvjp(_scaled_forward, _scaled_backward)
 _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
-def _sum_others(place: Placement, axes: Axes, dy: jax.Array) -> jax.Array:
-    """Sum over all dimensions but the last of a tensor sharded by the logical `axes`; devices send it in
-    `place.reduce`."""
-    others = tuple(range(dy.ndim - 1))
-    own = place.own(lambda dy: (place.reduced(dy.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
-    return own(dy)[0].astype(dy.dtype)
+def _sum_others(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
+    """Sums over all dimensions but the last; devices send the sums in `place.reduce`. axes: logical axes of `dy_D`."""
+    others = tuple(range(dy_D.ndim - 1))
+    own = place.own(lambda dy_D: (place.reduced(dy_D.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
+    return own(dy_D)[0].astype(dy_D.dtype)
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`.
 
     Args:
-      width: the field of `config` that is the last dimension. Over any other than the model's it is RMSNorm always.
-      axes: the logical axes of what is normed. axis: that of its last dimension in the vectors, "" for `width`.
+      width: the field of `config` with the width that is normed. Over any width but `d_model` the norm is RMSNorm.
+      axes: logical axes of the input. axis: logical axis of the scale, "" for `width`.
     """
 
     def __init__(
@@ -85,24 +87,23 @@ class Norm(nnx.Module):
         self.scale = param(None, (size,), (axis or width,), precision.param, fill=0.0 if self.kind.offset else 1.0)
         self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` [..., width] normed, in the compute dtype."""
+    def __call__(self, x_D: jax.Array) -> jax.Array:
+        """Returns `x_D` [..., D] normed, in the compute dtype."""
         with jax.named_scope("norm"):
-            y = x.astype(self.precision.norm)
+            y_D = x_D.astype(self.precision.norm)
             if self.center:
-                y = y - y.mean(-1, keepdims=True)
-            y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-            times, plus = (_scaled, _shifted) if self.place.narrows(y.dtype) else (_scale, _shift)
-            scale = read(self.scale, y.dtype, self.place)
-            y = times(y, 1.0 + scale if self.kind.offset else scale, self.place, self.axes)
+                y_D = y_D - y_D.mean(-1, keepdims=True)
+            y_D = y_D * jax.lax.rsqrt(jnp.square(y_D).mean(-1, keepdims=True) + self.eps)
+            times, plus = (_scaled, _shifted) if self.place.narrows(y_D.dtype) else (_scale, _shift)
+            scale_D = read(self.scale, y_D.dtype, self.place)
+            y_D = times(y_D, 1.0 + scale_D if self.kind.offset else scale_D, self.place, self.axes)
             if self.bias is not None:
-                y = plus(y, read(self.bias, y.dtype, self.place), self.place, self.axes)
-            return self.place(y.astype(self.precision.compute), self.axes)
+                y_D = plus(y_D, read(self.bias, y_D.dtype, self.place), self.place, self.axes)
+            return self.place(y_D.astype(self.precision.compute), self.axes)
 
 
 class Kind(NamedTuple):
-    """center: the mean is subtracted. offset: the scale is stored as what is added to 1, as Gemma's checkpoints have
-    it."""
+    """A row of NORMS. center: subtract the mean. offset: the stored scale is the scale less 1, as in Gemma."""
 
     center: bool = False
     offset: bool = False

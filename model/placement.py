@@ -61,7 +61,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """The devices that share the experts, as each of them sees the others; one device alone by default.
+    """The devices that share the experts, as each of them sees the others; by default one device.
 
     axis: the mesh axis. emulated: whether the backend has no ragged all-to-all.
     """

@@ -50,7 +50,7 @@ class Precision:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Precision":
-        """From `config.precision`: the preset, and instead of its roles those of the keys that are not "".
+        """Reads `config.precision`: the roles of the preset, replaced by the keys that are not "".
 
         Raises:
           ValueError: a value that is not in its table, or values that cannot be combined.

@@ -337,7 +337,7 @@ class Transformer(nnx.Module):
 
 
 def logical_axes(model: Transformer) -> dict:
-    """Tree like the parameters with the logical axes of each; those of stacked blocks begin with `layers`."""
+    """Returns a tree like the parameters with the logical axes of each; axes of stacked blocks begin with `layers`."""
 
     def axes(variable: nnx.Variable) -> tuple[str, ...]:
         own = variable.get_metadata()["axes"]

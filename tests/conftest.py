@@ -103,16 +103,21 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Seconds of each folder, so that what a suite costs is seen where it grows."""
+    """Seconds of each folder, so that what a suite costs is seen where it grows, and of the default and the exhaustive
+    set; those of several workers are added up."""
     seconds: Counter[str] = Counter()
+    sets: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration") and hasattr(report, "nodeid"):
                 seconds[str(Path(report.nodeid.split("::")[0]).parent)] += report.duration
+                sets["exhaustive" if "exhaustive" in report.keywords else "default"] += report.duration
     if len(seconds) > 1:
         terminalreporter.section("seconds by folder")
         for folder, spent in seconds.most_common():
             terminalreporter.write_line(f"{spent:8.1f}  {folder}")
+        for name, spent in sets.items():
+            terminalreporter.write_line(f"{spent:8.1f}  all tests of the {name} set")
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,13 @@
 """bytescope report: the memory report of one program, on the terminal, as JSON, as a page or for other viewers.
 
-Here are a user's program and an HLO dump; `train.commands.report_config` adds the config.
+This module reports on a user's program and on an HLO dump; `train.commands.report_config` adds configs.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands import github
@@ -39,7 +38,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how much of the report is printed, and where it goes."""
+    """Adds the flags that choose how much of the report is printed, and which files are written."""
     parser.add_argument(
         "--verbose",
         action="store_true",
@@ -83,15 +82,21 @@ def start_platform(args: argparse.Namespace) -> None:
         simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
 
 
-def make_report(program: PreparedProgram, subject: Subject | None = None) -> tuple[ReportRecord, Compilation]:
+def make_report(
+    program: PreparedProgram, subject_of: Callable[[int], Subject] | None = None
+) -> tuple[ReportRecord, Compilation]:
     """Compiles a program; returns its report and the compilation.
 
-    subject: what the report calls the program; its model FLOPs are filled in here.
+    subject_of: model FLOPs of one call -> what the report calls the program.
     """
-    from bytescope.memory.analysis import report_of, with_seconds
+    from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
 
     compilation, target = program.compile()
+    subject = None
+    if subject_of is not None:
+        counted = flops.count(compilation.jaxpr).model_flops if compilation.jaxpr is not None else None
+        subject = subject_of(0 if counted is None else round(program.model_flops(counted)))
     report = report_of(
         compilation,
         target=target,
@@ -100,12 +105,11 @@ def make_report(program: PreparedProgram, subject: Subject | None = None) -> tup
         roles=program.roles,
         names=program.names,
         loop=program.loop,
+        subject=subject,
+        seconds=True,
+        measure=True,
     )
-    if subject is not None:
-        jaxpr = compilation.jaxpr
-        model_flops = 0 if jaxpr is None else round(program.model_flops(flops.count(jaxpr).model_flops))
-        report = dataclasses.replace(report, subject=dataclasses.replace(subject, model_flops=model_flops))
-    return with_seconds(report, measure=True), compilation
+    return report, compilation
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
@@ -116,7 +120,7 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
-    """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
+    """Writes the files that the flags name; `more`: keys of the JSON beside those of a report."""
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
     if args.html:
@@ -139,7 +143,7 @@ def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
 
 
 def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
-    """Prints by how much a program exceeds the target, and below it the advice, which rich can draw."""
+    """Prints by how many bytes a program exceeds the target, then the advice, which are renderables of rich."""
     from rich.console import Group
     from rich.text import Text
 
@@ -152,7 +156,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _advise(report: ReportRecord) -> None:
-    """Prints what a user's program may change to fit."""
+    """Prints the changes by which a user's program may fit."""
     from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose

@@ -7,20 +7,21 @@ on every device, and the masked part of causal attention does not count. `memory
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.cost.host_transfers import TO_DEVICE, TO_HOST
 from bytescope.memory.cost.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
-from bytescope.memory.records.report_record import STEP_PHASES, Collective, ReportRecord
+from bytescope.memory.records.report_record import STEP_PHASES, Collective, Transfer
 
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
 def by_phase(
-    report: ReportRecord,
+    collectives: Iterable[Collective],
+    transfers: Iterable[Transfer],
     kernel_bytes: Mapping[str, Mapping[str, int]],
     flops: Mapping[tuple[str, str], float],
     mesh: Axes,
@@ -29,7 +30,7 @@ def by_phase(
     """Phase -> work of one device and one call, with the keys that `memory.cost.roofline` reads.
 
     Args:
-        report: its collectives and transfers are read.
+        collectives, transfers: of the program.
         kernel_bytes: phase -> bytes, from `memory.cost.kernel_costs.find`.
         flops: (phase, unit) -> FLOPs of one device.
         mesh: names and sizes of the mesh axes, the last axis over neighbouring devices.
@@ -49,11 +50,11 @@ def by_phase(
         }
     for (phase, unit), count in flops.items():
         out[phase]["flops"][unit] = count
-    for item in report.collectives:
+    for item in collectives:
         hosts = hosts_of(item.axes, item.group, mesh, per_host)
         kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
         out[_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_sent(item, hosts))
-    for row in report.transfers:
+    for row in transfers:
         out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
     return out
 

@@ -132,7 +132,13 @@ def check_sizes(jaxpr: Any) -> None:
 
 
 def compile_lowered(
-    lowered: LoweredStage, *, described: bool = False, exact: bool = True, options: Mapping[str, Any] | None = None
+    lowered: LoweredStage,
+    *,
+    described: bool = False,
+    exact: bool = True,
+    options: Mapping[str, Any] | None = None,
+    jaxpr: Any = None,
+    notes: tuple[str, ...] = (),
 ) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
@@ -141,7 +147,7 @@ def compile_lowered(
     lifetimes are derived from the schedule.
 
     described: the devices are not present; jax's cache cannot return programs for them. options: compiler options, as
-    in `Lowered.compile(compiler_options=)`.
+    in `Lowered.compile(compiler_options=)`. jaxpr, notes: fields of the Compilation; notes of the compiler come first.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = signature_of(lowered)
@@ -157,9 +163,10 @@ def compile_lowered(
         assignment=assignment,
         compiled=made.compiled,
         stats=made.stats,
+        jaxpr=jaxpr,
         signature=signature,
         local=not described,
-        notes=made.notes,
+        notes=made.notes + notes,
         versions=versions(),
     )
 

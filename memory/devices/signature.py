@@ -84,8 +84,8 @@ def signature_of(lowered: LoweredStage) -> Signature | None:
     for number, (name, (_, info)) in enumerate(zip(names, inside)):
         parameter = numbers.get(number, -1)
         arguments.append(SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), parameter))
-    for path, (_, info) in zip(paths, outside):
-        results.append(SignatureLeaf(path.removeprefix("result"), tuple(info.shape), str(info.dtype)))
+    for name, (_, info) in zip(paths, outside):
+        results.append(SignatureLeaf(name.removeprefix("result"), tuple(info.shape), str(info.dtype)))
     return Signature(tuple(arguments), tuple(results))
 
 

@@ -21,7 +21,7 @@ from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
 # What is worth a line: a share of the peak, more of it in a program that fits, and so many bytes.
@@ -57,7 +57,7 @@ class Candidate:
     wrapper: str = ""
 
 
-def checkpoint_saves(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """A function that keeps much for the backward pass, in a program whose trainer has no remat policies."""
     if program.facts is not None and program.facts.segments:
         return None
@@ -76,7 +76,7 @@ def checkpoint_saves(report: ReportRecord, program: PlacedProgram) -> Found | No
     return Found(best.freed, message, _remedy(best))
 
 
-def xla_remat(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def xla_remat(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """XLA's rematerialization pass recomputes values to fit the device."""
     names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
     if not names:
@@ -96,7 +96,7 @@ def _remedy(best: Candidate) -> str:
     return f"call {wrapped} in the place of {title}{at}: it {freed}"
 
 
-def candidates(report: ReportRecord, program: PlacedProgram) -> list[Candidate]:
+def candidates(report: JudgedProgram, program: PlacedProgram) -> list[Candidate]:
     """The functions of the user's code that keep residuals at the peak, those whose checkpointing frees most first."""
     known = _Frames(program.module)
     kept: dict[Function, list[_Residual]] = defaultdict(list)

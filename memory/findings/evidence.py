@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB
 
 # Minimum share of the peak (for fragmentation: of the allocated bytes) of a finding.
@@ -30,7 +30,7 @@ class Found:
     remedy: str = ""
 
 
-def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
+def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
     """The entry parameters that are arrays, by number, each with its buffer."""
     parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
@@ -41,7 +41,7 @@ def arguments(report: ReportRecord, program: PlacedProgram) -> dict[int, tuple[I
     }
 
 
-def batch(report: ReportRecord, program: PlacedProgram) -> dict[int, Instruction]:
+def batch(report: JudgedProgram, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters in the batch, by number."""
     parameters = program.module.parameters
     return {number: parameters[number] for number in program.arguments.of_role("batch")}
@@ -53,7 +53,7 @@ def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
     return f"P({', '.join(parts)})"
 
 
-def start_of_backward(report: ReportRecord) -> int:
+def start_of_backward(report: JudgedProgram) -> int:
     """The point at which the backward pass begins; without a backward pass, the point after the last.
 
     The compiler moves single operations of one pass into the other. This point separates most operations of the two.
@@ -66,7 +66,7 @@ def start_of_backward(report: ReportRecord) -> int:
     return start
 
 
-def at_peak(report: ReportRecord, category: str) -> list[Buffer]:
+def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
     """Buffers of one row of the breakdown, in device memory at the peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 

@@ -14,7 +14,7 @@ from bytescope.memory.findings.evidence import NOTABLE, TOY, Found
 from bytescope.memory.formulas.expert_formulas import rows
 from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import human
 
 # Scopes of a block in which arrays have a row for each choice.
@@ -55,7 +55,7 @@ def smaller_room(experts: ExpertShape, tokens: int, ranks: int) -> tuple[float, 
     return None
 
 
-def empty_expert_rows(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Room at the peak for rows of experts that do not come where loads are equal."""
     facts = program.facts
     question = facts.question if facts else None

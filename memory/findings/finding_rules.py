@@ -24,13 +24,13 @@ from bytescope.memory.findings.sharding_findings import (
 from bytescope.memory.findings.spare_memory import spare_memory
 from bytescope.memory.findings.state_findings import not_donated, state_too_large, whole_state
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, Finding, ReportRecord
+from bytescope.memory.records.report_record import Buffer, Finding, JudgedProgram
 from bytescope.memory.units import human
 
-Rule = Callable[[ReportRecord, PlacedProgram], Found | None]
+Rule = Callable[[JudgedProgram, PlacedProgram], Found | None]
 
 
-def find(report: ReportRecord, program: PlacedProgram) -> tuple[Finding, ...]:
+def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
     """Findings of a report, in order of decreasing bytes. `program`: the one that the report was made from."""
     findings = []
     for rule, remedy in RULES.items():
@@ -40,7 +40,7 @@ def find(report: ReportRecord, program: PlacedProgram) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: -finding.bytes))
 
 
-def full_logits(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def full_logits(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Logits or their gradients alive at the peak."""
     size = report.breakdown["logits_loss"]
     if size <= NOTABLE * report.peak_bytes:
@@ -49,7 +49,7 @@ def full_logits(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(size, f"logits and loss hold {human(size)} at the peak, the largest {describe_buffer(largest)}")
 
 
-def wide_activations(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def wide_activations(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """float32 residuals in a program that computes in bfloat16."""
     wide = [b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"]
     size = sum(b.bytes for b in wide)
@@ -68,7 +68,7 @@ def wide_activations(report: ReportRecord, program: PlacedProgram) -> Found | No
     return Found(size, f"{message}, the largest {describe_buffer(largest)}")
 
 
-def fragmentation(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def fragmentation(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Unused bytes between the buffers of the packed memory."""
     size = report.breakdown["fragmentation"]
     if size <= max(LARGE * report.allocated_bytes, TOY):
@@ -76,7 +76,7 @@ def fragmentation(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(size, f"{human(size)} of the allocated memory is not in use at the peak")
 
 
-def idle_offload(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def idle_offload(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """A program that asks for offload and has nothing in host memory."""
     asked = program.facts.asked_of_host if program.facts else ()
     if report.host_bytes or not asked:
@@ -84,7 +84,7 @@ def idle_offload(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(0, f"{asked[0]} asks for offload, but nothing is in host memory")
 
 
-def host_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def host_memory(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """More bytes in host memory than the host of the devices has."""
     available = int(report.target.get("host_memory_bytes") or 0)
     devices = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
@@ -94,7 +94,7 @@ def host_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(size, f"{human(size)} in host memory, which has {human(available)} for these devices")
 
 
-def uneven_stash(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Residuals that every pipeline stage allocates because one does, and that a V schedule would need less of."""
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:

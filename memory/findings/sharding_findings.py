@@ -32,14 +32,14 @@ from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
 from bytescope.memory.peak.checkpoint_names import Place
 from bytescope.memory.program.roles import WEIGHTS
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import human
 
 # Roles that tensor parallelism shards and never gathers.
 HELD = (*WEIGHTS, "cache")
 
 
-def nothing_sharded(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def nothing_sharded(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Returns a finding for a step on several devices that shards nothing: it runs on only one of the target's
     devices, or its arguments and results are all replicated on every device."""
     module, target = program.module, report.target
@@ -79,7 +79,7 @@ def _computes_alike(program: PlacedProgram) -> bool:
     return local == sorted(tuple(result.shape) for result in program.jaxpr.out_avals)
 
 
-def replicated_batch(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """The batch replicated on every device of the mesh."""
     module = program.module
     if module.devices < 2 or not (_data_axes(report, program) if program.mesh else _gathers(report, program)):
@@ -96,7 +96,7 @@ def replicated_batch(report: ReportRecord, program: PlacedProgram) -> Found | No
     return Found(size, f"the batch is replicated on all {module.devices} devices, and so is what is computed from it")
 
 
-def replicated_activations(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Activations that are not sharded over the axes that shard the batch."""
     found = list(replicated_arrays(program, batch(report, program)))
     # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
@@ -122,7 +122,7 @@ def replicated_activations(report: ReportRecord, program: PlacedProgram) -> Foun
     return Found(size, message)
 
 
-def _data_axes(report: ReportRecord, program: PlacedProgram) -> frozenset[str]:
+def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     """Axes of the mesh that should shard the batch: all except those of tensor parallelism.
 
     Tensor parallelism shards parameters or caches that no collective gathers; there every device needs all activations.
@@ -143,7 +143,7 @@ def _data_axes(report: ReportRecord, program: PlacedProgram) -> frozenset[str]:
     return frozenset(axis for axis, size in program.mesh if size > 1 and axis not in tensor)
 
 
-def _gathers(report: ReportRecord, program: PlacedProgram) -> bool:
+def _gathers(report: JudgedProgram, program: PlacedProgram) -> bool:
     """Whether a program whose mesh is unknown gathers, or replicates all parameters and caches; if neither, it is
     tensor parallel."""
     if any("all-gather" in item.kind for item in report.collectives):
@@ -153,7 +153,7 @@ def _gathers(report: ReportRecord, program: PlacedProgram) -> bool:
     return all(map(program.module.replicated, held))
 
 
-def lasting_gathers(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def lasting_gathers(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Gathered parameters that are kept from the forward into the backward pass."""
     backward = start_of_backward(report)
     gathers = [
@@ -185,7 +185,7 @@ _SMALLER = {
 _SAME = {"reduce-scatter": "all-reduce", "ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 
 
-def large_collective(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def large_collective(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """A collective whose buffer is a large share of the peak."""
     first = max(at_peak(report, "collectives"), key=lambda b: b.bytes, default=Buffer("", 0))
     if first.bytes <= max(LARGE * report.peak_bytes, TOY):
@@ -199,7 +199,7 @@ def large_collective(report: ReportRecord, program: PlacedProgram) -> Found | No
     )
 
 
-def _kind(report: ReportRecord, program: PlacedProgram, buffer: Buffer) -> str:
+def _kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
     """The kind of the collective that a buffer belongs to, "" if unknown."""
     for item in report.collectives:
         if item.name == buffer.name:
@@ -216,7 +216,7 @@ def _kind(report: ReportRecord, program: PlacedProgram, buffer: Buffer) -> str:
     return same.pop() if len(same) == 1 else ""
 
 
-def unsharded_gradients(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Float32 gradients that a device holds whole although it has only a shard of their parameter."""
     parameters = [
         (buffer, program.layouts.get(number))

@@ -19,7 +19,7 @@ from bytescope.memory.findings.evidence import Found, batch
 from bytescope.memory.hlo.module import Frame
 from bytescope.memory.jaxprs import bodies
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
 # Minimum shares: free bytes of the limit, recomputed FLOPs of the model's FLOPs, FLOPs that a change spares of the
@@ -46,7 +46,7 @@ class Spare(NamedTuple):
         return f"{human(self.free)} free and {self.recomputed:.0%} of the model's FLOPs recomputed"
 
 
-def spare_of(report: ReportRecord) -> Spare | None:
+def spare_of(report: JudgedProgram) -> Spare | None:
     """The free memory of a program that fits and recomputes; None if too little is free or recomputed."""
     # The free memory of a host changes, and a CPU keeps bfloat16 in float32.
     if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
@@ -60,7 +60,7 @@ def spare_of(report: ReportRecord) -> Spare | None:
     return Spare(free, recomputed / model, model)
 
 
-def spare_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def spare_memory(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Much memory is free, and FLOPs are recomputed."""
     spare = spare_of(report)
     if spare is None:
@@ -72,7 +72,7 @@ def spare_memory(report: ReportRecord, program: PlacedProgram) -> Found | None:
 
 
 def _with_policy(
-    report: ReportRecord, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
+    report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
 ) -> Found:
     """Proposes a policy of jax.checkpoint that keeps products and should fit, else to keep the products of the function
     that recomputes most FLOPs."""
@@ -127,7 +127,7 @@ def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[Recompu
     return f"{title} ({places[title]})", by_title[title]
 
 
-def _shards(report: ReportRecord, program: PlacedProgram) -> int:
+def _shards(report: JudgedProgram, program: PlacedProgram) -> int:
     """Minimum number of devices that shard an activation, taken from the batch."""
     sizes: Mapping[str, int] = dict(program.mesh)
     layouts = [program.layouts[number] for number in batch(report, program) if number in program.layouts]

@@ -11,7 +11,7 @@ from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
 
 # Bytes from which state that is whole is worth a line where all of it is; where other leaves are sharded, `MIN_ARRAY`.
@@ -20,7 +20,7 @@ _WHOLE = 64 * MIB
 _NAMED = 3
 
 
-def not_donated(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def not_donated(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """State that comes back changed and whose old and new value each have memory of their own."""
     sizes: dict[str, int] = {}
     for allocation in program.allocations:
@@ -40,7 +40,7 @@ def not_donated(report: ReportRecord, program: PlacedProgram) -> Found | None:
 # ---- state that is larger than the device --------------------------------------------------------------------------
 
 
-def state_too_large(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def state_too_large(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Parameters, moments and sums of gradients that alone exceed the limit: no batch and no remat policy helps."""
     size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
     if not limit or size <= limit:
@@ -79,7 +79,7 @@ class _Leaf(NamedTuple):
         return self.buffer.bytes - self.buffer.bytes // self.copies
 
 
-def whole_state(report: ReportRecord, program: PlacedProgram) -> Found | None:
+def whole_state(report: JudgedProgram, program: PlacedProgram) -> Found | None:
     """Leaves of the state that devices of the mesh hold alike."""
     leaves = [leaf for leaf in _leaves(report, program) if leaf.copies > 1]
     if not leaves:
@@ -100,7 +100,7 @@ def whole_state(report: ReportRecord, program: PlacedProgram) -> Found | None:
     return Found(size, message, _sharding(found[0]))
 
 
-def _leaves(report: ReportRecord, program: PlacedProgram) -> list[_Leaf]:
+def _leaves(report: JudgedProgram, program: PlacedProgram) -> list[_Leaf]:
     """The leaves of the state on a mesh of more than one device."""
     module, sizes = program.module, dict(program.mesh)
     out, stacked = [], _stacked(report, program)
@@ -121,7 +121,7 @@ def _leaves(report: ReportRecord, program: PlacedProgram) -> list[_Leaf]:
     return out
 
 
-def _stacked(report: ReportRecord, program: PlacedProgram) -> frozenset[int]:
+def _stacked(report: JudgedProgram, program: PlacedProgram) -> frozenset[int]:
     """Arguments that are a stack of one replica for each device: every device has one entry of the first dimension,
     and the gradient is summed over all of them. Without the sum each device has state of its own."""
     module = program.module

@@ -1,8 +1,8 @@
 """`ModelFacts`: a trainer's description of its program, in numbers and names that belong to no trainer.
 
 Formulas, the state ledger and the findings read these facts beside a compiled program. The trainer of this repository
-fills them from its config (train/plan/model_facts.py); an adapter of another trainer fills the same fields. Plain data:
-no compiler, no jax.
+fills them from its config (train/plan/config_facts.py); an adapter of another trainer fills the same fields. Plain
+data: no compiler, no jax.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device.
+"""A parsed program -> the account of its peak: buffers, timeline, breakdown. Pure: no jax, no files, no device.
 
-`report` is the entry. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer with
-one reference (ALLOC), adds references when other values use the same memory (SHARE, which reopens a buffer that was
-closed), and drops references (FREE). A buffer is alive while it has references. A point of the curve is one instruction
-that begins a value; its bytes are counted once its output exists and before its last-read operands are freed.
+`account_of` is the entry. Live ranges of temporary memory come from the program's heap traces. A trace opens a buffer
+with one reference (ALLOC), adds references when other values use the same memory (SHARE, which reopens a buffer that
+was closed), and drops references (FREE). A buffer is alive while it has references. A point of the curve is one
+instruction that begins a value; its bytes are counted once its output exists and before its last-read operands are
+freed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.ledger import rows as ledger_rows
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
-from bytescope.memory.records.report_record import CATEGORIES, Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, PeakAccount, TimelinePoint
 
 # (computation, instruction)
 Name = tuple[str, str]
@@ -120,11 +121,11 @@ def attribution_of(
     return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
-def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
-    """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
+def account_of(look: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
+    """Returns the account of a program's peak, from its buffers alone.
 
     The rows of the breakdown add up to the allocated bytes. `method`: how live ranges were found, a key of
-    `records.METHODS`.
+    `records.METHODS`; `notes`: sentences on what is not exact.
     """
     program = look.program
     curve = memory_curve(program, look.order)
@@ -152,7 +153,7 @@ def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
     live = [buffer for buffer in buffers if buffer.at_peak and buffer.memory == "device"]
     breakdown = {row: sum(buffer.bytes for buffer in live if buffer.category == row) for row in CATEGORIES}
     breakdown["fragmentation"] = allocated - peak
-    return ReportRecord(
+    return PeakAccount(
         peak_bytes=peak,
         allocated_bytes=allocated,
         breakdown=breakdown,
@@ -166,6 +167,7 @@ def report(look: Attribution, method: str = "heap_trace") -> ReportRecord:
         on_chip_bytes=sizes["on_chip"],
         peak_index=curve.peak_index,
         program=program.module.name,
+        notes=notes,
     )
 
 

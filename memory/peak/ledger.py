@@ -20,7 +20,7 @@ from bytescope.memory.formulas.expert_formulas import idle_count
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.formulas.training_state import ZERO, state_bytes_per_parameter
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, LedgerRow, ReportRecord, ZeroRow
+from bytescope.memory.records.report_record import Buffer, LedgerRow, PeakAccount, ZeroRow
 from bytescope.memory.units import human
 
 # Arguments in these roles are state; data and outputs are not.
@@ -183,7 +183,7 @@ class State:
         return 1 / ((1 - self.routed) / degree + self.routed / self.expert)
 
 
-def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str]) -> State:
+def state_of(report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str]) -> State:
     """The training state from the layouts of a program's arguments, else from its ledger and the trainer's facts.
 
     `roles`: entry parameter number -> role.
@@ -211,7 +211,7 @@ def state_of(report: ReportRecord, program: PlacedProgram, roles: Mapping[int, s
 
 
 def parameter_counts(
-    report: ReportRecord, program: PlacedProgram, roles: Mapping[int, str], state: State
+    report: PeakAccount, program: PlacedProgram, roles: Mapping[int, str], state: State
 ) -> dict[str, int]:
     """`total` parameters of a program, frozen ones included, and the `active` ones, which one token uses: all of them
     unless the model has experts. {} if the parameters are unknown."""
@@ -235,7 +235,7 @@ def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
+def zero_rows(report: PeakAccount, state: State) -> tuple[ZeroRow, ...]:
     """ZeRO's accounting beside the bytes held at the peak, in bytes per parameter, with a total as the last row.
 
     The held bytes are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are
@@ -262,7 +262,7 @@ def zero_rows(report: ReportRecord, state: State) -> tuple[ZeroRow, ...]:
     return (*out, ZeroRow("total", sum(row.classic for row in out), sum(row.held for row in out)))
 
 
-def _reason(role: str, report: ReportRecord, state: State) -> str:
+def _reason(role: str, report: PeakAccount, state: State) -> str:
     """Why a role takes other bytes than in the paper."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
     stored = sum(row.elements for row in report.ledger if row.role == "params")
@@ -285,7 +285,7 @@ def _reason(role: str, report: ReportRecord, state: State) -> str:
     return words[role]
 
 
-def _gradient_reason(report: ReportRecord, state: State) -> str:
+def _gradient_reason(report: PeakAccount, state: State) -> str:
     """Dtypes of the gradients that are alive at the peak, and whether these are fewer bytes than in the paper."""
     sizes: dict[str, int] = {}
     for buffer in report.buffers:
@@ -301,5 +301,5 @@ def _gradient_reason(report: ReportRecord, state: State) -> str:
     return f"{dtypes}, part of them at the peak" if fewer else dtypes
 
 
-def _role_of(path: str, report: ReportRecord) -> str:
+def _role_of(path: str, report: PeakAccount) -> str:
     return next((b.category for b in report.buffers if b.name == path and b.phase == "argument"), "")

@@ -1,8 +1,9 @@
-"""Programs that call back into Python, for devices that are not here.
+"""Lowers programs that call back into Python for devices that are not present.
 
-To lower a callback jax asks for the runtime of its platform, which a described device does not have. For a GPU the call
-is put into the program without one: the custom call that jax would make, with its operands and results, so that the
-compiled program has the same buffers. Elsewhere a value of the same shape that waits for the operands stands in.
+To lower a callback jax needs the runtime of its platform, which a described device does not have. For a GPU the
+program gets the custom call that jax would make, with its operands and results but without a function, so that the
+compiled program has the same buffers. On other platforms zeros of the same shapes that depend on the operands replace
+the results.
 """
 
 from __future__ import annotations
@@ -13,50 +14,50 @@ from typing import Any
 
 from bytescope.memory.jaxprs import bodies, opened
 
-# Primitive -> whether it is called for what it does, whoever uses its results.
+# Primitive -> whether it has side effects, so that it is called even if nothing uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
-# Kernels have a way of their own to print.
+# Kernels print in their own way.
 _KERNELS = {"pallas_call"}
 _EFFECTS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
 _GPUS = {"cuda", "rocm"}
 
 
 def count(jaxpr: Any) -> int:
-    """How many equations of a Jaxpr or ClosedJaxpr call back into Python, those of its inner jaxprs among them; each
-    jaxpr is counted once."""
-    seen: dict[int, Any] = {}
-
-    def found(jaxpr: Any) -> int:
-        if id(jaxpr) in seen:
-            return 0
-        seen[id(jaxpr)] = jaxpr
-        return sum(
-            1 if equation.primitive.name in CALLBACKS else sum(map(found, _inner(equation))) for equation in jaxpr.eqns
-        )
-
-    return found(opened(jaxpr))
+    """Number of equations that call back into Python in a Jaxpr or ClosedJaxpr and its inner jaxprs; each jaxpr counts
+    once."""
+    number, seen, pending = 0, {}, [opened(jaxpr)]
+    while pending:
+        inside = pending.pop()
+        if id(inside) in seen:
+            continue
+        seen[id(inside)] = inside
+        for equation in inside.eqns:
+            if equation.primitive.name in CALLBACKS:
+                number += 1
+            else:
+                pending += _inner(equation)
+    return number
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
-    """A ClosedJaxpr whose callbacks lower for devices of a platform that are not here; the same if it has none."""
-    return _Rewriting(platform).value(closed) if count(closed) else closed
+    """A ClosedJaxpr whose callbacks lower for absent devices of a platform; the same object if it has none."""
+    return _CallbackRewriter(platform).value(closed) if count(closed) else closed
 
 
 def note(number: int) -> str:
-    """What a report says of `number` callbacks."""
-    calls = f"{number} Python callback{'s' * (number > 1)}"
-    return f"{calls}: compiled as {'calls' if number > 1 else 'a call'} of nothing, since the target is not here"
+    """The report's note on `number` callbacks."""
+    if number == 1:
+        return "1 Python callback: compiled as a call of nothing, since the target is not here"
+    return f"{number} Python callbacks: compiled as calls of nothing, since the target is not here"
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The jaxprs that an equation runs, those of a kernel left out."""
-    if equation.primitive.name in _KERNELS:
-        return []
-    return list(bodies(equation))
+    """The jaxprs that an equation runs, except for those of a kernel."""
+    return [] if equation.primitive.name in _KERNELS else list(bodies(equation))
 
 
-class _Rewriting:
-    """One pass over a program; a jaxpr that is shared stays shared."""
+class _CallbackRewriter:
+    """Rewrites the callbacks of one program; a shared jaxpr stays shared."""
 
     def __init__(self, platform: str):
         self.platform = platform
@@ -72,40 +73,40 @@ class _Rewriting:
         return value
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """A Jaxpr without callbacks and without their effects, which lowering would thread tokens for."""
-        if id(jaxpr) not in self._done:
-            equations = [new for equation in jaxpr.eqns for new in self.equation(equation)]
-            new = jaxpr.replace(eqns=equations, effects=_others(jaxpr.effects))
-            self._done[id(jaxpr)] = jaxpr, new  # the old one is kept: its id must not come again
-        return self._done[id(jaxpr)][1]
-
-    def equation(self, equation: Any) -> list[Any]:
-        """What stands for an equation: itself with its jaxprs rewritten, or what a callback becomes."""
-        if equation.primitive.name in CALLBACKS:
-            return self.call(equation)
-        if not _inner(equation):
-            return [equation]
-        params = {key: self.value(value) for key, value in equation.params.items()}
-        return [equation.replace(params=params, effects=_others(equation.effects))]
+        """A Jaxpr without callbacks and without their effects, for which lowering would add tokens."""
+        if id(jaxpr) in self._done:
+            return self._done[id(jaxpr)][1]
+        equations = []
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in CALLBACKS:
+                equations += self.call(equation)
+            elif _inner(equation):
+                params = {key: self.value(value) for key, value in equation.params.items()}
+                equations.append(equation.replace(params=params, effects=_without_callbacks(equation.effects)))
+            else:
+                equations.append(equation)
+        rewritten = jaxpr.replace(eqns=equations, effects=_without_callbacks(jaxpr.effects))
+        self._done[id(jaxpr)] = jaxpr, rewritten  # keeps the old jaxpr, so that its id is not used again
+        return rewritten
 
     def call(self, equation: Any) -> list[Any]:
-        """The equations of a callback: one, or none where nothing would be left of it."""
+        """The equations that replace a callback: one, or none if it has no results and needs no call."""
         results = tuple(variable.aval for variable in equation.outvars)
         primitive = _primitive() if self.platform in _GPUS else None
         if primitive is None and not results:
             return []
         if primitive is None:
-            return [_made(equation, lambda *operands: _waiting(operands, results))]
-        told = {
+            return [_replaced(equation, lambda *operands: _zeros_after(operands, results))]
+        params = {
             "results": results,
             "partitioned": bool(equation.params.get("partitioned")),
-            "acts": _acting() if CALLBACKS[equation.primitive.name] else frozenset(),
+            "acts": _side_effects() if CALLBACKS[equation.primitive.name] else frozenset(),
         }
-        return [_made(equation, lambda *operands: primitive.bind(*map(_plain, operands), **told))]
+        return [_replaced(equation, lambda *operands: primitive.bind(*map(_key_data, operands), **params))]
 
 
-def _made(equation: Any, function: Callable[..., Any]) -> Any:
-    """An equation in the place of another that computes a function of its operands."""
+def _replaced(equation: Any, function: Callable[..., Any]) -> Any:
+    """An equation that computes a function of another equation's operands instead of the equation."""
     import jax
 
     avals = [operand.aval for operand in equation.invars]
@@ -116,23 +117,24 @@ def _made(equation: Any, function: Callable[..., Any]) -> Any:
     )
 
 
-def _others(effects: Any) -> Any:
-    """Effects without those of callbacks; a call that acts keeps jaxprs around it from being left out."""
+def _without_callbacks(effects: Any) -> Any:
+    """Effects without those of callbacks, which become the effects of a custom call, so that jax does not drop the
+    jaxprs around it."""
     left = {each for each in effects if type(each).__name__ not in _EFFECTS}
-    return type(effects)(left | _acting() if len(left) < len(effects) else left)
+    return type(effects)(left | _side_effects() if len(left) < len(effects) else left)
 
 
 @functools.cache
-def _acting() -> frozenset[Any]:
-    """What jax says of a custom call that is made for what it does."""
+def _side_effects() -> frozenset[Any]:
+    """jax's effects of a custom call with side effects."""
     import jax
 
     traced = jax.make_jaxpr(lambda: jax.ffi.ffi_call("acts", (), has_side_effect=True)())()
     return frozenset(traced.jaxpr.effects)
 
 
-def _plain(operand: Any) -> Any:
-    """An operand as the numbers that it is: random keys are no type of the compiler."""
+def _key_data(operand: Any) -> Any:
+    """An operand as numbers, since the compiler has no type for random keys."""
     import jax
 
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand
@@ -140,12 +142,13 @@ def _plain(operand: Any) -> Any:
 
 @functools.cache
 def _primitive() -> Any:
-    """A primitive that lowers to jax's own call on a GPU, of no function; None where this jax makes it another way."""
+    """A primitive that lowers to jax's custom call of a callback on a GPU, without a function; None if this version of
+    jax lowers callbacks in another way."""
     import numpy as np
     from jax.extend import core
     from jax.interpreters import mlir
 
-    try:  # nothing public says where a call runs among several devices
+    try:  # no public API says on which of several devices a call runs
         from jax._src.callback import _callback_op_sharding
         from jax._src.ffi import build_ffi_lowering_function
         from jax._src.interpreters.mlir import set_sharding
@@ -155,9 +158,9 @@ def _primitive() -> Any:
     def lower(context: Any, *operands: Any, results: Any, partitioned: bool, acts: Any) -> Any:
         try:
             sharding = _callback_op_sharding(context.module_context.axis_context, None, context.avals_out)
-        except NotImplementedError:  # by hand over some axes of the mesh, not all
-            waiting = mlir.lower_fun(lambda *values: _waiting(values, results), multiple_results=True)
-            return waiting(context, *operands)
+        except NotImplementedError:  # a shard_map over some axes of the mesh, not all
+            zeros = mlir.lower_fun(lambda *values: _zeros_after(values, results), multiple_results=True)
+            return zeros(context, *operands)
         name = f"xla_ffi{'_partitioned' if partitioned else ''}_python_gpu_callback"
         call = build_ffi_lowering_function(name, has_side_effect=bool(acts))(context, *operands, index=np.uint64(0))
         if sharding is not None and not partitioned:
@@ -172,9 +175,9 @@ def _primitive() -> Any:
     return primitive
 
 
-def _waiting(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Zeros that are there once the operands are."""
+def _zeros_after(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Zeros with the types `results` that depend on the operands."""
     import jax
 
     zeros = [jax.numpy.zeros(result.shape, result.dtype) for result in results]
-    return list(jax.lax.optimization_barrier((list(map(_plain, operands)), zeros))[1])
+    return list(jax.lax.optimization_barrier((list(map(_key_data, operands)), zeros))[1])

@@ -1,7 +1,7 @@
-"""Steps that update Flax NNX objects in place: under `jax.jit` alone what they do to an argument is lost.
+"""Refuses steps that update Flax NNX objects in place under `jax.jit`, which loses the updates.
 
-`flax.nnx.jit` brings the updates back. A step that is neither jitted so nor returns what it updates would be compiled
-without its optimizer, and a report of that be of another step than the one that trains.
+`flax.nnx.jit` returns the updates. A step that neither uses it nor returns the objects that it updates would be
+compiled without its optimizer, and its report would describe another step than the one that trains.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LIBRARY = "flax.nnx"
 
 
 class LostUpdateError(ReportError):
-    """A step updates its arguments in place, and nothing brings that back."""
+    """A step updates its arguments in place, and the updates are lost."""
 
 
 def refused(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain step that raises LostUpdateError when it is traced with NNX objects whose updates would be lost.
+    """Returns a plain step that raises LostUpdateError if it is traced with NNX objects whose updates would be lost.
 
-    Scalars are let go: dropout counts its calls.
+    Updates of scalars may be lost, since dropout counts its calls.
     """
     if _LIBRARY not in sys.modules:
         return step
@@ -32,17 +32,17 @@ def refused(step: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         import jax
 
-        before = [(value, jax.tree.leaves(value)) for value in (*args, *kwargs.values()) if _is_object(value)]
+        before = []
+        for value in (*args, *kwargs.values()):
+            if any(kind.__module__.startswith(_LIBRARY) for kind in type(value).__mro__):
+                before.append((value, jax.tree.leaves(value)))
         out = step(*args, **kwargs)
         returned = {id(leaf) for leaf in jax.tree.leaves(out)} if before else set()
-        lost = [
-            type(value).__name__
-            for value, leaves in before
-            if any(
-                new is not old and getattr(new, "shape", ()) and id(new) not in returned
-                for old, new in zip(leaves, jax.tree.leaves(value))
-            )
-        ]
+        lost = []
+        for value, leaves in before:
+            changed = [new for old, new in zip(leaves, jax.tree.leaves(value)) if new is not old]
+            if any(getattr(new, "shape", ()) and id(new) not in returned for new in changed):
+                lost.append(type(value).__name__)
         if lost:
             raise LostUpdateError(
                 f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
@@ -51,7 +51,3 @@ def refused(step: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return checked
-
-
-def _is_object(value: Any) -> bool:
-    return any(kind.__module__.startswith(_LIBRARY) for kind in type(value).__mro__)

@@ -1,8 +1,8 @@
-"""Which results are arguments that come back: by path, shape and dtype first, then by how the result is made. Pure.
+"""Pairs results with the arguments that they update: by path, shape and dtype first, then by data flow. Pure.
 
 Paths are split into keys: `state.params['w']` is the root `state` with the keys params and w, `args[0]['w']` the root
-`args[0]` with the key w; results have no root of their own. Places in tuples ("[0]") are keys that prove little: they
-count where all the leaves of an argument come back together.
+`args[0]` with the key w; results have no root. Positions in tuples ("[0]") are weak evidence: they count only if all
+leaves of an argument are returned together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bytescope.memory.devices.signature import SignatureLeaf
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 
 _KEY = re.compile(r"\.(\w+)|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]|\[([^\]]*)\]")
-# Roots that say only that an argument came by its place.
+# Roots of positional arguments.
 _PLACED = ("args", "flat_args")
 
 Keys = tuple[str, ...]
@@ -23,7 +23,7 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ResultPair:
-    """A result that belongs to an argument: its update, or its gradient (`gradient`), by their places in the lists."""
+    """An argument and the result that is its update, or its gradient (`gradient`); both by position in their lists."""
 
     argument: int
     result: int
@@ -49,21 +49,24 @@ def pairs(
     trained: bool,
     aliased: Mapping[int, int],
 ) -> list[ResultPair]:
-    """The results that are updates or gradients of arguments, each result used once.
+    """Returns the results that are updates or gradients of arguments, each result once.
 
     Args:
         arguments, results: leaves; results of a dump have no paths.
-        updates: of each result, what it is made of. trained: whether the program has a backward pass.
-        aliased: place of a result -> place of the argument whose memory it takes.
+        updates: the data flow of each result. trained: whether the program has a backward pass.
+        aliased: position of a result -> position of the argument whose memory it takes.
     """
-    look = _Pairing(arguments, results, updates, trained)
-    for found in (look.whole_arguments(), look.by_keys(), look.by_flow(), aliased.items()):
-        look.take(found)
-    return [ResultPair(argument, result, look.is_gradient(argument, result)) for result, argument in look.taken.items()]
+    pairing = _Pairing(arguments, results, updates, trained)
+    for found in (pairing.whole_arguments(), pairing.by_keys(), pairing.by_flow(), aliased.items()):
+        pairing.take(found)
+    return [
+        ResultPair(argument, result, pairing.is_gradient(argument, result))
+        for result, argument in pairing.taken.items()
+    ]
 
 
 class _Pairing:
-    """Results paired with arguments so far: `taken`, place of a result -> place of its argument."""
+    """Results that are paired with arguments so far. taken: position of a result -> position of its argument."""
 
     def __init__(
         self,
@@ -82,14 +85,14 @@ class _Pairing:
             self.by_array.setdefault(_array(leaf), []).append(place)
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keeps (result, argument) pairs, the first of each."""
+        """Keeps (result, argument) pairs whose result and argument have no pair yet."""
         for result, argument in pairs:
             if result not in self.taken and argument not in self.back and self._same(argument, result):
                 self.taken[result] = argument
                 self.back.add(argument)
 
     def is_gradient(self, argument: int, result: int) -> bool:
-        """Whether a result is made by the backward pass, and is no update of the argument."""
+        """Whether a result is computed by the backward pass and is no update of the argument."""
         update = self.updates[result]
         return update.phase == "backward" and self.arguments[argument].parameter not in update.arguments
 
@@ -97,7 +100,8 @@ class _Pairing:
         return _array(self.arguments[argument]) == _array(self.results[result])
 
     def whole_arguments(self) -> Iterator[tuple[int, int]]:
-        """Arguments all of whose leaves come back below one place of the results, updates before gradients."""
+        """Yields pairs of arguments whose leaves are all returned below one path of the results; updates come before
+        gradients."""
         roots: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.arguments):
             roots.setdefault(root_of(leaf.path), []).append(place)
@@ -118,7 +122,7 @@ class _Pairing:
                 yield from both
 
     def by_keys(self) -> Iterator[tuple[int, int]]:
-        """Leaves whose last keys are the same, a name among them, those with most first."""
+        """Yields pairs of leaves whose last keys are equal and include a name; pairs with the most equal keys first."""
         found = []
         for argument, leaf in enumerate(self.arguments):
             for result in self.by_array.get(_array(leaf), ()):
@@ -128,32 +132,27 @@ class _Pairing:
         yield from ((result, argument) for _, result, argument in sorted(found))
 
     def by_flow(self) -> Iterator[tuple[int, int]]:
-        """Results that are made of one argument place by place; what is made of fewest arguments first."""
+        """Yields results that are computed from an argument element by element; results of few arguments first."""
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.arguments)}
         for result in sorted(range(len(self.results)), key=lambda at: len(self.updates[at].arguments)):
             made = self.updates[result]
             for number, how in made.arguments.items():
                 if number in numbers and self._is_update(how, made, self.results[result]):
                     yield result, numbers[number]
-        if self.trained:
-            yield from self._gradients()
+        # A result of the backward pass is a gradient of the first argument of its shape that has none.
+        for result, leaf in enumerate(self.results):
+            is_gradient = self.updates[result].phase == "backward" and leaf.shape and "float" in leaf.dtype
+            if self.trained and is_gradient:
+                for place in range(len(self.arguments)):
+                    if self._same(place, result):
+                        yield result, place
 
     def _is_update(self, how: str, made: Update, result: SignatureLeaf) -> bool:
-        """Whether what a result is made of proves an update. Sums of activations are made of arguments as well: they
-        count where the step has a backward pass, and outside of the two passes."""
+        """Whether the data flow of a result proves an update. Sums of activations are computed from arguments as well,
+        so elementwise results count only in a step with a backward pass, and outside of both passes."""
         if how == ELEMENTWISE:
             return self.trained and made.phase == "" and (bool(result.shape) or "int" in result.dtype)
         return how in (SAME, WRITTEN)
-
-    def _gradients(self) -> Iterator[tuple[int, int]]:
-        """What the backward pass returns is a gradient of the first argument of its shape that has none."""
-        for result, leaf in enumerate(self.results):
-            if self.updates[result].phase == "backward" and leaf.shape:
-                yield from (
-                    (result, place)
-                    for place in range(len(self.arguments))
-                    if "float" in leaf.dtype and self._same(place, result)
-                )
 
 
 def _array(leaf: SignatureLeaf) -> tuple[tuple[int, ...], str]:
@@ -165,7 +164,7 @@ def _named(keys: Keys) -> bool:
 
 
 def common_keys(one: Keys, other: Keys) -> int:
-    """How many of the last keys are the same."""
+    """Number of equal last keys."""
     count = 0
     while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
         count += 1

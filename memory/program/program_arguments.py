@@ -1,4 +1,4 @@
-"""The arguments of a program with their roles: what its signature, its names and the flow of its values tell."""
+"""Finds the role of each argument of a program, from its signature, its names and the flow of its values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.dataflow import Flow
-from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.shapes import Index
 from bytescope.memory.program import roles
 from bytescope.memory.program.pairing import Keys, ResultPair, common_keys, keys_of, pairs, root_of
 from bytescope.memory.program.roles import Evidence
-from bytescope.memory.program.state_flow import SAME, Reads, StateFlow, Update, Value
+from bytescope.memory.program.state_flow import SAME, StateFlow, Update, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,8 @@ class Argument:
     Fields:
         path: as the caller named it; role: a row of the breakdown.
         owner: path of the parameter that a moment or a sum of gradients belongs to, "" for none.
-        update: place of the result that is its update, -1 for none. shape: over all devices, where jax told it.
+        update: position of the result that is its update, -1 for none. shape: over all devices if jax says it, of one
+            device otherwise.
     """
 
     path: str
@@ -41,8 +40,8 @@ class Arguments:
 
     Fields:
         by_number: entry parameter number -> argument.
-        owners: a value on the way to an update -> path of the parameter that is updated: gradients among them.
-        results: place of a result -> path of the parameter whose gradient it is.
+        owners: a value on the way to an update, such as a gradient -> path of the updated parameter.
+        results: position of a result -> path of the parameter whose gradient it is.
     """
 
     by_number: Mapping[int, Argument] = dataclasses.field(default_factory=dict)
@@ -69,12 +68,12 @@ def read(
     signature: Signature | None = None,
     extra: Iterable[tuple[str, str]] = (),
 ) -> Arguments:
-    """The arguments of a program.
+    """Returns the arguments of a program.
 
     Args:
-        flow: of its module, where there is one already. signature: what jax tells of it; without it the module's
-            names and shapes are what there is.
-        extra: (pattern, role) pairs, which go before all else.
+        flow: of its module, if there is one already. signature: by jax; without it the names and shapes of the module
+            are used.
+        extra: (pattern, role) pairs, which are tried first.
 
     Raises ReportError for a role or a pattern that is not valid.
     """
@@ -83,55 +82,53 @@ def read(
 
 
 class _Reading:
-    """One program's leaves, and what is known of each."""
+    """The leaves of one program's arguments and results, and the evidence for the role of each argument."""
 
     def __init__(
         self, program: HloProgram, state: StateFlow, signature: Signature | None, extra: tuple[tuple[str, str], ...]
     ):
         self.module, self.state, self.extra = program.module, state, extra
         self.leaves = self._arguments(signature)
-        outside = state.results()
-        self.results = self._results(signature, outside)
-        self.updates = [state.update(*value) for value in outside]
-        self.values = outside
+        self.values = state.results()
+        self.results = self._results(signature)
+        self.updates = [state.update(*value) for value in self.values]
         numbers = {leaf.parameter: place for place, leaf in enumerate(self.leaves)}
-        aliased = {
-            output[0] if output else 0: numbers[number]
-            for output, number, index in self.module.aliases
-            if number in numbers and not index
-        }
+        aliased: dict[int, int] = {}
+        for output, number, index in self.module.aliases:
+            if number in numbers and not index:
+                aliased[output[0] if output else 0] = numbers[number]
         self.pairs: dict[int, ResultPair] = {
             pair.argument: pair for pair in pairs(self.leaves, self.results, self.updates, state.trained, aliased)
         }
         self.reads = [state.reads(leaf.parameter) for leaf in self.leaves]
 
     def _arguments(self, signature: Signature | None) -> list[SignatureLeaf]:
-        """The leaves that the program uses, by number; those of the module where jax does not tell."""
-        told = signature.by_parameter if signature is not None else {}
+        """The leaves that the program uses, by number; from the module where the signature lacks them."""
+        known = signature.by_parameter if signature is not None else {}
         aliased = {number for _, number, _ in self.module.aliases}
-        return [
-            told.get(number) or self._leaf(number, parameter, number in aliased)
-            for number, parameter in sorted(self.module.parameters.items())
-        ]
+        leaves = []
+        for number, parameter in sorted(self.module.parameters.items()):
+            leaf = known.get(number)
+            if leaf is None:
+                shape = self.module.shape(parameter)
+                path = self.module.metadata(parameter).op_name or parameter.name
+                leaf = SignatureLeaf(path, shape.dims, shape.dtype, number in aliased, number)
+            leaves.append(leaf)
+        return leaves
 
-    def _leaf(self, number: int, parameter: Instruction, donated: bool) -> SignatureLeaf:
-        shape = self.module.shape(parameter)
-        path = self.module.metadata(parameter).op_name or parameter.name
-        return SignatureLeaf(path, shape.dims, shape.dtype, donated, number)
-
-    def _results(
-        self, signature: Signature | None, outside: Sequence[tuple[Instruction, Index]]
-    ) -> list[SignatureLeaf]:
-        """The leaves of the results; tokens, which come first in the module, have none."""
-        told = signature.results if signature is not None else ()
-        if told and len(told) <= len(outside):
-            return [SignatureLeaf("", (), "token")] * (len(outside) - len(told)) + list(told)
-        shapes = [self.state.flow.shape(*value) for value in outside]
+    def _results(self, signature: Signature | None) -> list[SignatureLeaf]:
+        """The leaves of the results. Tokens, which come first in the module, are not in the signature."""
+        known = signature.results if signature is not None else ()
+        if known and len(known) <= len(self.values):
+            return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
+        shapes = [self.state.flow.shape(*value) for value in self.values]
         return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
 
     def arguments(self) -> Arguments:
-        """Decides on the parameters first: what mirrors them is seen then."""
-        evidence = self._all_evidence()
+        """Decides the roles twice: leaves that mirror parameters are known only once the parameters are."""
+        evidence = [self._evidence(place) for place in range(len(self.leaves))]
+        weights = _weight_roots(evidence)
+        evidence = [dataclasses.replace(one, weights=root_of(one.path) in weights) for one in evidence]
         first = self._decided(evidence)
         if "params" not in first:
             evidence = [dataclasses.replace(one, alone=True) for one in evidence]
@@ -143,7 +140,7 @@ class _Reading:
             for place, one in enumerate(evidence)
         ]
         found = self._decided(evidence)
-        # What learns comes first: a moment is of the parameters, not of their copy of some steps ago.
+        # Leaves that learn come first: a moment belongs to the parameters, not to a copy of them from earlier steps.
         ranked = sorted(range(len(found)), key=lambda place: not evidence[place].learns)
         owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
         by_number, results = {}, {}
@@ -156,13 +153,9 @@ class _Reading:
         return Arguments(by_number, self._values(by_number, results), results)
 
     def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        told = [roles.given(one.path, self.extra) for one in evidence]
-        return [given or role for given, role in zip(told, roles.frozen(evidence, roles.decide(evidence)))]
-
-    def _all_evidence(self) -> list[Evidence]:
-        evidence = [self._evidence(place) for place in range(len(self.leaves))]
-        weights = _by_argument(evidence)
-        return [dataclasses.replace(one, weights=root_of(one.path) in weights) for one in evidence]
+        """The role of each leaf: by the caller's patterns, otherwise by the evidence."""
+        decided = roles.frozen(evidence, roles.decide(evidence))
+        return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
@@ -175,10 +168,11 @@ class _Reading:
             leaf.dtype,
             self.state.trained,
             state,
-            self._returned(leaf),
+            any((leaf.shape, leaf.dtype) == (result.shape, result.dtype) for result in self.results),
             bool(pair is not None and pair.gradient),
             learns,
-            self._is_read(reads),
+            # Read by the model, not only by the update; a product whose name is lost belongs to the model.
+            reads.by_model or (reads.unnamed if self.state.trained else reads.products),
             "forward" in reads.phases,
             reads.products,
             reads.random,
@@ -193,48 +187,41 @@ class _Reading:
         update = self.updates[pair.result]
         return pair if update.changed or update.arguments.get(self.leaves[place].parameter) != SAME else None
 
-    def _is_read(self, reads: Reads) -> bool:
-        """Whether the model reads an argument, not the update alone: a product whose name is lost is the model's."""
-        return reads.by_model or (reads.unnamed if self.state.trained else reads.products)
-
-    def _returned(self, leaf: SignatureLeaf) -> bool:
-        return any((leaf.shape, leaf.dtype) == (result.shape, result.dtype) for result in self.results)
-
     @functools.cached_property
     def _batch_dims(self) -> frozenset[tuple[int, ...]]:
-        """First dimensions of results that are no state, and of data that are whole numbers."""
-        taken = {pair.result for pair in self.pairs.values()}
-        free = [leaf for place, leaf in enumerate(self.results) if place not in taken]
-        data = [
-            leaf
-            for place, leaf in enumerate(self.leaves)
-            if leaf.dtype in ("int16", "int32", "int64") and leaf.shape and place not in self.pairs
-        ]
-        return frozenset(leaf.shape[:1] for leaf in (*free, *data) if leaf.shape and leaf.dtype != "token")
+        """First dimensions of results that are no state, and of integer data."""
+        paired = {pair.result for pair in self.pairs.values()}
+        batched = [leaf for place, leaf in enumerate(self.results) if place not in paired and leaf.dtype != "token"]
+        for place, leaf in enumerate(self.leaves):
+            if leaf.dtype in ("int16", "int32", "int64") and place not in self.pairs:
+                batched.append(leaf)
+        return frozenset(leaf.shape[:1] for leaf in batched if leaf.shape)
 
     def _mirrored(self, params: Sequence[SignatureLeaf]) -> frozenset[int]:
-        """Places of leaves, no parameters, with the shape and the last keys of one; of state without keys, with the
-        shape of the only one."""
+        """Positions of leaves that are no parameters, but have the shape and the last keys of one; state without keys
+        mirrors the only parameter of its shape."""
         owners = _Owners(params)
-        return frozenset(
-            place
-            for place, leaf in enumerate(self.leaves)
-            if leaf not in params and owners.alike(leaf, alone=self._update_of(place) is not None) is not None
-        )
+        mirrored = set()
+        for place, leaf in enumerate(self.leaves):
+            is_state = self._update_of(place) is not None
+            if leaf not in params and owners.alike(leaf, alone=is_state) is not None:
+                mirrored.add(place)
+        return frozenset(mirrored)
 
     def _values(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
-        """Every value on the way to the update of a parameter, or to its gradient, that of the fewest ways first."""
+        """Returns a value on the way to the update of a parameter, or to its gradient -> path of the parameter. A value
+        on several ways counts for the shortest."""
         out: dict[Value, str] = {}
         for place, update in sorted(enumerate(self.updates), key=lambda item: len(item[1].values)):
-            path = gradients.get(place) or _updated(update, arguments)
+            path = gradients.get(place) or _updated_path(update, arguments)
             if path:
                 for value in update.values:
                     out.setdefault(value, path)
         return out
 
 
-def _updated(update: Update, arguments: Mapping[int, Argument]) -> str:
-    """The parameter that an update is for: the one that it is made of, else the one whose moment it is made of."""
+def _updated_path(update: Update, arguments: Mapping[int, Argument]) -> str:
+    """The path of the parameter that an update is made of, or whose moment it is made of; "" if that is not unique."""
     made = [arguments[number] for number in update.arguments if number in arguments]
     params = [argument.path for argument in made if argument.role == "params"]
     owners = {argument.owner for argument in made if argument.owner}
@@ -243,43 +230,47 @@ def _updated(update: Update, arguments: Mapping[int, Argument]) -> str:
     return owners.pop() if not params and len(owners) == 1 else ""
 
 
-def _by_argument(evidence: Sequence[Evidence]) -> frozenset[str]:
-    """Roots of several leaves most of whose bytes, as far as they are unnamed numbers with a fraction, are weights."""
+def _by_root(evidence: Sequence[Evidence]) -> dict[str, list[Evidence]]:
+    """Root -> its float leaves that are no state; only roots with several of them."""
     leaves: dict[str, list[Evidence]] = {}
     for one in evidence:
         if one.floats and not one.state:
             leaves.setdefault(root_of(one.path), []).append(one)
-    return frozenset(
-        root
-        for root, group in leaves.items()
-        if len(group) > 1
-        and 2 * sum(math.prod(one.shape) for one in group if one.weight) > sum(math.prod(one.shape) for one in group)
-    )
+    return {root: group for root, group in leaves.items() if len(group) > 1}
+
+
+def _weight_roots(evidence: Sequence[Evidence]) -> frozenset[str]:
+    """Roots with more than half of their elements in weights."""
+    roots = set()
+    for root, group in _by_root(evidence).items():
+        weights = sum(math.prod(one.shape) for one in group if one.weight)
+        if 2 * weights > sum(math.prod(one.shape) for one in group):
+            roots.add(root)
+    return frozenset(roots)
 
 
 def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
-    """Roots of several leaves most of which, by elements or by number, have dimensions of what learns, or parts of
-    them: 4-bit codes are two a byte, their scales one a block of 64. Data have a batch."""
-    known = {dim for one, role in zip(evidence, found) if role == "params" and one.learns for dim in one.shape}
-    parts = {dim // part for dim in known for part in (1, 2, 64) if dim % part == 0} | {1}
-    leaves: dict[str, list[tuple[int, bool]]] = {}
-    for one in evidence:
-        if one.floats and not one.state:
-            alike = len(one.shape) > 1 and one.forward and parts.issuperset(one.shape)
-            leaves.setdefault(root_of(one.path), []).append((math.prod(one.shape), alike))
-    return frozenset(
-        root
-        for root, group in leaves.items()
-        if len(group) > 1
-        and (
-            2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group)
-            or 2 * sum(alike for _, alike in group) > len(group)
-        )
-    )
+    """Roots with more than half of their elements, or of their leaves, in shapes of dimensions of learned parameters.
+
+    Parts of these dimensions count too: 4-bit codes are two per byte, their scales one per block of 64. Data have a
+    batch dimension instead.
+    """
+    dims = {1}
+    for one, role in zip(evidence, found):
+        if role == "params" and one.learns:
+            for dim in one.shape:
+                dims.update(dim // part for part in (1, 2, 64) if dim % part == 0)
+    roots = set()
+    for root, group in _by_root(evidence).items():
+        alike = [one for one in group if len(one.shape) > 1 and one.forward and dims.issuperset(one.shape)]
+        elements = sum(math.prod(one.shape) for one in alike)
+        if 2 * elements > sum(math.prod(one.shape) for one in group) or 2 * len(alike) > len(group):
+            roots.add(root)
+    return frozenset(roots)
 
 
 class _Owners:
-    """Parameters by their last keys: which of them a leaf of another argument belongs to."""
+    """Finds the parameter that a leaf of another argument belongs to, by its last keys."""
 
     def __init__(self, params: Sequence[SignatureLeaf]):
         self.by_last: dict[str, list[tuple[Keys, SignatureLeaf]]] = {}
@@ -290,23 +281,25 @@ class _Owners:
             self.by_shape.setdefault(leaf.shape, []).append(leaf)
 
     def of(self, leaf: SignatureLeaf, role: str) -> str:
-        """The path of the parameter that a leaf in the optimizer's or the gradients' rows belongs to, "" for none."""
+        """The path of the parameter that a leaf belongs to, "" for none. Only leaves of the optimizer and of gradients
+        belong to a parameter."""
         if role not in ("optimizer", "accumulator", "gradients"):
             return ""
         found = self.alike(leaf, same_shape=False)
         return found.path if found is not None else ""
 
     def alike(self, leaf: SignatureLeaf, *, same_shape: bool = True, alone: bool = True) -> SignatureLeaf | None:
-        """The parameter with most of the last keys of a leaf; with `alone`, the only one of its shape where a leaf has
-        no names."""
+        """The parameter that shares the most last keys with a leaf; None if it shares no name.
+
+        alone: for a leaf without names, the only parameter of its shape.
+        """
         keys = keys_of(leaf.path)
-        found = [
-            (common_keys(keys, own), param)
-            for own, param in self.by_last.get(keys[-1] if keys else "", ())
-            if (param.shape == leaf.shape or not same_shape) and leaf.shape
-        ]
-        best = max(found, key=lambda item: item[0], default=(0, None))
-        if best[0] and not all(key.isdigit() for key in keys[len(keys) - best[0] :]):
-            return best[1]
+        most, best = 0, None
+        for own, param in self.by_last.get(keys[-1] if keys else "", ()) if leaf.shape else ():
+            common = common_keys(keys, own)
+            if common > most and (param.shape == leaf.shape or not same_shape):
+                most, best = common, param
+        if best is not None and not all(key.isdigit() for key in keys[len(keys) - most :]):
+            return best
         shaped = self.by_shape.get(leaf.shape, ()) if leaf.shape and alone else ()
         return shaped[0] if len(shaped) == 1 and all(key.isdigit() for key in keys) else None

@@ -112,7 +112,7 @@ def _shardings(program: TracedStage) -> list[Any]:
     """The sharding of each leaf of the arguments; None if neither jit's in_shardings nor a committed array fixes it."""
     import jax
 
-    shardings = []
+    shardings: list[Any] = []
     for given, own in zip(program._params["in_shardings"], program._meta_tys_flat):
         if isinstance(given, jax.sharding.Sharding):  # else jax's marker for "not given"
             shardings.append(given)

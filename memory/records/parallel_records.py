@@ -1,4 +1,4 @@
-"""Records of a report about several devices: collectives, their sums, and ZeRO's accounting of the state."""
+"""Records about several devices: collectives, their sums, and ZeRO's accounting of the training state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import dataclasses
 class ZeroRow:
     """Bytes per parameter of one part of the training state on one device, by ZeRO's accounting and as compiled.
 
-    `role` is a `LedgerRow`'s, "gathered" or "total"; `classic`: by Rajbhandari et al. 2020 (arXiv 1910.02054);
-    `held`: what the compiler holds at the peak; `reason`: why the two differ, "" where they agree.
+    `role`: a role of `LedgerRow`, "gathered" or "total"; `classic`: by Rajbhandari et al. 2020 (arXiv 1910.02054);
+    `held`: compiled, at the peak; `reason`: why the two differ, "" if they agree.
     """
 
     role: str
@@ -26,15 +26,15 @@ class Collective:
     Fields:
         name: of the instruction; kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
         axes: names of the mesh axes it spans, () when unknown; group: devices that exchange data in it.
-        dtype: of what is moved; "bfloat16+float32" for several combined, that of most bytes first.
-        times: executions in one step: trip counts of the loops around, multiplied.
+        dtype: of the data; "bfloat16+float32" for several combined arrays, the dtype with the most bytes first.
+        times: executions in one step, the product of the trip counts of the loops around it.
         bytes: the payload, the unsharded array: the result of an all-gather, the operands of any other kind.
         wire_bytes: what the device sends by the ring algorithm: (N-1)/N of the payload, an all-reduce twice that.
-        phase, component, module, op_name: as of a `Buffer`.
-        asynchronous: it has a start and a done; overlapped: operations of compute scheduled between the two;
-        overlapped_flops: matrix-product FLOPs among them.
+        phase, component, module, op_name: as in `Buffer`.
+        asynchronous: whether it has a start and a done; overlapped: number of compute operations between the two;
+        overlapped_flops: FLOPs of their matrix products.
         in_flight_bytes: operands and results, which stay in memory from the start to the done.
-        hosts: over how many of them its devices are spread at most; 1 where that is not known.
+        hosts: maximum number of hosts that one group of devices spans; 1 if unknown.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Collective:
 
     @property
     def exposed(self) -> bool:
-        """Whether it is not overlapped: nothing is computed while it runs."""
+        """Whether nothing is computed while it runs."""
         return not self.asynchronous or not self.overlapped
 
 
@@ -65,9 +65,9 @@ class Collective:
 class Communication:
     """All collectives of one kind over the same mesh axes, bytes of one device and one step.
 
-    `times`: executions; `bytes`: payload; `wire_bytes`: what the device sends; `exposed_bytes`: of these, in
-    collectives that are not overlapped; `formula_bytes`: what it would send by the formula, None where there is none;
-    `hosts`: over how many of them one is spread at most, 1 where that is not known.
+    `times`: executions; `bytes`: payload; `wire_bytes`: bytes that the device sends; `exposed_bytes`: the part of
+    `wire_bytes` in collectives that are not overlapped; `formula_bytes`: wire bytes by the formula, None without one;
+    `hosts`: maximum number of hosts that one group of devices spans, 1 if unknown.
     """
 
     kind: str

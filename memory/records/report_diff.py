@@ -10,7 +10,7 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Bytes of one thing in the first and the second report; `kind`: total, category, residual, workspace, buffer."""
+    """Bytes under one name in both reports; `kind`: total, category, residual, workspace or buffer."""
 
     kind: str
     name: str
@@ -24,26 +24,26 @@ class Change:
 
     @property
     def percent(self) -> float:
-        """Growth in per cent of the first report; infinite for what it did not hold."""
+        """Growth in per cent of the first report; infinite if the first report has no bytes of it."""
         if not self.before:
             return float("inf") if self.after else 0.0
         return 100.0 * self.growth / self.before
 
     @property
     def percent_text(self) -> str:
-        """The growth in per cent as text: "+6.1"; "new" for what was not there, ">999" for what was next to nothing."""
+        """The growth in per cent as text: "+6.1"; "new" if the first report has none, ">999" for 1,000 % and more."""
         if self.percent == float("inf"):
             return "new"
         return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
 
 
 def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
-    """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of
-    each the largest change first.
+    """Returns the totals, then the changes of categories, residuals by name, workspace by scope and buffers at the
+    peak, each kind with its largest change first.
 
-    Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
-    compiler's names for them change from one compile to the next; what is left, of another program, by its role
-    (category, dtype, shape).
+    Buffers are matched by category, phase, module, operation, shape and dtype, because the compiler's names change from
+    one compile to the next. Buffers without such a match, as of another program, are matched by category, dtype and
+    shape.
     """
     totals = [
         Change("total", name, getattr(before, name), getattr(after, name))
@@ -62,7 +62,7 @@ def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One figure that is no size of memory, in both reports; `unit`: "seconds", "FLOPs" or "bytes" that are sent."""
+    """One figure of both reports that is not a size of memory; `unit`: "seconds", "FLOPs" or "bytes" (sent)."""
 
     name: str
     unit: str
@@ -71,10 +71,10 @@ class Measure:
 
 
 def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
-    """Seconds, FLOPs and traffic of two reports; figures that either report lacks or that are 0 in both are left out.
+    """Returns seconds, FLOPs and traffic of two reports, without figures that one report lacks or that are 0 in both.
 
-    Seconds are predicted, of an update, in all and by term; FLOPs are of one device and one call of the step, with
-    recomputed ones; bytes are what one device sends in a call, by kind of collective and mesh axes.
+    Seconds are predicted for an update, in total and by term. FLOPs are those of one device and one call of the step,
+    with recomputed FLOPs. Bytes are sent by one device in one call, by kind of collective and mesh axes.
     """
     rows: list[tuple[str, str, float, float]] = []
     if before.prediction and after.prediction:
@@ -97,7 +97,7 @@ def _is_figure(value: object) -> bool:
 
 
 def _flops(report: ReportRecord, phase: str = "") -> float:
-    """FLOPs of one phase, or of all phases; 0 for what a damaged report has in their place."""
+    """FLOPs of one phase, or of all phases; 0 if a damaged report has no number there."""
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
     numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]
@@ -114,7 +114,7 @@ def _sent(report: ReportRecord) -> dict[str, int]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """Of the totals peak and allocated bytes, those that grew by more than `percent` per cent."""
+    """Returns the totals, of peak and allocated bytes, that grew by more than `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
@@ -126,7 +126,7 @@ def version_changes(before: ReportRecord, after: ReportRecord) -> tuple[tuple[st
 
 
 def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
-    """What makes two programs hard to compare, a sentence each: other targets, other versions of jax, other methods."""
+    """Returns a sentence for each reason why two reports are hard to compare: targets, versions of jax, methods."""
     found = []
     targets = [str(report.target.get("name") or "no target") for report in (before, after)]
     if targets[0] != targets[1]:
@@ -151,7 +151,7 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
 
 
 def grown_buffers(changes: Iterable[Change]) -> list[Change]:
-    """The buffers at the peak that grew, the one that grew most first."""
+    """Returns the buffers at the peak that grew, sorted by their growth."""
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
@@ -194,7 +194,7 @@ def _by_identity(report: ReportRecord) -> tuple[dict[str, int], dict[str, tuple[
 
 
 def _identity(b: Buffer) -> str:
-    """What a buffer is, in words that stay from one compile to the next."""
+    """Returns a name of a buffer that does not change from one compile to the next."""
     if b.phase == "argument":
         words: tuple[str, ...] = (b.category, b.name)
     else:

@@ -18,7 +18,7 @@ LARGEST = 2**80
 
 
 def is_count(value: Any) -> bool:
-    """Whether a JSON value is a whole number that bytes, FLOPs and elements can have; negative ones can be a change."""
+    """Whether a JSON value is an integer in the range of bytes, FLOPs and elements; a change may be negative."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
@@ -44,8 +44,8 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for other text, for NaN and Infinity, which Python would read and no
-    browser does, and for nesting without end."""
+    """Parses JSON. Raises ValueError for text that is not JSON, for NaN and Infinity, which Python's parser accepts,
+    and for nesting beyond the recursion limit."""
     try:
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
@@ -60,7 +60,7 @@ def _finite(text: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: records become dicts, sequences lists; what JSON does not know becomes its `str`."""
+    """Converts a value to plain JSON values: records to dicts, sequences to lists, unknown types to their `str`."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Plain JSON values with None in the place of NaN and infinite numbers."""
+    """Returns plain JSON values with NaN and infinite numbers replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,7 +80,7 @@ def finite(value: Any) -> Any:
 
 
 def read_item(record: type[Record], value: Any) -> Record:
-    """The record of a JSON object; keys that it does not know are left out.
+    """Returns the record of a JSON object and ignores unknown keys.
 
     Raises:
       TypeError: not an object, or a field of another type than its annotation; the message has field and value.

@@ -64,8 +64,10 @@ from bytescope.memory.records.buffer_records import (
     STEP_PHASES,
     Buffer,
     LedgerRow,
+    PeakAccount,
     RuntimeOverhead,
     TimelinePoint,
+    overhead_bytes,
 )
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
@@ -73,7 +75,7 @@ from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
 
-# The report's records with those of the other modules of records, which come from here.
+# The report's records, and those of the other modules of records, which are re-exported here.
 __all__ = [
     "CARD",
     "CATEGORIES",
@@ -89,7 +91,9 @@ __all__ = [
     "VERDICTS",
     "Buffer",
     "Finding",
+    "JudgedProgram",
     "LedgerRow",
+    "PeakAccount",
     "ReportRecord",
     "RuntimeOverhead",
     "Subject",
@@ -112,10 +116,10 @@ VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something an expert would point at: how many bytes it concerns, and what to do about it.
+    """A problem that an expert would point at: the bytes that it concerns, the message, and the remedy in words.
 
-    `flags`: the remedy as flags of the trainer's command line, to copy; "" if no flag carries it out, and for a program
-    whose trainer puts in none: then the remedy is in JAX's words.
+    `flags`: the remedy as flags of the trainer's command line, to copy; "" if there are none. Then the remedy names
+    functions of JAX.
     """
 
     kind: str
@@ -141,13 +145,13 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a report is of, as its trainer calls it.
+    """The trainer's description of the program that a report is about.
 
     Fields:
-        name: of the config, "llama_8b"; changes: its keys that were changed for this report, "batch.micro=2".
-        batch: the algebra of its batch in words; policy: what its layers recompute, in words.
+        name: of the config, "llama_8b"; changes: keys that were changed for this report, "batch.micro=2".
+        batch: how the batch is made up, in words; policy: what the layers recompute, in words.
         tokens: of one update, over all devices; calls: of the program per update.
-        model_flops: of one call, over all devices and without any recomputation; 0 where nobody counted.
+        model_flops: of one call, over all devices and without recomputation; 0 if they were not counted.
     """
 
     name: str = ""
@@ -161,7 +165,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class XlaStats:
-    """The compiler's statistics, main memory only; None where the backend gives none."""
+    """The compiler's statistics of main memory; a field is None if the backend does not give it."""
 
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -173,81 +177,67 @@ class XlaStats:
 
     @property
     def own_bytes(self) -> int:
-        """Temporaries, and results that alias no argument."""
+        """Bytes of temporaries, and of results that alias no argument."""
         return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportRecord:
-    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+class JudgedProgram(PeakAccount):
+    """A program's account with its traffic, its work and the verdict on its bytes. The rules of findings read it.
 
-    peak_bytes: int
-    allocated_bytes: int
-    breakdown: Mapping[str, int]
-    timeline: tuple[TimelinePoint, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    ledger: tuple[LedgerRow, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    communication: tuple[Communication, ...] = ()
+    Fields are JSON keys explained above.
+    """
+
     collectives: tuple[Collective, ...] = ()
-    zero: tuple[ZeroRow, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    unseen: tuple[RuntimeOverhead, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    schedule: Steps = ()
-    residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    xla: XlaStats = XlaStats()
-    subject: Subject = Subject()
-    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unseen: tuple[RuntimeOverhead, ...] = ()
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
-    host_bytes: int = 0
-    on_chip_bytes: int = 0
-    peak_index: int = 0
-    program: str = ""
-    method: str = "heap_trace"
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    schema: int = SCHEMA
-
-    @property
-    def title(self) -> str:
-        """What the program is called: by its config, else by the compiler."""
-        return self.subject.name or self.program or "program"
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes that the allocator will count at most: allocated, and what the compiler does not count of its pool."""
+        """Maximum bytes that the allocator will count: allocated bytes and the overheads in its pool."""
         return self.allocated_bytes + self.overhead(POOL)
 
     def overhead(self, where: str) -> int:
-        """Bytes that the runtime takes and the compiler does not count, in the `POOL` or on the `CARD`."""
-        return sum(row.bytes for row in self.unseen if row.where == where)
+        """Bytes that the runtime takes in the `POOL` or on the `CARD` and the compiler does not count."""
+        return overhead_bytes(self.unseen, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportRecord(JudgedProgram):
+    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+
+    findings: tuple[Finding, ...] = ()
+    communication: tuple[Communication, ...] = ()
+    zero: tuple[ZeroRow, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    schedule: Steps = ()
+    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    xla: XlaStats = XlaStats()
+    subject: Subject = Subject()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schema: int = SCHEMA
+    # Predicted seconds from the start of the step to each point of `timeline`, then to its end; () if unknown. They are
+    # not in the JSON, so a report that was loaded has none, and two reports are compared without them.
+    point_seconds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     @property
-    def unplaced_bytes(self) -> int:
-        """Bytes at the peak, arguments aside, of which neither a line of source nor a path of modules is known."""
-        return sum(
-            b.bytes for b in self.alive_at(self.peak_index) if b.phase != "argument" and not (b.source or b.module)
-        )
+    def title(self) -> str:
+        """The name of the program's config, else the compiler's name of the program."""
+        return self.subject.name or self.program or "program"
 
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
         return sum(row.bytes for row in self.transfers if row.direction == direction)
 
-    def alive_at(self, index: int) -> tuple[Buffer, ...]:
-        """Buffers of main memory alive at a point of the timeline, largest first."""
-        live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
-        return tuple(sorted(live, key=lambda b: -b.bytes))
-
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
+        """Returns the report as plain JSON values, keys in a stable order."""
         out = {key: schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key)) for key in KEYS}
         out["predicted_bytes"] = self.predicted_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
@@ -255,7 +245,7 @@ class ReportRecord:
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json()` to a file. Raises OSError where it cannot be written."""
+        """Writes `to_json()` to a file. Raises OSError if it cannot be written."""
         whole = Path(path)
         partial = whole.with_name(f".{whole.name}.{os.getpid()}")
         try:
@@ -266,7 +256,7 @@ class ReportRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> ReportRecord:
-        """The report of a JSON object. Raises ReportError when it is not one, or of another schema."""
+        """Returns the report of a JSON object. Raises ReportError if it is not a report, or has another schema."""
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
@@ -336,7 +326,7 @@ _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "predic
 
 
 def load(path: str | Path) -> ReportRecord:
-    """Reads a report's JSON, or the one in a run directory.
+    """Reads the JSON of a report, or of the report in a run directory.
 
     Raises ReportError for a missing, damaged or foreign file.
     """
@@ -357,7 +347,7 @@ def load(path: str | Path) -> ReportRecord:
 
 
 def _read(key: str, value: Any) -> Any:
-    """One key's value as the record holds it. Raises TypeError or ValueError when it is of another kind."""
+    """Returns the record's value of a JSON key. Raises TypeError or ValueError for a value of another type."""
     if key in _ITEMS:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
@@ -387,7 +377,7 @@ def _is_prediction(value: Mapping[str, Any]) -> bool:
     )
 
 
-# Key -> whether a value, an object for those of _OBJECTS, can be its; items of lists are checked field by field.
+# Key -> whether a JSON value is valid for it; values of _OBJECTS are objects, items of lists are checked by field.
 _VALUES = {
     **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
     **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),

@@ -1,7 +1,7 @@
 """The schedule of a compiled step as records: kernels by their sizes, collectives and copies from start to wait, loops.
 
-One device's. Kernels between two events on other streams that are alike are one record with its number of runs, so that
-a step of thousands of kernels is some hundred records, which JSON holds.
+The schedule is that of one device. Equal kernels between two events on other streams are one record with a number of
+runs, so that a step of thousands of kernels is some hundred records of JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from bytescope.memory.records.buffer_records import STEP_PHASES
 from bytescope.memory.records.report_json import is_count
 
-# Kinds of kernels: a matrix product, a flash attention kernel forward and backward, a convolution, a kernel whose work
-# nobody knows, a product of 8-bit operands with scales by tile in a kernel that is no library's, products of rows with
-# the matrices of their experts in such a kernel, and all others, which move memory.
+# Kinds of kernels: a matrix product; a flash attention kernel, forward and backward; a convolution; a kernel of unknown
+# work; a product of 8-bit operands with scales by tile, and products of rows with the matrices of their experts, both
+# in kernels that are no library's; all other kernels, which move memory.
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MOVING = KERNELS = (
     "product",
     "attention",
@@ -32,16 +32,15 @@ TO_HOST, TO_DEVICE = "to-host", "to-device"
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledKernel:
-    """Kernels that are alike, one after the other.
+    """A kernel with its number of consecutive runs.
 
     Fields:
         kind: of `KERNELS`. phase: of `records.STEP_PHASES`.
-        bytes: of device memory that one run reads and writes. flops: of one run; of causal attention those below the
-            diagonal.
-        dtype: of a product's operands, as HLO has it ("bfloat16", "float8_e4m3fn"); float32 that may be rounded is
-            "tf32".
+        bytes: of device memory that one run reads and writes. flops: of one run; causal attention counts FLOPs below
+            the diagonal.
+        dtype: of a product's operands, as in HLO ("bfloat16", "float8_e4m3fn"); float32 that may be rounded is "tf32".
         size: (batch, m, n, k) of a product, (batch x heads, queries, keys, head width) of attention; () for others.
-        causal: of attention. times: runs.
+        causal: whether attention is causal. times: number of runs.
     """
 
     kind: str
@@ -56,13 +55,14 @@ class ScheduledKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A collective, or a copy over the host link, begins on a stream of its own.
+    """The start of a collective, or of a copy over the host link, on its own stream.
 
     Fields:
-        name: of the instruction; a `Wait` for it ends it. "" for one that compute waits for at once.
+        name: of the instruction, to which a `Wait` refers. "" if compute waits at once.
         kind: of `cost.collectives.WIRE`, TO_HOST or TO_DEVICE. phase: of `records.STEP_PHASES`.
-        bytes: the payload, the unsharded array (`parallel.Collective.bytes`); of a copy what is copied.
-        group: devices that exchange data; hosts: over how many hosts these are spread. arrays: combined into one.
+        bytes: the payload, the unsharded array (`Collective.bytes`); of a copy, its bytes.
+        group: number of devices that exchange data; hosts: number of hosts of these devices. arrays: number of combined
+            arrays.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Compute waits for what began under this name."""
+    """Compute waits for the `Start` of this name."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of `trips` turns over `steps`."""
+    """A loop that runs `steps` `trips` times."""
 
     trips: int
     steps: Steps
@@ -93,14 +93,28 @@ Step = ScheduledKernel | Start | Wait | Loop
 Steps = tuple[Step, ...]
 
 
-# Letter of a record in JSON -> its class; fields follow in their order, those of default values at the end left out.
+@dataclasses.dataclass(frozen=True)
+class InstructionSteps:
+    """The steps of one instruction of a compiled schedule. They are not part of a report's JSON.
+
+    Fields:
+        name: of the instruction. steps: what it runs, a loop as one step.
+        inside: the instructions of the computation that it calls, such as the body of a loop, for one run.
+    """
+
+    name: str
+    steps: Steps
+    inside: tuple[InstructionSteps, ...] = ()
+
+
+# Letter of a record in JSON -> its class. Fields follow in their order, without trailing default values.
 _LETTERS: Mapping[str, type] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
 _LETTER = {kind: letter for letter, kind in _LETTERS.items()}
 _DEEPEST = 32
 
 
 def to_json(steps: Steps) -> list[Any]:
-    """Steps as lists: ["k", kind, phase, bytes, ...]. `from_json` reads them."""
+    """Returns the steps as lists: ["k", kind, phase, bytes, ...]."""
     return [_row(step) for step in steps]
 
 
@@ -115,7 +129,7 @@ def _row(step: Step) -> list[Any]:
 
 
 def from_json(rows: Any, depth: int = 0) -> Steps:
-    """The steps of `to_json`. Raises ValueError for what it does not write."""
+    """Reads the steps of `to_json`. Raises ValueError for any other value."""
     if not isinstance(rows, (list, tuple)) or depth > _DEEPEST:
         raise ValueError(f"a schedule is {rows!s:.40}")
     return tuple(_step(row, depth) for row in rows)
@@ -146,7 +160,7 @@ _FITS = {
     "bool": lambda value: isinstance(value, bool),
     "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(is_count(each) and each >= 0 for each in value),
 }
-# (Letter, field) -> the values that there are; others are not made by `to_json`.
+# (Letter, field) -> its valid values.
 _VALUES = {("k", "kind"): KERNELS, ("k", "phase"): STEP_PHASES, ("s", "phase"): STEP_PHASES}
 
 

@@ -1,7 +1,7 @@
-"""The layers of anyone's loss: which equation of its jaxpr they are, how often they run, and a policy put into them.
+"""Finds the layers of any loss in its jaxpr, and puts a remat policy into them.
 
-A layer is what `jax.checkpoint` is around. Where a loss has no checkpoint it is the body of its largest loop, or a
-jitted function that is called several times; these are put under a checkpoint.
+A layer is a function under `jax.checkpoint`. In a loss without checkpoints, layers are the body of its largest loop, or
+a jitted function that is called several times; these are put under a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError
 
-# Calls that are no more than their body.
+# Calls that only run their body.
 INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# Equations whose bodies the compiled gradient does not differentiate: they have rules of their own.
+# Equations with a derivative rule of their own, so that their bodies are not differentiated.
 _OWN_RULE = ("custom_jvp_call", "custom_vjp_call")
 _STOPS = ("stop_gradient",)
 _OF_LIBRARIES = re.compile(r"/(jax|jaxlib|flax|equinox|haiku)/|<frozen|/contextlib.py|/memory/remat(_plan)?/")
@@ -29,13 +29,13 @@ class Layer:
     """One kind of layer; all that run the same jaxpr are one kind.
 
     Fields:
-        body: its ClosedJaxpr. times: how often it runs in one evaluation of the loss.
-        active: of each of its inputs, whether what is differentiated reaches it.
-        mark: tells it from the others. how: CHECKPOINT, or the LOOP or CALL that has none yet.
-        name: of its function; where: file:line of its call, or of the function where a library calls it.
-        policy: what its checkpoint has now.
-        constants, carried: of a LOOP, how many of its inputs are the same for all layers, and how many after these are
-            handed on from layer to layer.
+        body: its ClosedJaxpr. times: number of runs in one evaluation of the loss.
+        active: of each of its inputs, whether it depends on differentiated inputs of the loss.
+        mark: equal for layers of one kind. how: CHECKPOINT, or the LOOP or CALL that has no checkpoint yet.
+        name: of its function; where: file:line of its call, or of the function if a library calls it.
+        policy: the policy of its checkpoint.
+        constants, carried: of a LOOP, the number of inputs that are the same for all layers, and the number of the
+            following inputs, which are carried from layer to layer.
     """
 
     body: Any
@@ -51,20 +51,20 @@ class Layer:
 
     @property
     def flops(self) -> int:
-        """FLOPs of one forward pass through all of them."""
+        """FLOPs of one forward pass through all layers of this kind."""
         return self.times * sum(flops.of_equation(equation).total for equation in self.body.jaxpr.eqns)
 
 
 def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
-    """The kinds of layers of a loss, the one with the most FLOPs first.
+    """Returns the kinds of layers of a loss, those with the most FLOPs first.
 
-    Kinds whose checkpoint has another policy than the first one's are left as they are.
+    Kinds whose checkpoint has another policy than the first kind's are left out.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
         only: names of functions under `jax.checkpoint`, () for all.
 
-    Raises ReportError where there are none.
+    Raises ReportError if there are none.
     """
     finder = _Finder()
     finder.visit(jaxpr.jaxpr, active, 1)
@@ -83,7 +83,7 @@ def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) ->
 
 
 def named_loop(jaxpr: Any, active: Sequence[bool]) -> Layer:
-    """Returns the loop over layers that name their values, as one kind of layer; of several the one with most FLOPs.
+    """Returns the loop over layers that name their values, as one kind of layer; the one with most FLOPs of several.
 
     Args:
         jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
@@ -109,33 +109,35 @@ def _names_a_value(jaxpr: Any) -> bool:
 
 @dataclasses.dataclass
 class _Finder:
-    """Walks a loss once, and notes what may be a layer with which inputs are active.
+    """Walks a loss once, and collects candidates for layers with their active inputs in `seen`.
 
-    by_names: a loop whose body names values is a layer, whatever else is in it.
+    by_names: a loop whose body names values is a layer, whatever else it contains.
     """
 
     by_names: bool = False
     seen: list[Layer] = dataclasses.field(default_factory=list)
 
     def layers(self) -> list[Layer]:
-        """Checkpoints; where there are none the largest loop; where there is none calls that repeat."""
-        kinds: dict[tuple[str, str], Layer] = {}
+        """Returns the kinds of checkpoints; without checkpoints the largest loop; without loops the largest repeated
+        call."""
+        alike: dict[tuple[str, str], list[Layer]] = {}
         for one in self.seen:
-            own = kinds.get((one.how, one.mark))
-            kinds[one.how, one.mark] = (
-                one
-                if own is None
-                else dataclasses.replace(
-                    own, times=own.times + one.times, active=tuple(a or b for a, b in zip(own.active, one.active))
-                )
-            )
-        by_way = {how: [kind for kind in kinds.values() if kind.how == how] for how in (CHECKPOINT, LOOP, CALL)}
-        loops = sorted((kind for kind in by_way[LOOP] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
-        calls = sorted((kind for kind in by_way[CALL] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
-        return by_way[CHECKPOINT] or [kind for kind in loops + calls if kind.flops][:1]
+            alike.setdefault((one.how, one.mark), []).append(one)
+        kinds: dict[str, list[Layer]] = {CHECKPOINT: [], LOOP: [], CALL: []}
+        for group in alike.values():
+            times = sum(one.times for one in group)
+            active = tuple(map(any, zip(*(one.active for one in group))))
+            kinds[group[0].how].append(dataclasses.replace(group[0], times=times, active=active))
+        if kinds[CHECKPOINT]:
+            return kinds[CHECKPOINT]
+        for how in (LOOP, CALL):
+            largest = max((kind for kind in kinds[how] if kind.times > 1), key=lambda kind: kind.flops, default=None)
+            if largest is not None and largest.flops:
+                return [largest]
+        return []
 
     def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
-        """Of each output of a Jaxpr, whether it is active."""
+        """Returns for each output of a Jaxpr whether it is active."""
         env = dict(zip(jaxpr.invars, active))
 
         def read(atom: Any) -> bool:
@@ -166,7 +168,7 @@ class _Finder:
     def _loop(self, equation: Any, active: list[bool], times: int) -> list[bool]:
         body, carried = equation.params["jaxpr"], carried_count(equation)
         first, trips = alike(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
-        while True:  # what a turn makes active is active in the next
+        while True:  # a value that one iteration makes active is active in the next
             seen_before = len(self.seen)
             out = self.visit(body.jaxpr, active, trips)
             after = [before or flag for before, flag in zip(active[first:], out[:carried])]
@@ -201,12 +203,12 @@ class _Finder:
 
 
 def carried_count(loop: Any) -> int:
-    """How many values a loop carries from one turn to the next: jax's own parameter for it changes between versions."""
+    """Number of values that a loop carries between iterations; jax's own parameter for it changes between versions."""
     return alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
 def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many values have the same shape outside of a loop and in its body; what it stacks has one dimension more."""
+    """Number of values with the same rank outside a loop and in its body; stacked values have one dimension more."""
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
@@ -216,33 +218,33 @@ def is_checkpoint(equation: Any) -> bool:
 
 
 def mark(body: Any) -> str:
-    """What two bodies have in common that compute the same."""
+    """The text of a body without addresses, which is equal for bodies that compute the same."""
     return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
 
 
 def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
-    """The ClosedJaxpr with a policy for the checkpoints of these layers, and with checkpoints where they have none."""
-    return _Change({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
+    """The ClosedJaxpr with a policy for the checkpoints of these layers; layers without a checkpoint get one."""
+    return _PolicyRewriter({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
 
 
-class _Change:
-    """A jaxpr with the policy of some of its checkpoints changed; what is shared stays shared."""
+class _PolicyRewriter:
+    """Changes the policy of some checkpoints of a jaxpr; shared jaxprs stay shared."""
 
     def __init__(self, marks: Collection[str], how: str, policy: Any):
         self._marks, self._how, self._policy = marks, how, policy
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, closed: Any) -> Any:
-        """The same of a ClosedJaxpr."""
+        """A ClosedJaxpr with the policy changed."""
         return closed.replace(jaxpr=self.jaxpr(closed.jaxpr))
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """The same of a Jaxpr."""
+        """A Jaxpr with the policy changed."""
         return self._once(jaxpr, lambda: jaxpr.replace(eqns=[self._equation(equation) for equation in jaxpr.eqns]))
 
     def _once(self, old: Any, make: Callable[[], Any]) -> Any:
         if id(old) not in self._done:
-            self._done[id(old)] = old, make()  # the old one is kept: its id must not come again
+            self._done[id(old)] = old, make()  # keeps the old jaxpr, so that its id is not used again
         return self._done[id(old)][1]
 
     def _equation(self, equation: Any) -> Any:
@@ -270,7 +272,7 @@ class _Change:
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
     def _checkpoint(self, body: Any, loop: bool) -> Any:
-        """A ClosedJaxpr that is nothing but the body under a checkpoint."""
+        """A ClosedJaxpr that runs only the body, under a checkpoint."""
         import jax
         from jax.extend import core
 
@@ -301,19 +303,19 @@ def _is_float(aval: Any) -> bool:
 
 
 def _name(equation: Any, body: Any) -> str:
-    """The name of the function, as jax keeps it for its error messages."""
+    """The name of the function that jax keeps for its error messages."""
     traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or traced_name)
 
 
 def _defined(body: Any) -> str:
-    """file:line of the function that was traced, "" where jax does not know it."""
+    """file:line of the traced function, "" if jax does not know it."""
     info = body.jaxpr.debug_info
     return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:
-    """file:line of the innermost frame that is not a library's."""
+    """file:line of the innermost frame outside libraries, "" for none."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     frame = next((f for f in frames if not _OF_LIBRARIES.search(f.file_name)), None)

@@ -1,8 +1,8 @@
-"""A layer's forward pass as a graph: what its backward pass reads, what is named, what recomputing each value costs.
+"""A layer's forward pass as a graph: the values that its backward pass reads, named values, costs of recomputation.
 
 For every choice of names the graph says what is kept and what is recomputed, as `jax.checkpoint` decides it
-(remat/remat_solver.py). It is plain data and crosses processes as JSON. `named_block` builds it for a model that names
-its values, `layer_values` for any loss; both read jax's own derivative of the layer.
+(remat/remat_solver.py). It is plain data and is sent between processes as JSON. `named_block` builds it for a model
+that names its values, `layer_values` for any loss; both read jax's derivative of the layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from bytescope.memory.cost import flops
 
-# The name of a layer's input, which its loop hands on: it is kept under every policy.
+# The name of a layer's input, which its loop carries: it is kept under every policy.
 LAYER_INPUT = "block_in"
 # Maximum results of one equation whose FLOPs are counted separately, by looking at each set of them.
 MAX_RESULTS = 8
@@ -26,12 +26,12 @@ MAX_RESULTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class GraphStep:
-    """One equation. Values are numbers; `name`: the checkpoint name it gives, "" for none.
+    """One equation. Values are numbers; `name`: the checkpoint name that it gives, "" for none.
 
-    outs, ins: values it makes and reads, inputs of the block left out. flops: over all devices, of making each of
-    `outs` alone; all_flops: of making all of them. dtype: the unit that does it (a key of `Target.peak_flops`), "" for
-    no FLOPs. bytes: of each of `outs`, on one device. shared: (numbers of results in `outs`, FLOPs): they are in the
-    `flops` of each of these, and done once for all of them.
+    outs, ins: values that it computes and reads, without inputs of the block. flops: over all devices, for computing
+    each of `outs` alone; all_flops: for computing all of them. dtype: the unit that computes (a key of
+    `Target.peak_flops`), "" without FLOPs. bytes: of each of `outs`, on one device. shared: (numbers of results in
+    `outs`, FLOPs) of work that is in the `flops` of each of these results, and is done once for all of them.
     """
 
     outs: tuple[int, ...]
@@ -50,9 +50,9 @@ class LayerGraph:
 
     Fields:
         steps: its equations in order. read: values that its backward pass reads.
-        carry_bytes: of its input, on one device. none_bytes: of everything that plain autodiff keeps of it.
-        bound: name -> names that must be kept on the device if it is, and with which it is kept instead of its kernel's
-            other results: a kernel outside of the checkpoint, whose residuals have no names.
+        carry_bytes: of its input, on one device. none_bytes: of all values that plain autodiff keeps.
+        bound: name -> names that must be kept on the device with it. Such a name is a result of a kernel outside of the
+            checkpoint, whose residuals have no names and are kept with it.
     """
 
     layers: int
@@ -76,19 +76,16 @@ class LayerGraph:
     @functools.cached_property
     def keepers(self) -> tuple[str, ...]:
         """For each step, the name whose decision keeps its results, "" if none does."""
-        kernels = {
-            step.outs: tag.name
-            for tag in self.steps
-            if tag.name in self.bound
-            for step in self.steps
-            if set(tag.ins).intersection(step.outs)
-        }
+        kernels: dict[tuple[int, ...], str] = {}
+        for tag in self.steps:
+            if tag.name in self.bound:
+                kernels |= {step.outs: tag.name for step in self.steps if set(tag.ins).intersection(step.outs)}
         return tuple(
             step.name if step.name not in ("", LAYER_INPUT) else kernels.get(step.outs, "") for step in self.steps
         )
 
     def kept_bytes(self, number: int) -> int:
-        """Bytes on one device of keeping what a step makes; of a bound name, with all that its kernel's own gradient
+        """Bytes on one device of keeping a step's results; for a bound name, with all values that its kernel's gradient
         reads."""
         name = self.keepers[number]
         if name not in self.bound:
@@ -100,35 +97,46 @@ class LayerGraph:
 
     def scaled(self, times: float) -> LayerGraph:
         """The same layer with `times` as many tokens."""
-
-        def size(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(round(value * times) for value in values)
-
-        steps = tuple(
-            dataclasses.replace(
-                step,
-                flops=size(step.flops),
-                all_flops=round(step.all_flops * times),
-                bytes=size(step.bytes),
-                shared=tuple((which, round(flops * times)) for which, flops in step.shared),
+        steps = []
+        for step in self.steps:
+            steps.append(
+                GraphStep(
+                    step.outs,
+                    step.ins,
+                    step.name,
+                    tuple(round(flops * times) for flops in step.flops),
+                    round(step.all_flops * times),
+                    step.dtype,
+                    tuple(round(size * times) for size in step.bytes),
+                    tuple((which, round(flops * times)) for which, flops in step.shared),
+                )
             )
-            for step in self.steps
-        )
-        return dataclasses.replace(
-            self, steps=steps, carry_bytes=round(self.carry_bytes * times), none_bytes=round(self.none_bytes * times)
+        return LayerGraph(
+            self.layers,
+            tuple(steps),
+            self.read,
+            round(self.carry_bytes * times),
+            round(self.none_bytes * times),
+            self.bound,
         )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
         """The graph of `dataclasses.asdict`, read back from JSON."""
-        steps = tuple(GraphStep(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
+        steps = []
+        for step in values["steps"]:
+            steps.append(GraphStep(**{key: _tuples(value) for key, value in step.items()}))
         bound = {name: tuple(names) for name, names in values["bound"].items()}
-        return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
+        return cls(**{**values, "steps": tuple(steps), "read": tuple(values["read"]), "bound": bound})
 
 
-def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction) -> GraphStep:
-    """The step of an equation, its results and operands given as numbers; `parts`: devices that its results are sharded
-    over."""
+def step_of(
+    equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction, times: int = 1
+) -> GraphStep:
+    """Returns the step of an equation in `times` layers, with its results and operands as numbers.
+
+    parts: number of devices over which its results are sharded.
+    """
     counted = flops.of_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
@@ -137,18 +145,18 @@ def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str,
         tuple(outs),
         tuple(sorted(ins)),
         name,
-        each,
-        every,
+        tuple(times * count for count in each),
+        times * every,
         dtype,
-        tuple(size_of(v.aval) // parts for v in equation.outvars),
-        shared,
+        tuple(times * (size_of(v.aval) // parts) for v in equation.outvars),
+        tuple((which, times * count) for which, count in shared),
     )
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-    """FLOPs of each result alone, and those that several share, as in `GraphStep`.
+    """Returns the FLOPs of each result alone, and FLOPs that several results share, as in `GraphStep`.
 
-    Of more than MAX_RESULTS results each is taken to need all FLOPs.
+    Of more than MAX_RESULTS results, each is assumed to need all FLOPs.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))
@@ -156,24 +164,27 @@ def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[
         return (every,) * count, ()
     if count > MAX_RESULTS:
         return (every,) * count, ((everything, every),)
-    sets = [which for size in range(1, count + 1) for which in itertools.combinations(everything, size)]
-    # What no other result needs, then what these alone share: all that is done without them, and less, taken off.
+    # Set of results -> FLOPs that all of them need and no other result: FLOPs that the other results do not need, less
+    # those of smaller sets.
     own: dict[tuple[int, ...], int] = {}
-    for which in sets:
-        others = tuple(number for number in everything if number not in which)
-        inside = every - (_live(equation, others) if others else 0)
-        own[which] = inside - sum(done for part, done in own.items() if set(part) < set(which))
-    each = tuple(sum(done for which, done in own.items() if number in which) for number in everything)
-    return each, tuple((which, done) for which, done in own.items() if done and len(which) > 1)
+    for size in range(1, count + 1):
+        for which in itertools.combinations(everything, size):
+            others = tuple(number for number in everything if number not in which)
+            inside = every - (_live(equation, others) if others else 0)
+            own[which] = inside - sum(done for part, done in own.items() if set(part) < set(which))
+    each = []
+    for number in everything:
+        each.append(sum(done for which, done in own.items() if number in which))
+    return tuple(each), tuple((which, done) for which, done in own.items() if done and len(which) > 1)
 
 
 def _live(equation: Any, which: Sequence[int]) -> int:
-    """FLOPs of an equation of which these results alone are wanted: of a call or a loop, of what makes them."""
+    """FLOPs of an equation if only these results are needed; a call or a loop then runs only a part of its body."""
     from jax.interpreters import partial_eval
 
     rule = partial_eval.dce_rules.get(equation.primitive)
     wanted = [number in which for number in range(len(equation.outvars))]
-    # From jax 0.12 on a rule is told which operands are worth having, too.
+    # From jax 0.12 on a rule also takes which operands are needed.
     arguments: list[Any] = [wanted, equation]
     if rule and len(inspect.signature(rule).parameters) > 2:
         arguments.insert(1, [True] * len(equation.invars))
@@ -182,7 +193,7 @@ def _live(equation: Any, which: Sequence[int]) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, and those in them, as tuples."""
+    """Lists as tuples, also inside lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

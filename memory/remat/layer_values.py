@@ -1,7 +1,7 @@
-"""What a layer of anyone's model can keep: its values as a graph, and how a policy can tell them apart.
+"""The values that a layer of any model can keep: the layer's graph, and the keys by which a policy recognizes values.
 
-The graph is read from jax's own derivative of the layer with everything kept: what it returns beside the layer's result
-is what the backward pass reads. A value can be kept where jax asks a policy about it: not inside of loops.
+The graph is read from jax's derivative of the layer with everything kept, which returns the layer's result and the
+values that the backward pass reads. A value can be kept if jax asks a policy about it, that is outside of loops.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from bytescope.memory.remat.layer_discovery import INLINED, Layer, is_checkpoint
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, size_of, step_of
 from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
 
-# Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
-# Functions with a derivative of their own. Those that are left in a derivative, called by the rule of another, jax asks
-# about as a whole.
+# Functions with a derivative rule of their own. jax asks about one as a whole if it is left in a derivative, because
+# the rule of another function calls it.
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
+# Calls whose bodies jax walks with the policy, or inlines when it differentiates.
 _OPENED = INLINED | _WITH_RULES | {"remat2", "checkpoint"}
-# A scope that a person gave, or a module: transformations have brackets, einsum writes its equation.
+# A scope opened by a user or a module; transformations have brackets, and einsum writes its equation.
 _SCOPE = re.compile(r"[\w.-]+")
-# Below so many FLOPs per byte of its result, a product is work on elements that was written as one.
+# A product with fewer FLOPs per byte of its result counts as elementwise work.
 MIN_FLOPS_PER_BYTE = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerValues:
-    """The blocks of all kinds of layers as one (`block`, of one layer that stands for all), and what it can keep:
-    `values` by label; `order` and `known` as in `Wanted`."""
+    """The values that the layers can keep.
+
+    graph: one layer that stands for all layers of all kinds. values: label -> value. order, known: as in `Wanted`.
+    """
 
     graph: LayerGraph
     values: dict[str, Value]
@@ -40,25 +42,42 @@ class LayerValues:
     known: frozenset[str]
 
     def wanted(self, labels: Iterable[str]) -> Wanted:
-        """What a policy keeps that keeps these values."""
+        """Returns the keys of a policy that keeps the values with these labels."""
         kept = [self.values[label] for label in labels]
-        places = tuple(
-            frozenset(value.place for value in kept if kind in value.kinds and value.place >= 0)
-            for kind in range(len(self.order))
-        )
+        places = []
+        for kind in range(len(self.order)):
+            places.append(frozenset(value.place for value in kept if kind in value.kinds and value.place >= 0))
         return Wanted(
             frozenset(value.name for value in kept if value.name),
             frozenset(value.key for value in kept if not value.name and value.place < 0),
             self.order,
-            places,
+            tuple(places),
             self.known,
         )
 
 
+@dataclasses.dataclass
+class _CountedValue:
+    """A `Value` whose kinds, count and bytes are still added up, with the fields of `Value`."""
+
+    label: str
+    name: str
+    key: str
+    place: int
+    type: str
+    where: str
+    kinds: list[int] = dataclasses.field(default_factory=list)
+    count: int = 0
+    bytes: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """An equation of a layer's graph: numbers of its results and operands; key: "" where jax asks no policy; parts:
-    devices over which its result is sharded."""
+    """An equation of a layer's graph.
+
+    outs, ins: numbers of its results and operands. key: "" if jax asks no policy about it. nested: in a body that jax
+    inlines. parts: number of devices over which its result is sharded.
+    """
 
     equation: Any
     outs: tuple[int, ...]
@@ -69,45 +88,58 @@ class _Made:
 
 
 def values_of(layers: Sequence[Layer], shards: JaxprSharding | None = None, ordered: bool = True) -> LayerValues:
-    """What the layers can keep.
+    """Returns the values that the layers can keep.
 
     Args:
-        shards: of the program that they are in, None for one device.
-        ordered: whether equations of one key can be told apart by their order, as they can where jax walks the layers
-            in the program as it does alone.
+        shards: shardings in the program that contains the layers, None for one device.
+        ordered: whether a policy can distinguish equations of one key by their order, which needs jax to walk the
+            layers in the program as it walks them alone.
     """
     forwards = [LayerForward(layer, shards) for layer in layers]
-    # A policy sees an equation, not the kind of its layer: what one kind cannot tell apart no other can.
+    # A policy sees an equation, not the kind of its layer: keys that are ambiguous in one kind are so in all.
     hidden: set[str] = set()
     for forward in forwards:
         hidden |= forward.asked - {key for _, key in forward.order}
     first, carry = 0, 0
     steps: list[GraphStep] = []
     read: list[int] = []
-    alike: dict[Any, Value] = {}
+    counted: dict[Any, _CountedValue] = {}
     orders = []
     for kind, (layer, forward) in enumerate(zip(layers, forwards)):
         order = [(number, key) for number, key in forward.order if key not in hidden] if ordered else []
         orders.append(tuple(key for _, key in order))
-        labels = _labels(forward, order, kind, layer.times, alike)
+        labels = _labels(forward, order, kind, layer.times, counted)
         for number, one in enumerate(forward.equations):
             outs, ins = [first + value for value in one.outs], [first + value for value in one.ins]
-            step = step_of(one.equation, outs, ins, labels.get(number, ""), one.parts)
-            steps.append(_times(step, layer.times))
+            steps.append(step_of(one.equation, outs, ins, labels.get(number, ""), one.parts, layer.times))
         read += [first + value for value in forward.read]
         first += forward.count
         carry += layer.times * forward.result_bytes
     known: frozenset[str] = frozenset().union(*(forward.asked for forward in forwards))
-    values = {value.label: value for value in alike.values()}
-    sizes = {value: size for step in steps for value, size in zip(step.outs, step.bytes)}
+    sizes: dict[int, int] = {}
+    for step in steps:
+        sizes.update(zip(step.outs, step.bytes))
     graph = LayerGraph(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
-    graph = with_names(graph, worth_deciding(graph) | {value.label for value in values.values() if value.name})
-    values = {label: values[label] for label in values if label in graph.names}
+    graph = with_names(graph, worth_deciding(graph) | {value.label for value in counted.values() if value.name})
+    values = {}
+    for value in counted.values():
+        if value.label in graph.names:
+            values[value.label] = Value(
+                value.label,
+                tuple(dict.fromkeys(value.kinds)),
+                value.name,
+                value.key,
+                value.place,
+                value.type,
+                value.count,
+                value.bytes,
+                value.where,
+            )
     return LayerValues(graph, values, tuple(orders), known)
 
 
 def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
-    """Returns the graph without all other names."""
+    """Returns the graph with only these names of values."""
     steps = (step if step.name in names else dataclasses.replace(step, name="") for step in graph.steps)
     return dataclasses.replace(graph, steps=tuple(steps))
 
@@ -115,17 +147,21 @@ def with_names(graph: LayerGraph, names: Collection[str]) -> LayerGraph:
 def worth_deciding(graph: LayerGraph) -> set[str]:
     """Returns the labels of the values that a plan of least recomputation may have to keep.
 
-    Work on elements is recomputed for free. A value is left out if another choice is never worse: a smaller value from
+    Elementwise work is recomputed for free. A value is left out if another choice is never worse: a smaller value from
     which it is recomputed for free, the smaller result of the only step that reads it, or recomputing it for free from
-    a value that is needed whenever it is. That loses no plan. A label of several values, which a policy cannot tell
-    apart, is left out too if none of them is a product, or smaller than a product that nothing else is made of.
+    a value that is needed whenever it is. This loses no plan. A label of several values, which a policy cannot
+    distinguish, is left out too if none of them is a product, or smaller than a product from which only it is made.
     """
     users, together = _users_and_needed_together(graph)
-    size = {value: count for step in graph.steps for value, count in zip(step.outs, step.bytes)}
-    label = {value: step.name for step in graph.steps for value in step.outs}
+    size: dict[int, int] = {}
+    label: dict[int, str] = {}
+    for step in graph.steps:
+        size.update(zip(step.outs, step.bytes))
+        label.update(dict.fromkeys(step.outs, step.name))
     members = Counter(label[value] for value in together if label.get(value))
     shared: set[str] = set()
-    product_size: dict[int, int] = {}  # of the product that serves no other value: a product, or what alone reads it
+    # Value -> bytes of the product that serves only this value: the value itself, or a product that only it reads.
+    product_size: dict[int, int] = {}
     for step in graph.steps:
         only_here = [v for v in step.ins if v in product_size and v not in graph.read and len(users.get(v, ())) == 1]
         inherited = max((product_size[value] for value in only_here), default=0)
@@ -142,7 +178,9 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
             continue
         before = free_from[value] - {value}
         smaller = any(members[label[source]] == 1 and size[source] <= size[value] for source in before)
-        readers = [result for step in users[value] for result in step.outs]
+        readers: list[int] = []
+        for step in users[value]:
+            readers += step.outs
         replaced = False
         if value not in graph.read and len(readers) == 1:
             result = readers[0]
@@ -159,8 +197,8 @@ def _is_product(flops: int, size: int) -> bool:
 
 
 def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphStep]], dict[int, set[int]]]:
-    """Value -> the steps that read it, and the other values that are needed whenever it is; of the values that are
-    needed if nothing is kept."""
+    """Returns value -> the steps that read it, and value -> the other values that are needed whenever it is; both for
+    the values that are needed if nothing is kept."""
     users: dict[int, list[GraphStep]] = {value: [] for value in graph.read}
     together = {value: set(graph.read) - {value} for value in graph.read}
     for step in reversed(graph.steps):
@@ -176,9 +214,9 @@ def _users_and_needed_together(graph: LayerGraph) -> tuple[dict[int, list[GraphS
 
 
 def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]]:
-    """Value -> values each of which is enough to recompute it for free; values that need no product are left out.
+    """Returns value -> the values from each of which it is recomputed for free; values without products are left out.
 
-    A value with one of the labels `shared` may be kept for another value's sake, so it does not count as free.
+    A value with one of the labels `shared` may be kept because of another value, so it does not count as free.
     """
     free_from: dict[int, set[int]] = {}
     for step in graph.steps:
@@ -191,24 +229,13 @@ def _free_from(graph: LayerGraph, shared: Collection[str]) -> dict[int, set[int]
     return free_from
 
 
-def _times(step: GraphStep, times: int) -> GraphStep:
-    """The step of `times` layers."""
-    return dataclasses.replace(
-        step,
-        flops=tuple(times * flops for flops in step.flops),
-        all_flops=times * step.all_flops,
-        bytes=tuple(times * size for size in step.bytes),
-        shared=tuple((which, times * flops) for which, flops in step.shared),
-    )
-
-
 class LayerForward:
     """A layer's forward pass as jax differentiates it.
 
     Attributes:
-        equations: in order. read: numbers of values that the backward pass reads. count: of values.
-        asked: keys about which jax asks a policy; order: (index in `equations`, key) of those whose order is known.
-        result_bytes: of its result, on one device. unvarying: numbers of values that are the same for all layers.
+        equations: in order. read: numbers of values that the backward pass reads. count: number of values.
+        asked: keys about which jax asks a policy; order: (index in `equations`, key) for equations in a known order.
+        result_bytes: bytes of its result on one device. unvarying: numbers of values that are the same for all layers.
     """
 
     def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
@@ -237,7 +264,7 @@ class LayerForward:
         ]
 
     def _read(self, jaxpr: Any, given: Sequence[_Operand], nested: bool) -> list[_Operand]:
-        """Notes the equations of a Jaxpr; returns its results, given its inputs."""
+        """Adds the equations of a Jaxpr to `equations`; returns its results, given its inputs."""
         env = dict(zip(jaxpr.invars, given))
 
         def operand(atom: Any) -> _Operand:
@@ -246,8 +273,8 @@ class LayerForward:
         for equation in jaxpr.eqns:
             ins = [operand(atom) for atom in equation.invars]
             body, key = _body(equation), _key(equation)
-            if equation.primitive.name in _WITH_RULES and (unit := _key_of(equation)) in self.asked:
-                body, key = None, unit
+            if equation.primitive.name in _WITH_RULES and _key_of(equation) in self.asked:
+                body, key = None, _key_of(equation)
             if body is not None:
                 results = self._read(body, ins, nested=True)
             else:
@@ -273,14 +300,14 @@ class _Operand(NamedTuple):
 
 
 def _derivative(layer: Layer) -> Any:
-    """The ClosedJaxpr of a layer's result and of all that its backward pass reads."""
+    """The ClosedJaxpr that returns a layer's result and all values that its backward pass reads."""
     import jax
 
     return jax.make_jaxpr(lambda *inputs: _vjp(layer, None, inputs))(*specs_of(layer.body.jaxpr))
 
 
 def _calls(layer: Layer) -> list[str]:
-    """The keys of what jax asks a policy in one walk of a layer, in order."""
+    """The keys about which jax asks a policy in one walk of a layer, in order."""
     import jax
 
     keys: list[str] = []
@@ -294,7 +321,7 @@ def _calls(layer: Layer) -> list[str]:
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
-    """The result of a layer and its derivative, by the inputs that are active; under a checkpoint with a policy."""
+    """The result of a layer and its derivative by the active inputs; under a checkpoint if there is a policy."""
     import jax
     from jax.extend import core
 
@@ -310,7 +337,7 @@ def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _body(equation: Any) -> Any:
-    """The Jaxpr of a call that jax opens, None for other equations."""
+    """The Jaxpr of a call that jax inlines, None for other equations."""
     if equation.primitive.name not in _OPENED and not is_checkpoint(equation):
         return None
     inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
@@ -318,7 +345,7 @@ def _body(equation: Any) -> Any:
 
 
 def _key(equation: Any) -> str:
-    """The key of an equation; "" where jax asks no policy: it walks into what has a body, kernels apart."""
+    """The key of an equation; "" if jax asks no policy about it, since it walks into its body; kernels have keys."""
     if equation.primitive.name != "pallas_call" and any(bodies(equation)):
         return ""
     return _key_of(equation)
@@ -329,7 +356,7 @@ def _key_of(equation: Any) -> str:
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
-    """Keys of a forward pass: of its own equations, and of functions with a derivative of their own."""
+    """Yields the keys of a forward pass: of its own equations, and of functions with a derivative rule."""
     for equation in jaxpr.eqns:
         body = _body(equation) if equation.primitive.name.startswith("custom_") else None
         if body is not None:
@@ -339,7 +366,7 @@ def _keys(jaxpr: Any) -> Iterator[str]:
 
 
 def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
-    """Keys of everything in bodies of equations."""
+    """Yields the keys of all equations in bodies of equations."""
     for equation in jaxpr.eqns:
         if within:
             yield _key(equation)
@@ -348,55 +375,52 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
 
 
 def _labels(
-    graph: LayerForward, order: Sequence[tuple[int, str]], kind: int, times: int, alike: dict[Any, Value]
+    forward: LayerForward,
+    order: Sequence[tuple[int, str]],
+    kind: int,
+    times: int,
+    counted: dict[Any, _CountedValue],
 ) -> dict[int, str]:
-    """Index in `equations` -> label of the value that it is or is one of, for all about which jax asks a policy.
+    """Returns index in `equations` -> label of its value, for all equations about which jax asks a policy.
 
-    `alike`: what tells a value to a policy (its name; its key; or its key and all those before it in the order) -> the
-    value; those of this kind of layer are added.
+    counted: the key by which a policy recognizes a value -> the value. The key is the value's name; or the keys of all
+    equations up to it, if their order is known; or its own key. The values of this kind of layer are added to it.
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
-    in_loops = {
-        key
-        for one in graph.equations
-        if not one.key
-        for body in bodies(one.equation)
-        for key in (*_inside(body), *map(_key, body.eqns))
-    }
-    out: dict[int, str] = {}
-    for number, one in enumerate(graph.equations):
-        if not one.key or one.key not in graph.asked or one.key in in_loops:
+    in_loops: set[str] = set()
+    for one in forward.equations:
+        if not one.key:
+            for body in bodies(one.equation):
+                in_loops.update(_inside(body), map(_key, body.eqns))
+    labels: dict[int, str] = {}
+    for number, one in enumerate(forward.equations):
+        if not one.key or one.key not in forward.asked or one.key in in_loops:
             continue
         at = place.get(number, -1)
         name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
-        recognized_by = _recognized_by(name, one.key, keys[: at + 1])
-        size = times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
-        if recognized_by not in alike:
-            label = _label(one.equation, name, {value.label for value in alike.values()})
-            alike[recognized_by] = Value(
-                label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0, where_of(one.equation)
-            )
-        value = alike[recognized_by]
-        alike[recognized_by] = dataclasses.replace(
-            value, kinds=tuple(dict.fromkeys((*value.kinds, kind))), count=value.count + times, bytes=value.bytes + size
-        )
-        out[number] = value.label
-    return out
-
-
-def _recognized_by(name: str, key: str, before: tuple[str, ...]) -> tuple[str, Any]:
-    """What tells a value to a policy; `before`: the keys up to it in the order, () where that does not tell it."""
-    if name:
-        return "name", name
-    return ("order", before) if before else ("key", key)
+        recognized_by: tuple[str, Any] = ("key", one.key)
+        if name:
+            recognized_by = ("name", name)
+        elif at >= 0:
+            recognized_by = ("order", keys[: at + 1])
+        if recognized_by not in counted:
+            label = _label(one.equation, name, {value.label for value in counted.values()})
+            kept_type = type_of(one.equation.outvars[0].aval)
+            counted[recognized_by] = _CountedValue(label, name, one.key, at, kept_type, where_of(one.equation))
+        value = counted[recognized_by]
+        value.kinds.append(kind)
+        value.count += times
+        value.bytes += times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
+        labels[number] = value.label
+    return labels
 
 
 def _label(equation: Any, name: str, taken: set[str]) -> str:
-    """The name of a value, else the last of its scopes and its primitive; numbered where that is taken."""
+    """The name of a value, otherwise its innermost scope and its primitive; numbered if that label is taken."""
     scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
-    return next(
-        label
-        for number in range(1, len(taken) + 2)
-        if (label := plain if number == 1 else f"{plain}.{number}") not in taken
-    )
+    label, number = plain, 1
+    while label in taken:
+        number += 1
+        label = f"{plain}.{number}"
+    return label

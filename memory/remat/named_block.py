@@ -1,6 +1,7 @@
-"""The layer graph of a model that names its values, from the jaxpr of its loss: one of the two ways to build a problem.
+"""Builds the layer graph of a model that names its values, from the jaxpr of its loss.
 
-The layers are the loop whose body names values. A decision is about a name, and the names say how a value is sharded.
+The layers are the loop whose body names values. A plan decides about names, and the name of a value says how it is
+sharded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def named_block(
         jaxpr: the loss of one micro-batch as a ClosedJaxpr, without checkpoints around its layers.
         active: of each of its inputs, whether it is differentiated.
         parts: name -> number of devices over which its value is sharded, a fraction if a device keeps the values of a
-            layer more or less often than once. A value without a name is sharded as the named one before it.
+            layer more or less often than once. A value without a name is sharded like the named value before it.
         bound: as in `LayerGraph`.
 
     Raises ReportError if no loop names a value.
@@ -34,24 +35,20 @@ def named_block(
     layer = named_loop(jaxpr, active)
     forward = LayerForward(layer)
     steps, divisor = [], parts(LAYER_INPUT)
-    for noted in forward.equations:
-        name = noted.equation.params["name"] if noted.equation.primitive.name == "name" else ""
+    sizes: dict[int, int] = {}  # over all devices
+    for one in forward.equations:
+        name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
         divisor = parts(name) if name else divisor
-        steps.append(step_of(noted.equation, noted.outs, noted.ins, name, divisor))
-    # A loop stacks what its backward pass reads, except for values that are the same in every turn.
+        steps.append(step_of(one.equation, one.outs, one.ins, name, divisor))
+        sizes.update(zip(one.outs, (size_of(variable.aval) for variable in one.equation.outvars)))
+    # A loop stacks the values that its backward pass reads, except for those that are the same in every iteration.
     read = [value for value in forward.read if value not in forward.unvarying]
-    whole = {
-        value: size_of(variable.aval)
-        for noted in forward.equations
-        for value, variable in zip(noted.outs, noted.equation.outvars)
-    }
-    handed_on = layer.body.jaxpr.invars[layer.constants : layer.constants + layer.carried]
-    carried = max(size_of(variable.aval) for variable in handed_on)
+    carried = layer.body.jaxpr.invars[layer.constants : layer.constants + layer.carried]
     return LayerGraph(
         layer.times,
         tuple(steps),
         tuple(read),
-        carried // parts(LAYER_INPUT),
-        sum(whole[value] for value in read) // parts(LAYER_INPUT),
+        max(size_of(variable.aval) for variable in carried) // parts(LAYER_INPUT),
+        sum(sizes[value] for value in read) // parts(LAYER_INPUT),
         dict(bound or {}),
     )

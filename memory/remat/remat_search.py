@@ -1,9 +1,9 @@
-"""`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
+"""`remat.policy=auto`: searches for the least recomputation within a budget, by formula and by the compiler.
 
-The bytes that layers keep follow from their graph (`layer_graph`); what the rest of the step takes only the compiler
-knows. So a plan is solved for (`remat_solver`) and compiled, and the difference between predicted and allocated bytes
-corrects the allocation model, until the plan that the model asks for has been compiled and fits: the next better one is
-then predicted to exceed the budget.
+The bytes that layers keep follow from their graph (`layer_graph`); the bytes of the rest of the step are known only to
+the compiler. So the solver (`remat_solver`) proposes a plan, it is compiled, and its allocated bytes correct the
+allocation model. The search ends if the plan that the model proposes has been compiled and fits: the next better plan
+is then predicted to exceed the budget.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.remat import allocation_model
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     KeepPattern,
@@ -26,23 +25,25 @@ from bytescope.memory.remat.remat_problem import (
 from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all, solve
 from bytescope.memory.seconds.ranking import TIE
 
-# Compiles of one search, and of these for checking that there is no better plan where budget is left.
+# Maximum compiles of one search, and maximum compiles that check for a better plan if budget is left.
 MOST_COMPILES, MOST_CHECKS = 12, 2
-# A plan that leaves less of the budget than this share unused is taken as it is.
+# A plan that leaves less than this share of the budget unused is accepted without a check.
 CLOSE = 0.02
-# A plan has to cost less by this share, by the model, to be worth a compile.
+# A plan is compiled only if its predicted cost is lower by this share.
 EVEN = 1e-3
-# The error to expect of the model's seconds: fixed policies this near to the best plan are compiled too.
+# The expected error of the model's seconds: fixed policies within this share of the best cost are compiled too.
 NEAR = 0.03
 FULL, NONE = "full", "none"
+# Bytes allocated per byte kept: the assumed maximum, and the slope below which the peak depends on something else.
+STEEPEST, FLAT = 2.0, 0.5
 # The kind of plans (`_kind`) with one pattern and no transfers.
 WHOLE = (False, False)
 
 
 @dataclasses.dataclass
 class _BudgetState:
-    """How far the search for one budget is. asked: the plans compiled for it; checks: compiles so far that checked
-    for a better plan."""
+    """Progress of the search for one budget. asked: plans compiled for it; checks: compiles that checked for a better
+    plan."""
 
     budget: float
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -53,9 +54,9 @@ class RematSearch:
     """Searches for plans within one or several budgets, which share what has been compiled.
 
     Args:
-        problem: what is to be decided.
-        compile: compiles some plans at once and returns the compiler's figures of each.
-        tell: called with each plan as it is done.
+        problem: the problem to solve.
+        compile: compiles several plans and returns the compiler's figures of each.
+        tell: called with each compiled plan.
     """
 
     def __init__(
@@ -70,25 +71,23 @@ class RematSearch:
         self.patterns = pareto_patterns(graph, rates, offload=problem.offload, cost=cost)
         self.full = pattern_keeping(graph, rates, FULL, ())
         self.none = pattern_keeping_all(graph, rates, NONE)
-        held = [
-            pattern_keeping(graph, rates, policy, names)
-            for policy, names in problem.policies.items()
-            if names is not None
-        ]
-        # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
-        self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
+        self.named: list[KeepPattern] = []
         # Nothing is predicted for these: only the compiler's figures count.
-        self.unknown = [
-            KeepPattern(graph.carry_bytes, 0.0, policy=policy)
-            for policy in problem.policies
-            if problem.policies[policy] is None
-        ]
+        self.unknown: list[KeepPattern] = []
+        by_save: dict[tuple[str, ...], KeepPattern] = {}
+        for policy, names in reversed(list(problem.policies.items())):
+            if names is None:
+                self.unknown.insert(0, KeepPattern(graph.carry_bytes, 0.0, policy=policy))
+            else:
+                pattern = pattern_keeping(graph, rates, policy, names)
+                by_save[pattern.save] = pattern  # the first policy stays, of policies that keep the same tensors
+        self.named = [pattern for pattern in by_save.values() if pattern.save]  # without those that equal `full`
         self.tried: dict[str, CompiledPlan] = {}
 
     # ---- compiling ---------------------------------------------------------------------------------------------
 
     def compile(self, plans: Sequence[LayerPlan]) -> list[CompiledPlan]:
-        """The plans with the compiler's figures, compiled where they were not yet."""
+        """Returns the plans with the compiler's figures; compiles those that have not been compiled."""
         new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
         predicted = [self.predict(plan) for plan in new]
         for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
@@ -102,17 +101,17 @@ class RematSearch:
 
     @property
     def fixed(self) -> list[LayerPlan]:
-        """Every block under one policy, for each policy that comes to tensors of its own."""
+        """For each policy that keeps other tensors than the policies before it, the plan with all blocks under it."""
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
     def best_fixed(self, budget: float) -> CompiledPlan | None:
-        """The best of the fixed policies that are compiled and fit `budget` bytes; None where none does."""
+        """The best of the fixed policies that are compiled and fit `budget` bytes; None if none does."""
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
         return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
     def compiled_cost(self, tried: CompiledPlan) -> tuple[float, float, int]:
-        """The cost of a compiled plan by the compiler's figures, less is better: seconds and FLOPs in the order of
-        the problem's cost, then bytes allocated."""
+        """The cost of a compiled plan by the compiler's figures, for comparison: seconds and FLOPs in the order of the
+        problem's cost, then bytes allocated."""
         figures = tried.compiled
         first = (figures.seconds, figures.flops) if self.problem.cost == "time" else (figures.flops, figures.seconds)
         return (*first, figures.allocated_bytes)
@@ -120,40 +119,43 @@ class RematSearch:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Points of the allocation model, of compiled plans of a kind; where there are none, of those that move tensors
-        to the host or not as it does, then of any: with transfers a plan that keeps as much allocates more."""
+        """Points of the allocation model from compiled plans of a kind. Without any, from plans that agree in whether
+        they transfer tensors to the host, since transfers allocate more; without any of these, from all plans."""
         done = self._done()
         alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
-        return allocation_model.points_of([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
+        return allocation_points([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[CompiledPlan]:
-        """The compiled plans of which the model knows what they keep."""
+        """The compiled plans whose kept tensors are known."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: LayerPlan) -> int:
-        """Bytes that the compiler would allocate for a plan, by the compiled plans that keep about as much. 0 before
-        anything is compiled, and for plans whose tensors are not known."""
+        """Predicted bytes that the compiler allocates for a plan, by compiled plans that keep about as much; 0 before
+        anything is compiled, and for plans whose kept tensors are not known."""
         points = self._points(_kind(plan)) if self._known(plan) else []
-        return round(allocation_model.allocated_at(points, plan.bytes)) if points else 0
+        return round(allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
-        """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
+        """Maximum bytes that blocks may keep so that a plan of this kind is predicted to fit the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
-        if allocation_model.slope(points) < allocation_model.FLAT:
-            # Only a plan that is too large, of any kind, tells where that ends.
-            points = allocation_model.points_of(self._done())
+        if _slope(points) < FLAT:
+            # Only a plan that is too large, of any kind, shows where the flat part ends.
+            points = allocation_points(self._done())
         low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if allocation_model.allocated_at(points, middle) <= budget else (low, middle)
-        return max(low, allocation_model.kept_after_bend(points, budget))
+            if allocated_at(points, middle) <= budget:
+                low = middle
+            else:
+                high = middle
+        return max(low, kept_after_bend(points, budget))
 
     # ---- solving -----------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[KeepPattern]:
-        """The patterns but those that cannot be compiled: only plans that failed have them."""
+        """The patterns without those that occur only in plans that failed to compile."""
         failed: set[KeepPattern] = set()
         done: set[KeepPattern] = set()
         for tried in self.tried.values():
@@ -161,13 +163,13 @@ class RematSearch:
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
 
     def _host_room(self) -> float:
-        """Bytes of host memory for what blocks keep, without what the rest of the step takes of it."""
+        """Bytes of host memory available to blocks, after the bytes that the rest of the step takes."""
         others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
         return self.problem.host_budget - max(others, default=0)
 
     def candidates(self, budget: float, above: float = 0.0) -> list[LayerPlan]:
-        """The plans that the model proposes for a budget, cheapest first: with one pattern, with several, and policies
-        that cost about the same. `above`: bytes by which each may exceed its room."""
+        """The plans that the model proposes for a budget, cheapest first: with one pattern, with several patterns, and
+        fixed policies of about the same cost. `above`: bytes by which each plan may exceed its room."""
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         moves = (False, True) if problem.offload else (False,)
         for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
@@ -194,7 +196,7 @@ class RematSearch:
         return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
 
     def cost(self, plan: LayerPlan) -> float:
-        """The cost of a plan by the model: seconds of the passes, or FLOPs recomputed; infinite where not known."""
+        """The predicted cost of a plan: seconds of the passes, or recomputed FLOPs; infinite if not known."""
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
@@ -222,10 +224,10 @@ class RematSearch:
         )
 
     def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> SearchOutcome:
-        """The best plan within `budget` bytes.
+        """Returns the best plan within `budget` bytes.
 
         Args:
-            most: compiles at most. at_once: plans that are compiled together.
+            most: maximum number of compiles. at_once: plans that are compiled together.
         """
         return self.run_all([budget], most=most, at_once=at_once)[0]
 
@@ -238,22 +240,23 @@ class RematSearch:
         together: float = math.inf,
         settled: Callable[[float, int], None] = lambda budget, compiled: None,
     ) -> list[SearchOutcome]:
-        """The best plan within each of several budgets, which advance together and learn from each other.
+        """Returns the best plan within each of several budgets, whose searches advance together and share results.
 
         Args:
             most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
-            settled: called with each budget whose best plan is found, and how many plans were compiled for it.
+            settled: called with each budget whose best plan is found, and the number of plans compiled for it.
         """
         states = [_BudgetState(budget) for budget in budgets]
         before = set(self.tried)
-        self.compile([self.whole(self.full)])
-        if str(full := self.whole(self.full)) not in before:
+        full = self.whole(self.full)
+        self.compile([full])
+        if str(full) not in before:
             for state in states:
                 state.asked.append(str(full))
         left = list(states)
         while left:
             batch: dict[str, LayerPlan] = {}
-            # Those furthest apart first: what one learns helps its neighbours in the next round.
+            # Budgets that are furthest apart first: a result helps the neighbouring budgets in the next round.
             for state in spread(left):
                 if len(batch) >= together:
                     break
@@ -266,15 +269,14 @@ class RematSearch:
             self.compile(list(batch.values()))
         done = [tried for tried in self.tried.values() if tried.ok]
         tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
-        return [
-            SearchOutcome(
-                self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)), tightest
-            )
-            for state in states
-        ]
+        outcomes = []
+        for state in states:
+            compiled = tuple(self.tried[name] for name in dict.fromkeys(state.asked))
+            outcomes.append(SearchOutcome(self.best(state.budget), compiled, tightest))
+        return outcomes
 
     def _next(self, state: _BudgetState) -> list[LayerPlan]:
-        """What is to be compiled next for a budget, cheapest first; none when it is settled."""
+        """The plans to compile next for a budget, cheapest first; [] if its search is finished."""
         best = self.best(state.budget)
         plans = self._better(self.candidates(state.budget), best)
         if not plans and best is None:
@@ -285,28 +287,31 @@ class RematSearch:
         return plans
 
     def _better(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
-        """Plans that were not compiled yet, and by the model cost less than the best that was. With transfers that one
-        costs what the compiler made of it: the model hides them behind compute, a schedule often does not."""
+        """Plans that are not compiled yet and are predicted to cost less than `best`, and all new plans with a policy.
+
+        If `best` transfers tensors, its compiled cost counts: the model hides transfers behind compute, the compiler's
+        schedule often does not.
+        """
         most = math.inf if best is None else self.cost(best.plan)
         if best is not None and best.plan.host_bytes:
             most = max(most, self.compiled_cost(best)[0])
-        return [
-            plan
-            for plan in plans
-            if str(plan) not in self.tried
-            and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))
-        ]
+        better = []
+        for plan in plans:
+            has_policy = any(pattern.policy for pattern, _ in plan.ranges)
+            if str(plan) not in self.tried and (has_policy or self.cost(plan) < most * (1 - EVEN)):
+                better.append(plan)
+        return better
 
     def _known(self, plan: LayerPlan) -> bool:
-        """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
+        """Whether the tensors that blocks keep are known: not for plain autodiff and for policies without names."""
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        """Whether one tensor more is worth a compile: budget is left, or it is not known yet what a tensor takes."""
+        """Whether to compile a plan that keeps one tensor more: budget is left, or the model has only one point."""
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
-        """Bytes of the smallest step between two patterns, of one layer."""
+        """The smallest difference in bytes between two patterns of one layer."""
         sizes = sorted({pattern.bytes for pattern in self.patterns})
         return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
 
@@ -318,7 +323,7 @@ def _kind(plan: LayerPlan) -> tuple[bool, bool]:
 
 
 def spread(items: Sequence[Any]) -> list[Any]:
-    """The same items, each as far from those before it as can be: ends first, then what halves the gaps."""
+    """Returns the items so that each is as far as possible from those before it: ends first, then middles."""
     out: list[int] = []
     left = list(range(len(items)))
     while left:
@@ -326,3 +331,48 @@ def spread(items: Sequence[Any]) -> list[Any]:
         left.remove(far)
         out.append(far)
     return [items[i] for i in out]
+
+
+# ---- the allocation model -------------------------------------------------------------------------------------------
+
+# How allocated bytes depend on the bytes that blocks keep. A point is (bytes that blocks keep, bytes allocated) on one
+# device.
+
+
+def allocation_points(done: Sequence[CompiledPlan]) -> list[tuple[int, int]]:
+    """Returns the points of compiled plans, sorted. If several plans keep the same bytes, the largest allocation
+    counts."""
+    largest: dict[int, int] = {}
+    for tried in done:
+        largest[tried.plan.bytes] = max(largest.get(tried.plan.bytes, 0), tried.compiled.allocated_bytes)
+    return sorted(largest.items())
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Bytes allocated per byte kept, by the last two points; 1 for a single point."""
+    if len(points) < 2:
+        return 1.0
+    (x0, y0), (x1, y1) = points[-2:]
+    return min(max((y1 - y0) / (x1 - x0), 0.0), STEEPEST)
+
+
+def allocated_at(points: Sequence[tuple[float, float]], kept: float) -> float:
+    """Bytes allocated by a plan that keeps `kept` bytes: piecewise linear between the points, with slope 1 before the
+    first point and the slope of the last two points after the last. That slope is below 1 if the peak does not depend
+    on kept bytes, as in the update of the parameters."""
+    (first, lowest), (last, highest) = points[0], points[-1]
+    if kept <= first:
+        return lowest + kept - first
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if kept <= x1:
+            return y0 + (y1 - y0) * (kept - x0) / (x1 - x0)
+    return highest + _slope(points) * (kept - last)
+
+
+def kept_after_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
+    """Bytes kept at which the budget is reached, if the allocation is flat up to a bend and from there rises by a byte
+    per byte to the first plan above the budget; 0 if the points show no such bend."""
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
+        if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
+            return x2 - (y2 - budget)
+    return 0.0

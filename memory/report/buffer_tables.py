@@ -1,4 +1,4 @@
-"""The largest buffers at the peak on the terminal, and what a buffer is called wherever it is listed."""
+"""The largest buffers at the peak as a table for the terminal, and the names of buffers in every list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 
 
 def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
-    """The largest buffers at the peak, those alike in one line; None for a report without any."""
+    """Returns the largest buffers at the peak, equal ones in one line; None if there are none."""
     found = largest(report, shown)
     if not found:
         return None
@@ -49,7 +49,7 @@ def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
 
 
 class Alike(NamedTuple):
-    """Buffers that are alike in all that is listed of them: what they are, how many, and one of them."""
+    """Buffers with equal cells in every column: their name, their number, and one of them."""
 
     name: str
     times: int
@@ -57,14 +57,14 @@ class Alike(NamedTuple):
 
     @property
     def times_text(self) -> str:
-        """How many there are: "6 x"; "" for one."""
+        """The number of buffers, "6 x"; "" for one."""
         return f"{self.times:,} x" if self.times > 1 else ""
 
 
 def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
-    """The `n` largest buffers of main memory that are alive at the peak.
+    """Returns the `n` largest buffers in main memory at the peak.
 
-    Layers that are not scanned have one each: those that differ in the number of their layer alone are one.
+    Buffers of unscanned layers whose names differ only in the layer's number are one entry.
     """
     found: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
@@ -75,13 +75,13 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
 
 def _common(names: list[str]) -> str:
-    """Names that differ in numbers alone as one, with a star for each that differs."""
+    """Returns one name for names that differ only in numbers, with a star for each number that differs."""
     parts = zip(*(_NUMBER.split(name) for name in names))
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def of_all(report: ReportRecord, found: Iterable[Alike]) -> str:
-    """What share of the peak some buffers are, in words."""
+    """Returns the number of listed buffers and their share of the peak, in words."""
     found = tuple(found)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)
     share = sum(alike.times * alike.one.bytes for alike in found) / max(report.peak_bytes, 1)
@@ -89,8 +89,8 @@ def of_all(report: ReportRecord, found: Iterable[Alike]) -> str:
 
 
 def what(buffer: Buffer) -> str:
-    """What a buffer is to its reader: an argument's path, a gradient's parameter, else scopes and operation, else its
-    name.
+    """Returns a buffer's name for a reader: the path of an argument, the parameter of a gradient, else scopes and
+    operation, else the compiler's name.
 
     Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
     """
@@ -104,20 +104,20 @@ def what(buffer: Buffer) -> str:
 
 
 def array_type(buffer: Buffer) -> str:
-    """`bf16[8,4096,1024]`, or "" for what is no array."""
+    """Returns the type of a buffer's array, `bf16[8,4096,1024]`; "" if it holds no array."""
     if not buffer.dtype:
         return ""
     return f"{_DTYPE.sub(_short, buffer.dtype, count=1)}[{','.join(map(str, buffer.shape))}]"
 
 
 def _short(dtype: re.Match[str]) -> str:
-    """A dtype as jax writes it in its own types: bf16, f32, i8."""
+    """Returns a dtype in jax's short form: bf16, f32, i8."""
     return f"{_KINDS[dtype[1]]}{dtype[2]}"
 
 
 def line(source: str) -> str:
-    """`file.py:line` of a source: relative to where this process works, else the file in its folder; `In[3]:line` of a
-    notebook's cell."""
+    """Shortens a source to `file.py:line`, relative to the working directory or, outside of it, with one folder;
+    `In[3]:line` for a cell of a notebook."""
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
@@ -130,7 +130,7 @@ def line(source: str) -> str:
 
 
 def _cell(path: str) -> str:
-    """The number of a cell where this process is its notebook, as the notebook writes it."""
+    """Returns the name of a cell, "In[3]", if this process runs its notebook, else "cell"."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     named = shell.compile.format_code_name(path) if shell is not None else None

@@ -54,7 +54,7 @@ class Difference:
         return plain_text(diff_view.render_text(self.before, self.after, self.changes, _BUFFERS), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.report.notebook import notebook_difference
+        from bytescope.memory.report import notebook_difference
 
         return notebook_difference.render(self.before, self.after, self.changes, _BUFFERS)
 

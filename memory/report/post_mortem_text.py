@@ -23,7 +23,7 @@ _ALLOCATOR = (
 
 
 def render(found: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
-    """The post-mortem as something rich prints; `files`: where more of it was written."""
+    """Returns the post-mortem for rich; `files`: paths of the files with more details."""
     return blocks(
         _head(found),
         _held(found),
@@ -49,7 +49,7 @@ def _head(found: PostMortem) -> RenderableType:
 
 
 def sum_of(found: PostMortem) -> str:
-    """What the step and other arrays take together, compared with what is available, in one line."""
+    """Returns the sum of the step and other arrays, compared with the available bytes, in one line."""
     report, limit = found.report, found.limit_bytes
     parts = f"the step takes {human(report.predicted_bytes if report else None)}"
     if found.other_bytes:
@@ -99,7 +99,7 @@ def _held(found: PostMortem) -> RenderableType | None:
 
 
 def _peak(found: PostMortem) -> RenderableType | None:
-    """The largest rows of the peak, and with them the largest names of what the backward pass keeps."""
+    """Returns the largest rows of the peak, and the largest residuals by name."""
     report = found.report
     if report is None or not any(report.breakdown.values()):
         return None

@@ -1,39 +1,53 @@
-"""`plan_remat`: the least recomputation under a budget for anyone's model, as a policy for its own `jax.checkpoint`.
+"""`RematPlan`: what a model's layers keep for their backward pass, and its account on the terminal and in a notebook.
 
     plan = memory.plan_remat(loss, (params, batch), target="h200", budget="72GiB")
     print(plan)
     block = jax.checkpoint(block, policy=plan.policy)      # or flax.linen.remat(Block, policy=plan.policy)
 
-The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and what they can keep is read
-from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the gradient with a
-policy for each plan that it tries, and with the policies of jax.
+The account lists the kept values, their cost, and jax's own policies. `remat_planning` finds the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import io
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.devices import limits
-from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from bytescope.memory.remat.layer_discovery import Layer
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Value
-from bytescope.memory.remat.remat_problem import CompiledPlan, SearchOutcome
-from bytescope.memory.remat.remat_search import FULL, RematSearch
-from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of, written
 from bytescope.memory.report.report_object import Report
-from bytescope.memory.units import MOST, human
+from bytescope.memory.units import human
+from bytescope.memory.view.console import make_console, one_line, put
+from bytescope.memory.view.text_layout import Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, path
+
+# Column titles of both tables; FIGURES are the columns with numbers.
+KEPT = ("kept by every layer", "all layers", "type", "where")
+POLICIES = ("policy", "allocated", "recomputed", "budget")
+FIGURES = ("all layers", "allocated", "recomputed")
+THIS_PLAN = "this plan"
+USE = "jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"
+_SCALES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+_HOW = {
+    "checkpoint": "under jax.checkpoint",
+    "scan": "the body of a scan, to be put under jax.checkpoint",
+    "call": "a jitted function, to be put under jax.checkpoint",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFigures:
-    """What the compiler says of a policy: bytes allocated on one device, FLOPs recomputed in one step over all
-    devices; `status`: "ok", or why there are none."""
+    """The compiler's figures of a policy: bytes allocated on one device, FLOPs recomputed in one step over all devices.
+
+    `status`: "ok", or why there are no figures.
+    """
 
     name: str
     allocated_bytes: int
@@ -46,14 +60,14 @@ class RematPlan:
     """The values that a model's layers keep for their backward pass; shows its account at a prompt and in a notebook.
 
     Fields:
-        policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` where that is best.
-        name: of that one, "" for a RematPolicy.
-        kept: what it keeps by choice, largest first; a layer's inputs are kept besides.
-        allocated_bytes: what the gradient's program takes on one device, as compiled; at most budget_bytes.
-        recomputed_flops, model_flops: of one step over all devices, what is recomputed, and all else.
-        built_in: the figures of jax's own policies. compiled: how many programs were compiled.
-        layers: what was planned for, as `remat.layers` has it.
-        report: of the program under the plan. target: its name.
+        policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` if that is best.
+        name: the name of the policy of `jax.checkpoint_policies`, "" for a RematPolicy.
+        kept: values that the policy keeps by choice, largest first; the inputs of a layer are always kept.
+        allocated_bytes: bytes that the compiled gradient takes on one device; at most budget_bytes.
+        recomputed_flops, model_flops: of one step over all devices; the two have no FLOPs in common.
+        built_in: the figures of jax's own policies. compiled: number of compiled programs.
+        layers: the layers that were planned for (`remat.layer_discovery`).
+        report: of the program under the plan. target: the target's name.
     """
 
     policy: Any
@@ -70,8 +84,9 @@ class RematPlan:
     report: Report
 
     def apply(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The same loss with this policy in the checkpoints of its layers, without a change to its code; layers that
-        have no checkpoint are put under one. To be differentiated, jitted or sharded as the loss itself.
+        """Returns the loss with this policy in the checkpoints of its layers, without a change to its code. Layers
+        without a checkpoint are put under one. The returned function is differentiated, jitted or sharded like the
+        loss.
         """
 
         @functools.wraps(loss)
@@ -81,113 +96,118 @@ class RematPlan:
         return planned
 
     def check(self) -> None:
-        """Raises ReportError unless the policy met all that it keeps in the traces so far: with another version of
-        jax, other shapes or another block it would keep something else. A policy of jax's own needs no check."""
+        """Raises ReportError if the traces so far lack a value that the policy keeps: with another version of jax,
+        other shapes or another block it would keep something else. A policy of jax's own needs no check."""
         if isinstance(self.policy, RematPolicy):
             self.policy.check()
 
     def __repr__(self) -> str:
-        return remat_account.account(self)
+        """The account as text, as wide as COLUMNS says, else 100 columns."""
+        out = io.StringIO()
+        put(_account(self), make_console(file=out))
+        return out.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
         """Returns the HTML for a notebook: the figures, the kept values, and jax's own policies beside the plan."""
-        return remat_account.html(self)
+        return _account_html(self)
 
 
-def plan_remat(
-    loss: Callable[..., Any],
-    args: Sequence[Any],
-    target: Target | str | None = None,
-    budget: str | float | None = None,
-    *,
-    optimizer: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    blocks: Collection[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
-) -> RematPlan:
-    """Decides what the layers of a model keep for their backward pass: the least recomputation within a budget.
-
-    Layers are what the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in a scan or
-    called one after the other; their present policy does not matter. The gradient by the first argument is compiled
-    for the target with every plan that is tried.
-
-    Args:
-        loss: of (params, ...) to a scalar, or to (scalar, anything); plain or jitted.
-        args: arrays, ShapeDtypeStructs, or pytrees of them; their shardings count.
-        target: as in `memory.analyze`.
-        budget: bytes on one device, as a number or "72GiB"; None: all that the target has available.
-        optimizer: with `init` and `update`, such as optax's: its state and update are part of the program then.
-        blocks: names of functions under `jax.checkpoint` that are planned for, where not all are layers.
-        tell: called with a line for each program that is compiled.
-
-    Raises ReportError where no layers are found, for a budget that is not a valid size, and where nothing fits it.
-    """
-    return plan_remats(loss, args, target, [budget], optimizer=optimizer, kwargs=kwargs, blocks=blocks, tell=tell)[0]
+# ---- the account --------------------------------------------------------------------------------------------
 
 
-def plan_remats(
-    loss: Callable[..., Any],
-    args: Sequence[Any],
-    target: Target | str | None = None,
-    budgets: Sequence[str | float | None] = (None,),
-    *,
-    optimizer: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    blocks: Collection[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
-) -> list[RematPlan]:
-    """`plan_remat` for several budgets at once, which share what is compiled; it raises what that raises."""
-    for budget in budgets:
-        limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
-    compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
-    sizes = [compiler.budget(budget) for budget in budgets]
-
-    def show(tried: CompiledPlan) -> None:
-        name = name_of(tried.plan) or str(tried.plan)
-        tell(f"{name}: {human(tried.compiled.allocated_bytes) if tried.ok else tried.compiled.status}")
-
-    search = RematSearch(compiler.problem(), compiler, show)
-    search.compile(search.fixed)
-    return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
+def _account(plan: RematPlan) -> RenderableType:
+    title, *figures = _head(plan)
+    head = Text.assemble((title, "bold"), "  ", "  ".join(figures))
+    kept: RenderableType = Prose(_nothing_kept(plan))
+    if rows := _kept(plan):
+        kept = FigureTable(label(KEPT[0]), figure(KEPT[1]), label(KEPT[2]), path(KEPT[3]))
+        for row in rows:
+            kept.add(*row)
+    policies = FigureTable(label(POLICIES[0]), figure(POLICIES[1]), figure(POLICIES[2]), fixed(POLICIES[3]))
+    for row in _policies(plan):
+        policies.add(*row, style="bold" if row[0] == (plan.name or THIS_PLAN) else "")
+    return blocks(Group(head, *map(Prose, _layers(plan))), kept, policies, Prose(USE))
 
 
-def plan_of(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
-    """What a search found for a budget. Raises ReportError where nothing fits it."""
-    report = compiler.full.report
-    if outcome.best is None:
-        raise _nothing_fits(outcome, budget)
-    best, name = outcome.best, name_of(outcome.best.plan)
-    built, kept = compiler.built[name or str(best.plan)], best.plan.ranges[0][0].save
-    figures = [search.tried[str(plan)] for plan in search.fixed]
-    return RematPlan(
-        policy=compiler.policy(best.plan) if name == FULL else built.policy,
-        name=BUILT_IN.get(name, ""),
-        kept=tuple(sorted((compiler.values.values[label] for label in kept), key=lambda value: -value.bytes)),
-        allocated_bytes=best.compiled.allocated_bytes,
-        budget_bytes=budget,
-        recomputed_flops=built.counted.recomputed,
-        model_flops=built.counted.total - built.counted.recomputed,
-        built_in=tuple(
-            PolicyFigures(
-                BUILT_IN[name_of(tried.plan)],
-                tried.compiled.allocated_bytes,
-                int(tried.compiled.flops),
-                tried.compiled.status,
-            )
-            for tried in figures
-        ),
-        compiled=len(search.tried),
-        layers=tuple(compiler.layers),
-        target=report.target.get("name", ""),
-        report=built.report,
+def _account_html(plan: RematPlan) -> str:
+    from bytescope.memory.view import notebook_piece
+    from bytescope.memory.view.notebook_piece import cut
+
+    title, *figures = _head(plan)
+    return notebook_piece.render(
+        "remat_plan",
+        title=title,
+        figures=" · ".join(figures),
+        layers=[cut(layer, 300) for layer in _layers(plan)],
+        kept_heads=_with_figures(KEPT),
+        kept=[[cut(cell) for cell in row] for row in _kept(plan)],
+        nothing_kept=_nothing_kept(plan),
+        policy_heads=_with_figures(POLICIES),
+        policies=[[cut(cell) for cell in row] for row in _policies(plan)],
+        chosen=plan.name or THIS_PLAN,
+        use=USE,
     )
 
 
-def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
-    if outcome.tightest is None:
-        return ReportError(f"no plan could be compiled: {outcome.tried[0].compiled.status}")
-    plan, least = outcome.tightest.plan, outcome.tightest.compiled.allocated_bytes
-    return ReportError(
-        f"nothing fits {human(budget)}: with {BUILT_IN.get(name_of(plan), plan)} the step takes "
-        f"{human(least)}, {human(least - budget)} more; give a larger budget or a smaller batch"
-    )
+def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
+    return [(title, title in FIGURES) for title in titles]
+
+
+def _head(plan: RematPlan) -> list[str]:
+    return [
+        f"remat plan on {plan.target}",
+        f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
+        f"recomputes {_share(plan.recomputed_flops, plan)}",
+    ]
+
+
+def _layers(plan: RematPlan) -> list[str]:
+    return [
+        f"{layer.times} x {one_line(layer.name) or 'layer'}"
+        f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        for layer in plan.layers
+    ]
+
+
+def _nothing_kept(plan: RematPlan) -> str:
+    return f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept"
+
+
+def _kept(plan: RematPlan) -> list[list[str]]:
+    """Returns the cells of each value that is kept by choice; [] if one of jax's own policies is best."""
+    rows = []
+    for value in () if plan.name else plan.kept:
+        several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
+        name = f"{value.label} ({several} of them)" if several > 1 else value.label
+        rows.append([name, human(value.bytes), value.type, _short(value.where)])
+    return rows
+
+
+def _policies(plan: RematPlan) -> list[list[str]]:
+    """Returns the cells of this plan and of each of jax's own policies; a failed policy has only its status."""
+    rows = []
+    if not plan.name:
+        rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
+    for row in plan.built_in:
+        if row.status != "ok":
+            rows.append([row.name, row.status])
+            continue
+        fits = "fits" if row.allocated_bytes <= plan.budget_bytes else "exceeds"
+        rows.append([row.name, human(row.allocated_bytes), _share(row.recomputed_flops, plan), fits])
+    return rows
+
+
+def _share(flops: int, plan: RematPlan) -> str:
+    """Returns FLOPs with their share of the model's FLOPs, as text."""
+    if not flops:
+        return "0 FLOP"
+    scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
+    return f"{flops / scale:.3g} {unit}" + (f" ({flops / plan.model_flops:.1%})" if plan.model_flops else "")
+
+
+def _short(where: str) -> str:
+    """Shortens a place to its path from the current directory, or from the installed package on."""
+    if "/site-packages/" in where:
+        return where.rsplit("/site-packages/", 1)[1]
+    short = os.path.relpath(where) if where else ""
+    return where if short.startswith("..") else short

@@ -1,6 +1,6 @@
-"""The columns that the HTML page draws: a report thinned to what a browser shows with ease.
+"""The data of the report page: the columns that its script draws, cut to what a browser shows without delay.
 
-Pure functions from records to lists. Strings are written once and referred to by index, since thousands of
+Pure functions from records to lists. Each string is written once and columns have its index, because thousands of
 buffers share a few hundred scopes, phases and source lines. Sizes are bytes on one device.
 """
 
@@ -14,11 +14,13 @@ from bytescope.memory.report.buffer_tables import array_type, what
 from bytescope.memory.units import column_unit
 from bytescope.memory.view.elements import row_name
 
-# What stays fluid in a browser. Beyond it the largest are kept, and the page says so.
+# Limits that keep the page responsive in a browser. Beyond a limit the largest items are kept, and the page says so.
 MAX_POINTS = 3000
 MAX_BUFFERS = 20_000
 MAX_BANDS = 240
 MAX_TILES = 700
+# Units of the time axis, each with its number in a second: the first in which the step takes 1 or more is used.
+TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 
 Tile = tuple[str, str, str, int, str, int]
 
@@ -34,13 +36,14 @@ class Strings:
 
 
 def page_data(report: ReportRecord) -> dict[str, Any]:
-    """Everything the page's script needs, as JSON values (see static/report.js for how each column is drawn)."""
+    """Returns the data of the page's script as JSON values; static/report.js draws them."""
     strings = Strings()
     shown = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
     listed = sorted(device, key=lambda b: (not b.at_peak, -b.bytes))[:MAX_BUFFERS]
     listed.sort(key=lambda b: -b.bytes)
     points = [report.timeline[i] for i in shown]
+    bands = phase_bands(report.timeline)
     return {
         "rows": {row: row_name(row) for row in ROWS},
         "phases": list(PHASES),
@@ -58,7 +61,8 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
             "instruction": [strings(p.instruction) for p in points],
         },
         "by_category": by_category(device, len(report.timeline), shown),
-        "bands": [(start, end, strings(phase)) for start, end, phase in phase_bands(report.timeline)],
+        "bands": [(start, end, strings(phase)) for start, end, phase in bands],
+        "time": time_axis(report, shown, bands),
         "buffers": _columns(listed, strings),
         "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
         "strings": list(strings.all),
@@ -66,9 +70,8 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
 
 
 def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -> list[int]:
-    """Indices of the points to draw: all, or of each stretch the lowest and the highest, and the peak.
-
-    No maximum of a stretch is lost, so the drawn curve reaches every height that the full one does.
+    """Returns the indices of the points to draw: all points, or the lowest and the highest point of each of `most / 2`
+    stretches, and the peak. So the drawn curve has every maximum of the full one.
     """
     n = len(timeline)
     if n <= most:
@@ -83,7 +86,7 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
 
 
 def by_category(buffers: Iterable[Buffer], n_points: int, shown: Sequence[int]) -> dict[str, list[int]]:
-    """Category -> bytes alive in it at each shown point; categories that never hold a byte are left out."""
+    """Returns category -> live bytes at each shown point, without categories that are always empty."""
     steps = {category: [0] * (n_points + 1) for category in CATEGORIES}
     for buffer in buffers:
         if buffer.category not in steps or buffer.start >= n_points or buffer.end < buffer.start:
@@ -100,10 +103,9 @@ def by_category(buffers: Iterable[Buffer], n_points: int, shown: Sequence[int]) 
 
 
 def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> list[tuple[int, int, str]]:
-    """(first point, last point, phase) of each stretch of one phase.
+    """Returns (first point, last point, phase) of each stretch of one phase.
 
-    A schedule that changes its phase more than `most` times is cut into `most` equal stretches, each of the
-    phase that most of its points have.
+    A schedule with more than `most` stretches is cut into `most` equal ones, each with the phase of most of its points.
     """
     runs = _runs([p.phase for p in timeline])
     if len(runs) <= most:
@@ -115,6 +117,27 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
     return _runs(phases)
 
 
+def time_axis(
+    report: ReportRecord, shown: Sequence[int], bands: Sequence[tuple[int, int, str]]
+) -> dict[str, Any] | None:
+    """Returns the times of the shown points and of the phases' first and last points, in one unit; None if no seconds
+    are known.
+
+    Keys: unit ("s", "ms" or "µs"), points, bands ([from, to] each), end (of the step).
+    """
+    seconds = report.point_seconds
+    if len(seconds) != len(report.timeline) + 1 or not seconds[-1]:
+        return None
+    unit, scale = next(((unit, scale) for unit, scale in TIME_UNITS if seconds[-1] * scale >= 1), TIME_UNITS[-1])
+    times = [float(f"{at * scale:.6g}") for at in seconds]
+    return {
+        "unit": unit,
+        "points": [times[i] for i in shown],
+        "bands": [(times[start], times[end + 1]) for start, end, _ in bands],
+        "end": times[-1],
+    }
+
+
 def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
     starts = [i for i, value in enumerate(values) if i == 0 or values[i - 1] != value]
     ends = [*(start - 1 for start in starts[1:]), len(values) - 1]
@@ -122,7 +145,7 @@ def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:
 
 
 def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]]:
-    """One list per column of the buffer table, strings as indices."""
+    """Returns the columns of the buffer table, strings as indices."""
     text = {
         "what": what,
         "name": lambda b: b.name,
@@ -144,12 +167,13 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
 def tiles(
     report: ReportRecord, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES
 ) -> list[Tile]:
-    """(id, parent, label, bytes, category, row) of the treemap: category > group > buffer, at the peak.
+    """Returns (id, parent, label, bytes, category, row) of each tile of the treemap: category > group > buffer, at the
+    peak.
 
-    Only leaves carry bytes, so no level can disagree with the one below. The smallest buffers of a group are
-    one leaf when there are more than `most`; what the breakdown holds beyond them is a leaf of its own.
+    Only leaves have bytes, so that levels cannot disagree. Beyond `most` buffers, the smaller ones of a group are one
+    leaf. Bytes of the breakdown that are in no buffer are a leaf of their own.
 
-    rows: `id` of a buffer -> its row in the table; a tile that is none of these has row -1.
+    rows: `id` of a buffer -> its row in the table; other tiles have row -1.
     """
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []
@@ -182,14 +206,14 @@ def tiles(
 
 
 def _tile_label(buffer: Buffer, group: str) -> str:
-    """What is not yet said by the tile around it: a path's last key, or the innermost scope and operation."""
+    """Returns the part of a buffer's name that the tile around it does not have."""
     if buffer.phase == "argument":
         return buffer.name.removeprefix(group) or buffer.name
     return what(buffer).rsplit("/", 1)[-1]
 
 
 def group_of(buffer: Buffer) -> str:
-    """What a buffer is shown under within its category."""
+    """Returns the group of a buffer within its category."""
     if buffer.category == "residuals":
         return buffer.checkpoint_name or buffer.component or "unnamed"
     if buffer.category == "workspace":

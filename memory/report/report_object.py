@@ -1,12 +1,17 @@
-"""`Report`: the record of a report as an object that prints, shows, saves and compares itself, and the public functions
-that return one.
+"""`Report`: a report that prints, shows, saves and compares itself, and the public functions that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
-    report                        # at a prompt one screen; in a notebook its bar and its timeline
-    print(report)                 # the same screen with the remedies of its findings
-    report.show()                 # all that `bytescope report` prints
+    report                        # at a prompt one screen; in a notebook the bar and the timeline
+    print(report)                 # the same screen with the remedies of findings
+    report.show()                 # everything that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
+
+`assert_fits` guards a program's memory in anyone's tests; memory/pytest_guard.py has it as a fixture of pytest.
+
+    def test_step_fits():
+        memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # what the target has
+        memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")                  # or any size
 
 Commands and the trainer use the plain `ReportRecord`. Modules that draw are imported when something is drawn.
 """
@@ -18,11 +23,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.analysis import analyze as analyzed
-from bytescope.memory.analysis import with_seconds
+from bytescope.memory.analysis import judge, report_of
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError
+from bytescope.memory.program.compilation import compiled_for, takes_arguments
+from bytescope.memory.program.roles import checked_roles
+from bytescope.memory.program.tracing import check_options
 from bytescope.memory.records import report_record
-from bytescope.memory.report import guard
+from bytescope.memory.units import human, parse_bytes, reads_as_size
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Report(report_record.ReportRecord):
-    """What every byte of a program's peak is, on one device: the fields of `ReportRecord`, and methods that draw them.
+    """What every byte of a program's peak is, on one device: a `ReportRecord` with methods that draw it.
 
     Two reports are equal if their records are equal. Pickling, `dataclasses.replace` and `from_json` return a `Report`.
     """
@@ -47,34 +55,35 @@ class Report(report_record.ReportRecord):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, report_record.ReportRecord):
             return NotImplemented
-        return all(getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self))
+        fields = [field.name for field in dataclasses.fields(self) if field.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
 
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 
     def __repr__(self) -> str:
-        """The summary in under 2,000 characters, of at most 80 columns."""
-        from bytescope.memory.report import summary_text as summary
+        """Returns the summary in under 2,000 characters and at most 80 columns."""
+        from bytescope.memory.report.report_text import summary
 
-        return summary.plain(self)
+        return summary(self)
 
     def __str__(self) -> str:
         """Returns the summary with uncut findings and their remedies, in at most 80 columns."""
-        from bytescope.memory.report import summary_text as summary
+        from bytescope.memory.report.report_text import summary
 
-        return summary.plain(self, remedies=True)
+        return summary(self, remedies=True)
 
     def _repr_html_(self) -> str:
-        """The output of a notebook: figures, bar, timeline, the largest buffers; under 300 KB for any program."""
-        from bytescope.memory.report.notebook import notebook_summary as summary
+        """Returns the output for a notebook: figures, bar, timeline, largest buffers; under 300 KB for any program."""
+        from bytescope.memory.report import notebook_summary
 
-        return summary.render(self)
+        return notebook_summary.render(self)
 
     def show(self) -> None:
         """Prints what `bytescope report` prints, as wide as the terminal; in a notebook, displays it."""
-        from bytescope.memory.report import report_text as report
+        from bytescope.memory.report import report_text
         from bytescope.memory.view.output_file import put_or_display
 
-        put_or_display(self, report.render(self))
+        put_or_display(self, report_text.render(self))
 
     def table(self, n: int = 10) -> Table:
         """Returns the `n` largest buffers at the peak: bytes, dtype, shape, description and source line of each."""
@@ -87,10 +96,10 @@ class Report(report_record.ReportRecord):
 
         Raises ReportError if it cannot be written.
         """
-        from bytescope.memory.report import report_page as report
+        from bytescope.memory.report import report_page
         from bytescope.memory.view.output_file import write
 
-        write(path, report.render(self))
+        write(path, report_page.render(self))
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON that `memory.load` and `bytescope diff` read.
@@ -103,7 +112,7 @@ class Report(report_record.ReportRecord):
             raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
-        """Returns what grew and shrank from this report to `other`, a report or the path of a saved one."""
+        """Returns the difference from this report to `other`, a report or the path of a saved one."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
@@ -120,38 +129,111 @@ def analyze(
     names: Iterable[str] = (),
     **options: Any,
 ) -> Report:
-    return Report.of(
-        with_seconds(
-            analyzed(
-                program,
-                *args,
-                target=target,
-                kwargs=kwargs,
-                config=config,
-                facts=facts,
-                roles=roles,
-                names=names,
-                **options,
-            )
-        )
+    """Returns the report of a program: what every byte of its peak is, on one device.
+
+    Args:
+        program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
+            pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
+            `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
+            or the path of one.
+        target: a `memory.devices.targets.Target` or its name ("h200:8"). None: the devices of the arguments' shardings,
+            else the available devices. A proto without a target has no verdict.
+        config: stored in the report unchanged.
+        facts: the trainer's facts of the step (`memory.formulas.model_facts.ModelFacts`): shapes, mesh, precision,
+            remat. With them the report has ZeRO's accounting, the collectives by formula, active parameters, and
+            findings on experts and stages.
+        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all other rules;
+            roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
+        names: the program's checkpoint names, for programs that use them as named scopes too.
+        options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
+            static_argnums, static_argnames.
+
+    Raises:
+      ReportError: `program` is not a program, or was lowered for other devices than the target's; a damaged proto; an
+          unknown target.
+      TypeError: an option that `jax.jit` does not know.
+    """
+    return _compile_and_report(
+        program,
+        args,
+        predict=True,
+        target=target,
+        kwargs=kwargs,
+        config=config,
+        facts=facts,
+        roles=roles,
+        names=names,
+        **options,
     )
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    __tracebackhide__ = True
-    try:
-        return Report.of(guard.assert_fits(program, *args, size=size, **options))
-    except GuardError as error:
-        error.report = Report.of(error.report)
-        raise
+    """Asserts that a program's predicted bytes are at most `size`; returns its report.
+
+    Args:
+        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or a lowered
+            program; or a report.
+        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: the bytes
+            that are available on one device of the target. A number below 1 MiB needs a unit: "512B".
+
+    Raises:
+      GuardError (an AssertionError): the program does not fit; the message names the largest parts of the peak.
+      ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
+    """
+    __tracebackhide__ = True  # pytest's: the test is where a reader has to look
+    if len(args) == 1 and size is None and not takes_arguments(program):
+        (size,), args = args, ()
+    if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
+        raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
+    limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
+    if isinstance(program, report_record.ReportRecord):
+        report = Report.of(program)
+    else:
+        report = _compile_and_report(program, args, predict=False, **options)
+    limit = report.limit_bytes if limit is None else limit
+    if limit is None:
+        raise ReportError('no size to compare with: give one as in assert_fits(program, "72GiB"), or a target')
+    if report.predicted_bytes <= limit:
+        return report
+    share = limit_share(report.target, limit)
+    error = GuardError(
+        f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
+        f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
+        f"{f' ({share})' if share else ''}: {_largest_parts(report)}"
+    )
+    error.report = Report.of(judge(report, limit))
+    raise error
 
 
-# The documentation of the arguments stands with the functions that these call.
-analyze.__doc__, assert_fits.__doc__ = analyzed.__doc__, guard.assert_fits.__doc__
+def _compile_and_report(
+    program: Any,
+    args: tuple[Any, ...],
+    *,
+    predict: bool,
+    target: Target | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    facts: ModelFacts | None = None,
+    roles: Iterable[tuple[str, str]] = (),
+    names: Iterable[str] = (),
+    **options: Any,
+) -> Report:
+    check_options(options, "analyze")
+    roles = checked_roles(roles)
+    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
+    record = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=predict)
+    return Report.of(record)
+
+
+def _largest_parts(report: Report) -> str:
+    """Returns the largest rows of the peak, and the runtime overheads in the allocator's pool."""
+    rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
+    unseen = [(row.name, row.bytes) for row in report.unseen if row.where == report_record.POOL]
+    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)
 
 
 def load(path: str | Path) -> Report:
-    """Reads a report that `Report.save` or `bytescope report --json` wrote; a run directory's own too.
+    """Reads a report that `Report.save` or `bytescope report --json` wrote, or the report in a run directory.
 
     Raises ReportError for a missing, damaged or foreign file.
     """

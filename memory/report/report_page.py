@@ -1,7 +1,7 @@
 """A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
 
-What does not move is prepared here for `templates/report.html`; what reacts is drawn by `static/report.js` from the
-columns of `report_data.py`.
+This module prepares the static parts for `templates/report.html`. `static/report.js` draws the interactive parts from
+the columns of `report_data.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.peak import naming
-from bytescope.memory.records.report_record import METHODS, ReportRecord
-from bytescope.memory.report import communication_page
+from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
 from bytescope.memory.report.post_mortem_text import sum_of
 from bytescope.memory.report.report_data import page_data
-from bytescope.memory.report.report_text import overheads
+from bytescope.memory.report.report_text import over, overheads, overlapped_by
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.elements import (
+    Cell,
     HeaderFigure,
     PageTable,
     Section,
@@ -45,6 +45,10 @@ VERDICTS = {
 
 # How many names a bar list shows before it folds the rest into one line.
 MAX_BARS = 30
+# Collectives that the page lists; the JSON has all.
+MAX_COLLECTIVES = 60
+# Kind, and class, of the rows that sum up those above them.
+TOTAL = "total"
 
 
 class RankedBar(NamedTuple):
@@ -57,17 +61,17 @@ class RankedBar(NamedTuple):
 
 
 def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
-    """The page of a report, as text: one file that asks the network for nothing.
+    """Returns the page of a report as one HTML file that loads nothing from the network.
 
-    A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
-    a section at the top.
+    `post_mortem`: shown in a section at the top if the step ran out of memory.
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.folded(report.buffers)
+    data = page_data(report)
     return page(
         "report",
         " · ".join((f"{name} on {target}" if target else name, "memory")),
-        page_data(report),
+        data,
         heading=name,
         failure=_failure(post_mortem) if post_mortem else None,
         where=where(report.target),
@@ -76,12 +80,13 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         figures=figures(report),
         facts=program_facts(report),
         extra_lines=_extra_lines(report),
+        timed=data["time"] is not None,
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
-        communication=communication_page.kinds(report),
-        collectives=communication_page.each(report.collectives),
-        collectives_left=max(len(report.collectives) - communication_page.MAX_COLLECTIVES, 0),
-        transfers=communication_page.transfers(report),
+        communication=_communication(report),
+        collectives=_collectives(report.collectives),
+        collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
+        transfers=_transfers(report),
         findings=sorted(report.findings, key=lambda found: -found.bytes),
         ledger=_ledger(report),
         zero=_zero(report),
@@ -93,7 +98,7 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
 
 
 def _failure(found: PostMortem) -> dict[str, Any]:
-    """What a page says of a step that ran out of memory."""
+    """Returns the content of the section on a step that ran out of memory."""
     columns = (
         ("live arrays", "name", lambda group: group.name),
         ("arrays", "num", lambda group: f"{group.arrays:,}"),
@@ -124,7 +129,7 @@ def verdict(report: ReportRecord) -> dict[str, str]:
 
 
 def figures(report: ReportRecord) -> list[HeaderFigure]:
-    """Predicted bytes, limit, allocated bytes and peak, and what an update takes."""
+    """Returns the header figures: predicted bytes, limit, allocated bytes, peak, and the seconds of an update."""
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.predicted_bytes
@@ -140,8 +145,8 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Seconds with their spread, tokens/s and MFU as predicted, and the bound of the data sheet; where nothing is
-    predicted what the bound allows, and nothing where the target's rates are not known."""
+    """Returns predicted seconds, tokens/s and MFU, then the bound by data-sheet rates. Without a prediction, returns
+    the bounds of the three; without rates of the target, returns []."""
     best, found = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if found:
@@ -180,7 +185,7 @@ def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
 
 
 def _extra_lines(report: ReportRecord) -> list[str]:
-    """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
+    """Returns the lines below the figures: bytes in other memories, runtime overheads, parts of the seconds."""
     elsewhere = [
         f"{human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
@@ -188,6 +193,76 @@ def _extra_lines(report: ReportRecord) -> list[str]:
     ]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
     return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
+
+
+def _communication(report: ReportRecord) -> PageTable | None:
+    """Returns a row for each kind of collective and mesh axes, and their total; None for a program of one device."""
+    rows = report.communication
+    if not rows:
+        return None
+    times, payload, sent, exposed = (
+        sum(getattr(row, key) for row in rows) for key in ("times", "bytes", "wire_bytes", "exposed_bytes")
+    )
+    total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
+    columns = (
+        ("collective", "name", lambda row: row.kind),
+        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group, row.hosts)),
+        ("times", "num", lambda row: f"{row.times:,}"),
+        ("payload", "num", lambda row: size(row.bytes)),
+        ("on the wire", "num", lambda row: size(row.wire_bytes)),
+        ("exposed", "num", lambda row: _exposed(row, row is total)),
+        ("by formula", "num", lambda row: size(row.formula_bytes)),
+        ("formula", "text why", lambda row: row.formula),
+    )
+    return table(columns, [*rows, total], lambda row: TOTAL if row is total else "")
+
+
+def _exposed(row: Communication, is_total: bool) -> str:
+    if not row.wire_bytes and not is_total:
+        return ""
+    return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
+
+
+def _collectives(found: Sequence[Collective]) -> PageTable:
+    """Returns a row for each collective, sorted by the bytes that it sends."""
+    columns = (
+        ("operation", "name", lambda item: Cell(item.name, item.op_name)),
+        ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
+        ("dtype", "text", lambda item: item.dtype),
+        ("times", "num", lambda item: f"{item.times:,}"),
+        ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),
+        ("in flight", "num", lambda item: size(item.in_flight_bytes)),
+        ("overlapped by", "num", overlapped_by),
+        ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
+    )
+    return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
+
+
+def _transfers(report: ReportRecord) -> PageTable | None:
+    """Returns bytes and seconds per step over the host link by direction and phase, with sums; None without any."""
+    rows = report.transfers
+    if not rows:
+        return None
+    sums = [
+        Transfer(
+            "",
+            f"all {direction}",
+            report.moved(direction),
+            sum(row.seconds for row in rows if row.direction == direction),
+        )
+        for direction in dict.fromkeys(row.direction for row in rows)
+    ]
+
+    def is_sum(row: Any) -> bool:
+        return any(row is one for one in sums)
+
+    columns = (
+        ("direction", "name", lambda row: row.direction),
+        ("phase", "text", lambda row: "" if is_sum(row) else row.phase or "model"),
+        ("bytes", "num", lambda row: size(row.bytes)),
+        ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),
+    )
+    return table(columns, [*rows, *sums], lambda row: TOTAL if is_sum(row) else "")
 
 
 def _ledger(report: ReportRecord) -> PageTable | None:
@@ -202,7 +277,7 @@ def _ledger(report: ReportRecord) -> PageTable | None:
 
 
 def _zero(report: ReportRecord) -> PageTable | None:
-    """ZeRO's bytes per parameter beside what is held, with the reasons."""
+    """Returns bytes per parameter by ZeRO's accounting and as compiled, with the reasons of differences."""
     columns = (
         ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
@@ -213,12 +288,14 @@ def _zero(report: ReportRecord) -> PageTable | None:
 
 
 def _total(row: Any) -> str:
-    return "total" if row.role == "total" else ""
+    return TOTAL if row.role == TOTAL else ""
 
 
 def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
-    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one. `folded`: names that stand
-    for several modules, with their number."""
+    """Returns the bars of the entries, largest first; entries beyond `MAX_BARS` are summed in one bar.
+
+    `folded`: name -> its short form for several modules, with their number.
+    """
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     rest = entries[MAX_BARS:]
     if rest:
@@ -248,7 +325,7 @@ def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
 
 
 def _figure(name: str, value: Any) -> Any:
-    """A target's figure with its unit, which its name tells."""
+    """Returns a target's figure with the unit that its name implies."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     if "_bytes_per_s" in name:
@@ -259,7 +336,7 @@ def _figure(name: str, value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists as one line of text."""
+    """Flattens nested mappings to dotted names: {"a": {"b": 1}} -> [("a.b", 1)]; lists become one line of text."""
     if isinstance(value, Mapping):
         return [
             entry for key, inner in value.items() for entry in flatten(inner, f"{prefix}.{key}" if prefix else str(key))

@@ -1,4 +1,8 @@
-"""The report on a terminal: verdict, findings and what is at the peak on one screen; with `verbose`, all of it."""
+"""The report on a terminal, and its summary at a prompt.
+
+`render` has verdict, findings and what is at the peak on one screen; with `verbose`, all of the report. `summary` is
+what the object shows at a prompt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
-from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, put, safe, shorten
+from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, ignoring, mixture
 from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
@@ -47,6 +51,9 @@ MORE = "the timeline, the largest buffers, the state and the traffic: --verbose,
 _SMALL = 0.001
 # The timeline is no wider than this: more columns would show the same curve.
 _CURVE = 120
+# Limits of the summary, which keep it under 2,000 characters for any program: columns, findings, and characters of a
+# name and of a finding.
+_SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 150
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
@@ -132,12 +139,12 @@ def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableT
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
-    """The versions of jax that compiled a program, of `stated`: "jax 0.10.2 jaxlib 0.10.2"."""
+    """Returns the versions of jax and jaxlib in `stated` as text: "jax 0.10.2 jaxlib 0.10.2"."""
     return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
 
 
 def overheads(report: ReportRecord) -> str:
-    """What the runtime takes and the compiler does not count, item by item, in one line; "" for nothing."""
+    """Returns the runtime overheads, item by item, in one line; "" if there are none."""
     parts = []
     if pool := _items(report, POOL):
         parts.append(f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}")
@@ -151,7 +158,7 @@ def _items(report: ReportRecord, where: str) -> str:
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
-    """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
+    """Returns the rows at the peak with residuals and workspace, side by side if there is room."""
     left = breakdown(report)
     folded = naming.folded(report.buffers)
     residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
@@ -161,7 +168,7 @@ def _composition(report: ReportRecord) -> RenderableType | None:
 
 
 def breakdown(report: ReportRecord) -> RenderableType | None:
-    """The rows at the peak that hold bytes, with their shares and bars; None where all are empty."""
+    """Returns the rows at the peak with their shares and bars, without empty rows; None if all are empty."""
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
@@ -194,7 +201,7 @@ def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> R
 
 
 class _Curve:
-    """Live bytes over the step, a column each the most of its points, coloured and lettered by phase."""
+    """Live bytes over the step: a column has the maximum of its points, and the colour and letter of their phase."""
 
     def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
         self._timeline = timeline
@@ -240,7 +247,7 @@ def _ledger(report: ReportRecord) -> RenderableType | None:
 
 
 def _zero(report: ReportRecord) -> RenderableType | None:
-    """ZeRO's bytes per parameter compared with what is held."""
+    """Returns bytes per parameter by ZeRO's accounting and as compiled."""
     if not report.zero:
         return None
     table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
@@ -257,7 +264,7 @@ def _table(title: str, *columns: FigureColumn) -> FigureTable:
 
 
 def _communication(report: ReportRecord) -> RenderableType | None:
-    """Bytes per step by kind and axes with the formula."""
+    """Returns bytes per step by kind of collective and mesh axes, with those by formula."""
     if not report.communication:
         return None
     table = _table(
@@ -297,7 +304,7 @@ def _communication(report: ReportRecord) -> RenderableType | None:
 
 
 def _transfers(report: ReportRecord) -> RenderableType | None:
-    """Bytes per step over the host link and the seconds that they cost."""
+    """Returns bytes per step over the host link with their seconds."""
     if not report.transfers:
         return None
     table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
@@ -307,7 +314,7 @@ def _transfers(report: ReportRecord) -> RenderableType | None:
 
 
 def _largest(report: ReportRecord) -> RenderableType | None:
-    """The largest collectives with what overlaps them."""
+    """Returns the largest collectives with the compute that overlaps them."""
     table = _table(
         "",
         label("over"),
@@ -335,15 +342,15 @@ def _largest(report: ReportRecord) -> RenderableType | None:
 
 
 def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
-    """The devices that a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known; "stage 4, 4 hosts"
-    of one over the network."""
+    """Returns the devices that a collective spans: "data x fsdp 8", "groups of 8" if no axis is known, "stage 4, 4
+    hosts" for a collective over the network."""
     spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
     return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
 
 
 def overlapped_by(item: Collective) -> str:
-    """What is computed while a collective runs: "5 ops, 1.37 TFLOP"; "exposed" for nothing, "synchronous" for a
-    collective that the device waits for."""
+    """Returns the compute that overlaps a collective: "5 ops, 1.37 TFLOP"; "exposed" if there is none, "synchronous" if
+    the device waits for the collective."""
     if item.exposed:
         return "exposed" if item.asynchronous else "synchronous"
     operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
@@ -369,8 +376,51 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """How lifetimes were found where not exactly, and what else is not exact."""
+    """Returns the method, unless lifetimes are exact, and the notes on what is not exact."""
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
     return Group(*(Prose(line, "yellow") for line in lines)) if lines else None
+
+
+# ---- the summary --------------------------------------------------------------------------------------------
+
+
+def summary(report: ReportRecord, remedies: bool = False) -> str:
+    """Returns the summary as plain text in at most 80 columns: the title, the figures, the rows at the peak, the first
+    findings. Without `remedies`, it has at most 2,000 characters.
+
+    remedies: whether findings are uncut and have their remedies.
+    """
+    found = findings(report) if remedies else _cut_findings(report)
+    notes = [found] if found is not None else []
+    if report.method != "heap_trace":
+        notes.append(Prose("  lifetimes are derived from the schedule, see notes"))
+    ways = Prose(".show()  .table()  .to_html(path)  .save(path)  .diff(other)", "dim")
+    text = blocks(_summary_head(report), breakdown(report), Group(*notes) if notes else None, ways)
+    return plain_text(text, min(prompt_width(), _SUMMARY_WIDTH))
+
+
+def _summary_head(report: ReportRecord) -> RenderableType:
+    target = report.target
+    kind = f" ({_cut_name(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
+    where = _cut_name(str(target.get("name", "an unnamed target")))
+    title = f"Report of {_cut_name(report.title)} on {where}{kind}"
+    jax = f"jax {_cut_name(report.versions['jax'])}" if "jax" in report.versions else ""
+    taken = _cut_message(times.predicted(report) or times.unpredicted(report))
+    return Group(Items(filter(None, (title, jax))), verdict_line(report), *([Prose(taken)] if taken else []))
+
+
+def _cut_findings(report: ReportRecord) -> RenderableType | None:
+    found = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
+    if len(report.findings) > _SUMMARY_FINDINGS:
+        found.append(f"  and {len(report.findings) - _SUMMARY_FINDINGS} more findings")
+    return Prose(Text("\n").join(map(Text, found))) if found else None
+
+
+def _cut_name(name: str) -> str:
+    return shorten(one_line(name)[-4 * _SUMMARY_NAME :], _SUMMARY_NAME)
+
+
+def _cut_message(message: str) -> str:
+    return message if len(message) <= _SUMMARY_MESSAGE else f"{message[: _SUMMARY_MESSAGE - 1].rpartition(' ')[0]}…"

@@ -10,8 +10,8 @@ compiled by jax 0.10.2, 2026-11-22 and 23. Without a fit 93.8 % of the programs 
 seconds (median 1.00); with these constants all are (1.02). Of the 12 that are not on V100 it is 87.5 % (0.95) and all
 (1.00). If a source is left out of the fit, its rows are all within (Pax 0.95, dgxc 1.01, Llama3.1-70B 1.00, Alpa 1.10)
 except for MaxText 7B, 0.84. The bounds on MEMORY and COLLECTIVES were set after a first fit without them. Runs in fp8
-are another program than ours (`validation.decoder.refused`) and were left out after they had been predicted: with them
-it was 84.6 %.
+are another program than ours (`validation.measured_rows.refused`) and were left out after they had been predicted: with
+them it was 84.6 %.
 
 A row of the spread has the quantiles of predicted/measured seconds over the same runs, each program of weight one.
 `python tests/bench/fit_rates.py --folder=DIR` prints them twice: with the constants as they are, and with constants

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bytescope.memory.cost import collectives, host_transfers, kernel_costs
 from bytescope.memory.cost.flops import FlopCount
@@ -15,6 +16,7 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.records.report_record import STEP_PHASES
+from bytescope.memory.records.schedule_records import InstructionSteps
 from bytescope.memory.seconds import products
 from bytescope.memory.seconds.step_schedule import (
     FOREIGN,
@@ -45,9 +47,30 @@ _ALIKE = 100
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledSchedule:
+    """The compiled schedule of a program, of one device and one call.
+
+    Fields:
+        steps: () if nothing is known of it.
+        order: the same instruction by instruction, before `settle`. settle: gives kernels their FLOPs.
+    """
+
+    steps: Steps = ()
+    order: tuple[InstructionSteps, ...] = ()
+    settle: Callable[[Steps], Steps] = lambda steps: steps
+
+
 def read(
     look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
 ) -> Steps:
+    """Returns the steps of `read_schedule`, which takes the same arguments."""
+    return read_schedule(look, mesh, per_host, flops, devices).steps
+
+
+def read_schedule(
+    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+) -> CompiledSchedule:
     """The compiled schedule of a program, of one device and one call; () for one that nothing is known of.
 
     Kernels move the bytes of `cost.kernel_costs`. A loop without a known trip count runs once, a conditional is its
@@ -62,7 +85,10 @@ def read(
     """
     walk = _ScheduleReader(look, per_host)
     steps = walk.computation(look.module.entry, "")
-    return () if walk.endless else _settled(steps, _beyond(steps, flops, devices))
+    if walk.endless:
+        return CompiledSchedule()
+    settle = _settling(steps, _beyond(steps, flops, devices))
+    return CompiledSchedule(settle(steps), walk.ordered[look.module.entry, ""], settle)
 
 
 class _ScheduleReader:
@@ -73,6 +99,7 @@ class _ScheduleReader:
         self.endless = False
         self.begun: set[str] = set()
         self.known: dict[tuple[int, str], Steps] = {}
+        self.ordered: dict[tuple[int, str], tuple[InstructionSteps, ...]] = {}
         self.sizes: dict[int, int] = {}  # of the tuples in `known`, by their identity
         self.groups: dict[tuple[tuple[int, bytes], ...], tuple[hlo_mesh.Groups, int]] = {}
         self.uncounted = host_transfers.uncounted(look.module)
@@ -80,14 +107,17 @@ class _ScheduleReader:
     def computation(self, id: int, around: str) -> Steps:
         """What a computation runs, once; `around`: the phase of the call."""
         if (id, around) not in self.known:
-            self.known[id, around] = ()  # a damaged module may call in circles
+            self.known[id, around] = self.ordered[id, around] = ()  # a damaged module may call in circles
             out: list[Step] = []
+            order: list[InstructionSteps] = []
             for instruction in self.scheduled(id):
-                out += self.instruction(instruction, around)
+                steps = tuple(self.instruction(instruction, around))
+                order.append(InstructionSteps(instruction.name, steps, self.called_order(instruction, around)))
+                out += steps
                 self.endless |= len(out) > _MOST
                 if self.endless:
                     return ()
-            self.known[id, around] = merged(out)
+            self.known[id, around], self.ordered[id, around] = merged(out), tuple(order)
             self.endless = self.size(self.known[id, around]) > _MOST
         return self.known[id, around]
 
@@ -129,8 +159,25 @@ class _ScheduleReader:
             yield Loop(full_turns(self.module, one) or 1, steps)
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
+        id = self.dearest_branch(one, around)
+        yield from self.computation(id, self.phase(one, around)) if id is not None else ()
+
+    def dearest_branch(self, one: Instruction, around: str) -> int | None:
         phase = self.phase(one, around)
-        yield from max((self.computation(id, phase) for id in one.called), key=_cost, default=())
+        return max(one.called, key=lambda id: _cost(self.computation(id, phase)), default=None)
+
+    def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
+        """The instructions of the computations that a loop, a call or a conditional runs."""
+        called: Iterable[int] = ()
+        if one.opcode == "while":
+            called = one.called[:1]
+        elif one.opcode == "call":
+            called = one.called
+        elif one.opcode == "conditional":
+            branch = self.dearest_branch(one, around)
+            called = () if branch is None else (branch,)
+        orders = [self.ordered.get((id, self.phase(one, around)), ()) for id in called]
+        return tuple(itertools.chain.from_iterable(orders))
 
     def call(self, one: Instruction, around: str) -> Iterator[Step]:
         phase = self.phase(one, around)
@@ -286,6 +333,11 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
 def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
     """The steps with foreign kernels and those of experts as what they compute, of the FLOPs by phase that are left for
     them."""
+    return _settling(steps, beyond)(steps)
+
+
+def _settling(steps: Steps, beyond: Mapping[str, int]) -> Callable[[Steps], Steps]:
+    """Returns the function that does `_settled` for these steps or parts of them."""
     sums: dict[str, Counter[str]] = {}
     for kernel, times in every_kernel(steps):
         if kernel.kind in (FOREIGN, GROUPED):
@@ -293,7 +345,7 @@ def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
             of[kernel.kind] += times * kernel.flops
             of["bytes"] += times * kernel.bytes * (kernel.kind == FOREIGN)
     if not sums:
-        return steps
+        return lambda steps: steps
     # Tiles without rows cost nothing, and the jaxpr's count is without them.
     filled = {
         phase: min(max(beyond[phase] - of[FOREIGN], 0) / of[GROUPED], 1.0)
@@ -320,7 +372,7 @@ def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
             return dataclasses.replace(kernel, kind=TILED if unit_of(kernel.dtype) == "fp8" else PRODUCT)
         return dataclasses.replace(kernel, kind=MOVING, dtype="")  # nothing is left for it to compute
 
-    return _with_kernels(steps, settled)
+    return lambda steps: _with_kernels(steps, settled)
 
 
 def _with_kernels(steps: Steps, change: Callable[[ScheduledKernel], ScheduledKernel]) -> Steps:

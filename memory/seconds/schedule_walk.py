@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bytescope.memory.records.report_record import STEP_PHASES
+from bytescope.memory.records.schedule_records import InstructionSteps
 from bytescope.memory.seconds import constants, operation_seconds
 from bytescope.memory.seconds.step_schedule import (
     ATTENTION,
@@ -87,6 +88,48 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
         by_phase[phase] = by_phase.get(phase, 0.0) + taken
         by_term[term] += taken
     return Walked(clock.now, by_phase, by_term, clock.busy)
+
+
+def start_seconds(
+    order: Sequence[InstructionSteps], settle: Callable[[Steps], Steps], rates: DeviceRates
+) -> tuple[dict[str, float], float]:
+    """Returns (instruction -> seconds from the start of the step to its start, seconds of the step).
+
+    The instructions of a loop's body have one turn in `order`. That turn is stretched to the seconds of all turns.
+
+    Args:
+        order: the schedule of one device and one call, instruction by instruction, before `settle`.
+        settle: gives the kernels of steps their FLOPs (`reading.CompiledSchedule`).
+    """
+    clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
+    starts = walk_of_starts.place(order, clock)
+    clock.finish()
+    return starts, clock.now
+
+
+class _StartWalk:
+    """A walk that notes when each instruction starts; `placed`: the number of instructions so far."""
+
+    def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
+        self.settle, self.prices, self.placed = settle, _Prices(rates), 0
+
+    def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
+        """Walks the instructions on a clock. Returns instruction -> seconds on that clock at its start."""
+        starts: dict[str, float] = {}
+        self.placed += len(order)
+        for one in order:
+            began = clock.now
+            starts.setdefault(one.name, began)
+            inside: dict[str, float] = {}
+            length = 0.0
+            if one.inside and self.placed <= _STEPS:  # a damaged report nests calls without end
+                once = clock.copy()
+                inside, length = self.place(one.inside, once), once.now - began
+            clock.walk(self.prices.of(self.settle(one.steps)))
+            stretch = (clock.now - began) / length if length else 0.0
+            for name, at in inside.items():
+                starts.setdefault(name, began + (at - began) * stretch)
+        return starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +209,13 @@ class _DeviceClock:
         self.started: dict[str, tuple[float, _Sent]] = {}  # name -> when it ends
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
+
+    def copy(self) -> _DeviceClock:
+        """A clock with the same streams, on which nothing was spent yet."""
+        other = _DeviceClock()
+        other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
+        other.last, other.steps = dict(self.last), self.steps
+        return other
 
     def walk(self, steps: tuple[_Priced, ...]) -> None:
         self.steps += len(steps)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
@@ -120,8 +120,8 @@ def compile(
             "plain or jitted, and memory.analyze all else"
         )
     compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
-    report = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names)
-    return executable, Report.of(with_seconds(report))
+    report = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=True)
+    return executable, Report.of(report)
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.formulas.model_facts import ModelFacts
@@ -197,7 +197,7 @@ class Watched:
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
         known = _Known(executable, None, device, shapes)
         try:
-            report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
+            report = Report.of(report_of(compilation, target=target, seconds=True, **self._about))
         except Exception as error:  # a program that cannot be analyzed is no reason to stop a loop
             self._reporter.unwatched(error)
             return known

@@ -66,7 +66,7 @@ causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def scoring_of(config: ModelConfig) -> Scoring:
-    """How the kernels make scores."""
+    """Returns the scale and cap of the scores."""
     return Scoring(config.attention_scale, config.attention_softcap)
 
 
@@ -185,7 +185,9 @@ def platform_of(device: jax.Device) -> str:
 
 
 def _mask_bytes(seq_len: int) -> int:
-    """What cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10 its gradient."""
+    """Returns bytes that cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10
+    its gradient.
+    """
     return 2 * 2 * seq_len**2
 
 
@@ -199,7 +201,7 @@ def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
 
 
 def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
-    """Of the kernels that run on NVIDIA GPUs the one of less memory for packed rows."""
+    """Returns the kernel on NVIDIA GPUs that takes less memory for packed rows."""
     mask, chunked = _mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
     sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"

@@ -38,10 +38,10 @@ Ids = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How kernels that compute scores themselves make one of a product of query and key.
+    """Turns a product of query and key into a score, in kernels that compute scores themselves.
 
-    scale: the factor, 0 for 1/sqrt(K). cap: scores are bent to lie within -cap and cap (Gemma 2, arXiv 2408.00118); 0
-    for no such bound.
+    scale: the factor, 0 for 1/sqrt(K). cap: bound of the magnitude of scores (Gemma 2, arXiv 2408.00118); 0 for no
+    bound.
     """
 
     scale: float = 0.0

@@ -140,7 +140,7 @@ class Attention(nnx.Module):
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """The output projection, [B, L, D]; `key_B`: dropout keys, of its adapter alone."""
+        """Returns the output projection [B, L, D]. key_B: dropout keys, which only the adapter uses."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.

@@ -54,7 +54,7 @@ def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) 
 
 
 def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    """Experts numbered from 0 on this device, `shape.experts` for those of others."""
+    """Numbers the experts of this device from 0; all other experts become `shape.experts`."""
     own_TK = expert_TK - peers.index() * shape.experts
     return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
 
@@ -82,8 +82,9 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """The plan of the rows as they are sent: of all experts, those of a peer side by side. Its tiles are of the rows
-    that lie here."""
+    """Returns the plan of the rows as they are sent: rows of all experts, the experts of one peer side by side. Its
+    tiles are of the rows that this device receives.
+    """
     slots = shape.slots // peers.size
     sent = rows.make_plan(expert_TK, Shape(shape.experts * peers.size, shape.rows, slots, slots))
     return dataclasses.replace(sent, tiles=rows.make_tiles(*rows.first_rows(sent.tiles.count, shape), shape))
@@ -124,12 +125,12 @@ SLOTS: Mapping[str, Callable[..., Any]] = {
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan:
-    """As `Plan`, of the rows as they leave a device: sorted by expert, without padding. `tiles` are of the rows that
-    lie here.
+    """Like `Plan`, for the rows as they leave a device: sorted by expert, without padding. `tiles` are of the rows that
+    the device receives.
 
-    sends: for each of all experts the first row that goes to it, the row of its device where it arrives, and how many
-    go. returns: for each peer and each expert of this device the first row that goes back, the row where it arrives,
-    and how many. Both int32 [3, E of all devices]. rows: X of this device.
+    sends: for each of all experts the first row that goes to it, the row of its device where it arrives, and the number
+    of rows. returns: for each peer and each expert of this device the first row that goes back, the row where it
+    arrives, and the number of rows. Both int32 [3, E of all devices]. rows: X of this device.
     """
 
     place_TK: jax.Array
@@ -170,12 +171,12 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
 
 
 def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Rows [T * K, ...] of this device to those of their experts, [X, ...]; zeros for padding."""
+    """Sends rows [T * K, ...] of this device to the devices of their experts, [X, ...]; zeros for padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 
 def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """The transpose: rows [X, ...] back to where they came from, [T * K, ...]."""
+    """The transpose of `_ragged_to`: sends rows [X, ...] back to the devices of their tokens, [T * K, ...]."""
     return _ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
 
 
@@ -195,7 +196,7 @@ def _ragged_all_to_all(x: jax.Array, rows: int, sends: jax.Array, received: jax.
 
 
 def _gathered(x: jax.Array, rows: int, sends: jax.Array, peers: Peers) -> jax.Array:
-    """The same by gathering the rows of all peers."""
+    """Returns the result of `_ragged_all_to_all` by gathering the rows of all peers."""
     x_PN, sends_P = peers.gather(x[None]), peers.gather(sends[None])
     each = sends.shape[1] // peers.size
     mine = jax.lax.dynamic_slice_in_dim(sends_P, peers.index() * each, each, 2)  # [peers, 3, slices]

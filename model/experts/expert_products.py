@@ -125,7 +125,7 @@ class Weight:
 
     @classmethod
     def of(cls, p: nnx.Param, again: bool) -> "Weight":
-        """That of a parameter."""
+        """Returns the description of a parameter."""
         return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], again)
 
 

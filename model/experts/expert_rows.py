@@ -103,7 +103,9 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """The plan of choices [T, K] of experts numbered from 0 on this device, `shape.experts` for those of others."""
+    """Returns the plan of choices [T, K] of experts numbered from 0 on this device, `shape.experts` for other
+    experts.
+    """
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rank_in_expert(expert_N, shape.experts)
     first_E, tiles_E = first_rows(counts_E, shape)

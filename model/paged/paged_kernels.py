@@ -110,8 +110,9 @@ def triton(
 
 
 def takes(q_BTHK: jax.Array, pool: PagePool) -> bool:
-    """Whether the kernel takes these arrays: one token of each sequence, keys and values apart and as they are
-    computed, heads of a power of two."""
+    """Whether the Triton kernel takes these arrays: one token of each sequence, separate keys and values in the
+    compute dtype, and heads whose width is a power of two.
+    """
     width = pool.keys.shape[-1]
     return (
         q_BTHK.shape[1] == 1

@@ -55,7 +55,7 @@ def step(
 
 
 def _blocks(model: Transformer) -> Iterator[Block]:
-    """The blocks in the order of the layers, those of stacks read out of them."""
+    """Yields the blocks in the order of the layers; stacked blocks are read out of their stack."""
     config = model.config
     if not config.scan:
         for layer, block in enumerate(model.blocks):

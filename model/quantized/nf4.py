@@ -58,8 +58,7 @@ def encode(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same of weights [inputs, outputs] that are on a device: codes [inputs / 2, outputs], scales [inputs / 64,
-    outputs]."""
+    """Quantizes weights [inputs, outputs] on a device: codes [inputs / 2, outputs], scales [inputs / 64, outputs]."""
     inputs, outputs = w_IO.shape
     x = w_IO.astype(jnp.float32).reshape(inputs // BLOCK, BLOCK, outputs)
     scale = jnp.abs(x).max(1)
@@ -109,8 +108,9 @@ SCALE_BLOCK = 256
 
 
 def _dynamic_levels() -> np.ndarray:
-    """The 256 numbers of the signed dynamic data type, float32 in order: of each decade from 1e-7 to 1 twice as many as
-    of the one below, in the middles of equal intervals, and 0 and 1."""
+    """Returns the 256 numbers of the signed dynamic data type, float32 in order: 0, 1, and in each decade from 1e-7
+    to 1 twice as many as in the decade below, in the middles of equal intervals.
+    """
     positive: list[float] = []
     for decade in range(7):
         count, at = 2**decade, np.arange(2**decade + 1)
@@ -126,7 +126,7 @@ SCALE_BOUNDS = (SCALE_LEVELS[1:] + SCALE_LEVELS[:-1]) / 2
 
 
 def scale_blocks(scales: int) -> int:
-    """Blocks of so many scales, a last short one included."""
+    """Returns the number of blocks of so many scales; a last short block counts."""
     return -(-scales // SCALE_BLOCK)
 
 
@@ -151,7 +151,7 @@ def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same of scales [blocks, outputs] that are on a device: codes [blocks, outputs]."""
+    """Quantizes scales [blocks, outputs] on a device: codes [blocks, outputs], float32 [blocks of 256], mean."""
     blocks, outputs = scale_BO.shape
     scale = scale_BO.T.reshape(-1)
     mean = _mean(scale, jnp)

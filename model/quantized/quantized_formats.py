@@ -1,6 +1,6 @@
-"""How frozen weights of the blocks are stored: the arrays that a weight becomes.
+"""Formats of frozen weights of the blocks: the arrays that a weight is stored as.
 
-BASES has a row per `lora.base`, FORMATS those and what only folders that are quantized already have.
+BASES has a row for each `lora.base`. FORMATS has these and the formats of folders that are quantized already.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers that go into the product, and that come out of it."""
+        """(inputs, outputs) of the product."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.outputs)
 
     @property
@@ -42,7 +42,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """An array that is stored: contracted dimensions are one, and have the logical axis of the first of them."""
+    """Describes a stored array. Contracted dimensions are merged into one, with the logical axis of the first."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -51,9 +51,9 @@ class ArraySpec:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a weight is stored. Names of arrays are keys of the dicts.
+    """How a weight is stored. Keys of the dicts are names of arrays.
 
-    block: inputs that share a scale; 0 for all. parts: what a weight is stored as.
+    block: inputs that share a scale; 0 for all. parts: shapes of the arrays of a weight.
     on_device: weights [inputs, outputs] -> the arrays, output dimensions flattened.
     decode: the arrays -> float32 weights [inputs, ...], output dimensions as they are.
     """
@@ -111,23 +111,24 @@ INT8_MAX, INT8_STEP = np.float32(127), np.float32(1 / 127)
 
 
 def encode_int8(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; 0 for zeros alone."""
+    """Returns codes int8 [outputs, inputs] and scales float32 [outputs], the largest magnitudes over 127; an output
+    of zeros has scale 0.
+    """
     x = w_OI.astype(np.float32, order="C")
     largest = np.maximum(x.max(-1), -x.min(-1))
     x *= (INT8_MAX / np.where(largest > 0, largest, 1))[:, None]
     return np.rint(x, out=x).astype(np.int8), largest * INT8_STEP
 
 
-def encode_int8_on_device(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same of weights [inputs, outputs] that are on a device: codes [inputs, outputs]."""
+def _int8_on_device(w_IO: jax.Array) -> dict[str, jax.Array]:
     x = w_IO.astype(jnp.float32)
     largest = jnp.abs(x).max(0)
-    return jnp.round(x * (INT8_MAX / jnp.where(largest > 0, largest, 1))[None]).astype(jnp.int8), largest * INT8_STEP
+    codes = jnp.round(x * (INT8_MAX / jnp.where(largest > 0, largest, 1))[None]).astype(jnp.int8)
+    return {"codes": codes, "scales": largest * INT8_STEP}
 
 
-def decode_int8(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """The float32 weights [inputs, ...] of codes of that shape and scales [...]."""
-    return codes.astype(jnp.float32) * scale[None]
+def _int8_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
+    return parts["codes"].astype(jnp.float32) * parts["scales"][None]
 
 
 def _int8_parts(matrix: Matrix) -> dict[str, ArraySpec]:
@@ -153,7 +154,7 @@ def _groups_on_device(size: int, w_IO: jax.Array) -> dict[str, jax.Array]:
     return {"codes": groups.pack(codes), "zeros": zeros, "scales": scales}
 
 
-# What `lora.base` may be -> how it is stored; None: wide.
+# Value of `lora.base` -> its format; None: unquantized.
 BASES: Mapping[str, Base | None] = {
     "bf16": None,
     "nf4": Base(
@@ -169,13 +170,13 @@ BASES: Mapping[str, Base | None] = {
         "8 bits, one scale per output",
         0,
         _int8_parts,
-        lambda w_IO: dict(zip(("codes", "scales"), encode_int8_on_device(w_IO))),
-        lambda parts: decode_int8(parts["codes"], parts["scales"]),
+        _int8_on_device,
+        _int8_decode,
         encode_int8,
         lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
     ),
 }
-# The same and, by their groups, what `bytescope quantize` and AWQ write.
+# The same, and the formats that `bytescope quantize` and AWQ write, by the size of their groups.
 FORMATS: Mapping[str, Format | None] = {
     **BASES,
     **{
@@ -200,7 +201,7 @@ def format_of(name: str) -> Format:
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
-    """Raises ValueError where the inputs of a weight `name`, shared by so many devices, are not whole blocks."""
+    """Raises ValueError if the inputs of the weight `name`, divided over `shards` devices, are not whole blocks."""
     block, inputs = format_of(base).block or 1, matrix.sizes[0]
     if inputs % (block * shards):
         over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
@@ -211,16 +212,16 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, ArraySpec]:
-    """The arrays that a weight is stored as."""
+    """Returns the arrays that a weight is stored as."""
     return format_of(base).parts(matrix)
 
 
 def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a weight on the host.
+    """Quantizes a weight on the host.
 
     Args:
-      pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Beyond
-        a piece and what its quantization takes, nothing wide is held.
+      pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Only
+        one piece is in memory unquantized at a time.
     """
     row = BASES[base]
     if row is None:
@@ -236,7 +237,7 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
 
 
 def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
-    """The arrays of a weight that is on a device; the same numbers on every mesh."""
+    """Quantizes a weight that is on a device; the numbers are the same on every mesh."""
     found = format_of(base).on_device(w.reshape(matrix.sizes))
     return {name: found[name].reshape(part.shape) for name, part in format_of(base).parts(matrix).items()}
 
@@ -244,7 +245,7 @@ def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax
 def dequantize(
     base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike, place: Placement
 ) -> jax.Array:
-    """The weight in `dtype` and its own shape. Devices that share it in storage alone (ZeRO-3) exchange the codes."""
+    """Returns the weight in `dtype` and its own shape. Under ZeRO-3, devices gather the codes, not the weight."""
     row = format_of(base)
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

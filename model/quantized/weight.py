@@ -30,7 +30,7 @@ class Quantized(nnx.Module):
             setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
 
     def arrays(self) -> dict[str, jax.Array]:
-        """What is stored, by name."""
+        """Returns the stored arrays by name."""
         return {name: getattr(self, name)[...] for name in format_of(self.base).parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
@@ -56,7 +56,7 @@ def quantized(block: AnyModule, base: str) -> AnyModule:
 
 
 def matrix_of(p: nnx.Param) -> Matrix:
-    """How the parameter of a product is multiplied: from the width of the model, or to it."""
+    """Returns the matrix of a parameter of a product, whose inputs are the model width or whose outputs are."""
     axes = p.get_metadata()["axes"]
     return Matrix(p.shape, axes, axes.index("d_model") or 1)
 

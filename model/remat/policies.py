@@ -98,7 +98,9 @@ class CheckpointPolicy:
 
 
 def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> CheckpointPolicy:
-    """The policy that keeps the names `save`, those of `offload` in pinned host memory, and recomputes the rest."""
+    """Returns the policy that keeps the names `save` on the device and the names `offload` in pinned host memory,
+    and recomputes the rest.
+    """
     if offload:
         saveable = cp.save_and_offload_only_these_names(
             names_which_can_be_saved=list(save),
@@ -251,7 +253,7 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """Checkpoint names that the user gave; those of rows of POLICIES are left out."""
+        """Checkpoint names that the config gives itself, without the names of rows of POLICIES."""
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]

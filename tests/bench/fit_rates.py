@@ -27,8 +27,8 @@ from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import constants, rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.train.plan.validation import cohorts, published_sets, validation_runs, validation_score
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation import cohorts, measured_rows, validation_runs, validation_score
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
 # never faster than a data sheet says (copies reach 0.85 to 0.9 of it), and collectives never faster than alone.
@@ -53,7 +53,7 @@ NOW: Constants = tuple(getattr(constants, name) for name in CONSTANTS)  # before
 class Measured:
     """A row with its schedule, the rates of its chip and how many calls of the step it holds."""
 
-    row: Row
+    row: MeasuredRow
     steps: schedule_records.Steps
     rates: DeviceRates
     calls: int
@@ -130,7 +130,7 @@ def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
 
 
 def measured(
-    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], programs: Mapping[str, str]
+    rows: Sequence[MeasuredRow], answers: Mapping[str, Mapping[str, Any]], programs: Mapping[str, str]
 ) -> list[Measured]:
     """The rows that have a time and a compiled program on a chip whose rates are known; `programs` names each
     one's."""
@@ -187,7 +187,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     from bytescope.train.plan.config_factory import FACTORY
 
-    rows = published_sets.rows("jax")
+    rows = measured_rows.rows("jax")
     programs, answers = validation_runs.finished(rows, FACTORY, folder)
     found = measured(rows, answers, programs)
     if not any(one.fitted for one in found):

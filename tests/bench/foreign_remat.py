@@ -35,8 +35,8 @@ from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
-from bytescope.memory.report.remat_compiler import BUILT_IN, PolicyCompiler, name_of
-from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan, plan_of
+from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
+from bytescope.memory.report.remat_planning import BUILT_IN, PolicyCompiler, name_of, plan_of
 from bytescope.memory.units import human
 
 

@@ -28,7 +28,7 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bytescope.train.generate.request import Asked
+    from bytescope.train.generate.request import Request
     from support.models.generating import engine_of
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -55,7 +55,7 @@ def against_transformers(folder: Path, rounds: int) -> bool:
 
     def ours() -> list[list[int]]:
         engine.pages.forget()  # or later rounds would find the prompts computed
-        asked = [Asked(tuple(each), TOKENS) for each in prompts]
+        asked = [Request(tuple(each), TOKENS) for each in prompts]
         found = {one.number: list(one.answer) for one in engine.answers(asked)}
         return [found[number] for number in sorted(found)]
 

@@ -94,7 +94,7 @@ def difference(folder: Path, layout: str) -> float:
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         if name in packed.names:  # both readers make float16 weights of the codes
             return decoded(packed.read(name)).astype(np.float16).astype(np.float32).reshape(like.shape)
-        return packed.wide[name].read().astype(np.float32)
+        return packed.unquantized[name].read().astype(np.float32)
 
     params = jax.tree_util.tree_map_with_path(read, model.shapes)
     tokens = np.array([source.tokenizer.encode("Paged attention keeps keys and values in pages of sixteen.")], np.int32)

@@ -21,7 +21,7 @@ from bytescope.memory.compare import row_cache
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.validation import published_sets, validation_runs
+from bytescope.train.plan.validation import measured_rows, validation_runs
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests" / "support" / "kept"
@@ -97,7 +97,7 @@ def test_a_page_of_a_run_of_an_earlier_version(run_directory, tmp_path):
 @pytest.mark.quick
 def test_rows_of_an_earlier_version_are_compiled_again(tmp_path):
     """A row is found by a digest of all that made it; files of other digests are neither used nor in the way."""
-    rows = [row for row in published_sets.rows("playbook") if not row.reason][:2]
+    rows = [row for row in measured_rows.rows("playbook") if not row.reason][:2]
     jobs, _ = validation_runs.jobs_of(rows, FACTORY)
     old = {key: f"playbook-{'0' * 16}-{job.name[-16:]}" for key, job in jobs.items()}
     for name in old.values():

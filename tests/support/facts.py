@@ -9,7 +9,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.train.plan.config_factory import settle
-from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program

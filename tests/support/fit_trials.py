@@ -103,7 +103,7 @@ def plan_of(flat):
 def answer(flat, target):
     """What a worker would say of a config: its bytes, its work and its schedule, by the sums above."""
     space = fit_space.Space(flat, frozenset(), frozenset(), target.n_devices, target.devices_per_host, 0)
-    axes, micro, steps = space._axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
+    axes, micro, steps = space.axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
     shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
     small = {
         "params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,

@@ -45,11 +45,14 @@ LAYERS = {
         ("memory.commands",),
         ("memory.__main__",),
     ),
-    # `launch` is low, because checkpoints wait for other processes. `weights` is low, because program/ reads the config
-    # of a folder of weights. `export` and `quantize` are rooms of their own: export reads checkpoints, generate reads
-    # adapters through export, and quantize measures text with generate.
+    # `source` recognizes runs, folders of weights and configs. It is low, because program/ finds configs with it, and
+    # weights/ and checkpoints/ take the names of their files from it. `launch` is low, because checkpoints wait for
+    # other processes. `weights` is low, because program/ reads the config of a folder of weights. `export` and
+    # `quantize` are rooms of their own: export reads checkpoints, generate reads adapters through export, and quantize
+    # measures text with generate.
     "train": (
         ("train.user_errors",),
+        ("train.source",),
         ("train.launch", "train.data", "train.parallel"),
         ("train.weights", "train.step"),
         ("train.pipeline",),
@@ -70,12 +73,6 @@ EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
     ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
 }
-# Imports for type checkers that close a circle inside one room; each is to be removed.
-CLOSING = {
-    ("memory.report.remat_account", "memory.report.remat_plan"),
-}
-# Folders that import their parent folder and are imported by it; each is to be separated.
-WITHIN = {"memory.report.notebook": "memory.report"}
 
 
 def declared() -> set[str]:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +31,10 @@ def _plugin(module: str) -> Callable[[], bool]:
     return found
 
 
+def _on_the_path(program: str) -> bool:
+    return shutil.which(program) is not None
+
+
 # oracle -> (whether it is here, how to get it)
 ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
@@ -46,6 +51,7 @@ ORACLES = {
     ),
     "peft": (_plugin("peft"), "peft is not installed: pip install 'bytescope[test,hf]'"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
+    **{shell: (partial(_on_the_path, shell), f"{shell} is not installed") for shell in ("bash", "zsh", "fish")},
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py
 

@@ -1,7 +1,9 @@
 """A small training program on fixed tokens, for tests: built from the shipped tiny config."""
 
 import functools
+import math
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bytescope.model import ModelConfig
 from bytescope.model.fp8 import TILE
+from bytescope.model.runs import BLOCKS, DENSE, layers_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.pipeline.layer_order import reordered
 from bytescope.train.program.config_files import as_text, flatten, load, override
-from bytescope.train.program.program import Program, build
+from bytescope.train.program.program import Program, build, state_around
 from bytescope.train.run.feed import calls
 from bytescope.train.step.state import TrainState
 
@@ -69,22 +73,66 @@ def compiled_once(monkeypatch) -> None:
     monkeypatch.setattr(startup, "compile_step", lambda *args: made[0] if made else made.append(real(*args)) or made[0])
 
 
+def first_state(program: Program) -> TrainState:
+    """A state like that of `program.init()`, which takes longer to compile than the step: only the random numbers of
+    its matrices are others.
+
+    They are the same on every mesh, for looped and unrolled layers, in every precision, and with a padded vocabulary.
+    """
+    if program.config.lora.base != "bf16":
+        return _first_quantized_state(program)
+    draw = functools.partial(_first_value, program.model)
+    params = jax.tree_util.tree_map_with_path(draw, program.state.params)
+    frozen = jax.tree_util.tree_map_with_path(draw, program.state.frozen)
+    parts = program.parts
+    values = state_around(params, parts.optimizer, parts.scaling, frozen, routed=parts.routed)
+    return _placed(jax.device_get(values), program)
+
+
+def _placed(values: TrainState, program: Program) -> TrainState:
+    """Values whose layers are in their own order on the devices of a program."""
+    assert jax.tree.structure(values) == jax.tree.structure(program.state)
+    values = reordered(values, {}, program.order)
+    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, program.state)
+
+
+def _first_value(model: ModelConfig, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """The value of a parameter of all its layers, in their own order."""
+    stack, *names = [str(getattr(key, "key", getattr(key, "idx", None))) for key in path]
+    if stack not in (BLOCKS, DENSE):
+        return _first_array(model, stack, [*names, stack][0], leaf.shape, leaf.dtype)
+    if not model.scan:
+        return _first_array(model, ".".join(names), names[-1], leaf.shape, leaf.dtype)
+    layers = (f"{layer}.{'.'.join(names)}" for layer in layers_of(model, stack))
+    return np.stack([_first_array(model, name, names[-1], leaf.shape[1:], leaf.dtype) for name in layers])
+
+
+def _first_array(model: ModelConfig, name: str, last: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The value of one parameter: of matrices numbers that depend on `name`, zeros in the padding of the vocabulary."""
+    if last == "scale":
+        return np.full(shape, 0 if model.norm == "rmsnorm_offset" else 1, dtype)
+    value = np.zeros(shape, dtype)
+    if last.startswith("w_"):
+        used = {"w_token": (model.vocab_size, *shape[1:]), "w_head": (*shape[:1], model.vocab_size)}.get(last, shape)
+        drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(used)
+        std = model.init_std / math.sqrt(2 * model.n_layers) if last in ("w_o", "w_down") else model.init_std
+        value[tuple(map(slice, used))] = std * drawn
+    return value
+
+
 # What decides the values of a first state: of these groups all keys, of the others none.
 _DECIDING = ("seed", "model.", "lora.", "optimizer.", "precision.", "batch.accumulation", "batch.mode", "train.steps")
 
 
-def first_state(program: Program) -> TrainState:
-    """`program.init()`, whose values are the same on every mesh (test_step.py): compiled once for all programs that
-    differ in their layout, remat or loss alone."""
+def _first_quantized_state(program: Program) -> TrainState:
+    """`program.init()`, whose values are the same on every mesh (test_quantized_base.py), compiled once for all
+    programs that differ in their layout, remat or loss alone."""
     keys = {
         key: value
         for key, value in flatten(program.config).items()
         if key.startswith(_DECIDING) and key not in ("model.attention", "model.attention_chunk", "model.mlp_chunk")
     }
-    values = _first_values(tuple(sorted((key, as_text(value)) for key, value in keys.items())))
-    assert jax.tree.structure(values) == jax.tree.structure(program.state)
-    values = reordered(values, {}, program.order)
-    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, program.state)
+    return _placed(_first_values(tuple(sorted((key, as_text(value)) for key, value in keys.items()))), program)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,5 +1,6 @@
 """A run on disk: its directory, the states saved in it, and a saved run read again.
 
-`workdir.py` is the run directory and says which keys may change between starts, `checkpoint.py` saves and restores
-training state, `saved_run.py` reads a run's parameters without its program, one array at a time (`stored_array.py`).
+`workdir.py` is the run directory, its lock and the keys that may change between starts, `checkpoint.py` saves and
+restores training state, `saved_run.py` reads a run's parameters without its program, one array at a time
+(`stored_array.py`).
 """

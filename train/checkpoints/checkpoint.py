@@ -1,9 +1,9 @@
 """Checkpoints: Orbax, asynchronous and atomic, verified by content when they are read.
 
-Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
-not notice a flipped byte, however: each checkpoint therefore carries one checksum per array, computed
-on the device and independent of the mesh. A state that does not match its checksums is damaged. The first
-checkpoint of a run is read back before training continues.
+Orbax renames a finished checkpoint into place, so a kill leaves either the whole checkpoint or none. It does not
+notice a flipped byte, so each checkpoint carries one checksum per array, computed on the device and independent of the
+mesh. A state that does not match its checksums is damaged. The first checkpoint of a run is read back before training
+continues.
 """
 
 import contextlib
@@ -28,15 +28,16 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from bytescope.memory.errors import one_line
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.checkpoints.stored_array import StoredArray
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.launch.failures import keep_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import stderr_held
 from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
+from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError
 
-# Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
+# Orbax's own metadata of a checkpoint. It reads those of all checkpoints before it lists one.
 _METADATA = "_CHECKPOINT_METADATA"
 _METADATA_SHAPE = {
     "item_handlers": (dict, str),
@@ -54,7 +55,8 @@ _PIECE_BYTES = 64 * 2**20  # bytes of an array that are read at once
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """uint32: the sum of the array's bit patterns, each times an odd number of its position, modulo 2**32."""
+    """Returns a uint32: the sum of the array's bit patterns, each times an odd number that depends on its position,
+    modulo 2**32."""
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -68,19 +70,19 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """One uint32 per leaf of `state`, [leaves] in tree order; the same on every mesh, and in either memory."""
+    """Returns one uint32 per leaf of `state`, [leaves] in tree order; the same on every mesh and in either memory."""
     leaves = jax.tree.leaves(state)
-    sums = dict(enumerate(leaves))
-    here = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
-    sums |= zip(here, _checksums([leaves[place] for place in here]))
-    for place in sums.keys() - set(here):  # one after the other: together they need not fit the device
-        sums[place] = jax.block_until_ready(_checksums([leaves[place]])[0])
+    on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
+    sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
+    for place, leaf in enumerate(leaves):
+        if place not in sums:  # one after the other, because they need not fit the device together
+            sums[place] = jax.block_until_ready(_checksums([leaf])[0])
     return jnp.stack([sums[place] for place in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far a run is: optimizer updates done and sequences consumed."""
+    """The progress of a run: optimizer updates done and sequences consumed."""
 
     step: int
     sequences: int
@@ -91,8 +93,8 @@ class Position:
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began, but for the
-    biases of routers, which updates move; they stand among `params`."""
+    """The part of a TrainState that a checkpoint holds. Frozen parameters are not in it, because the run reads them
+    again from where they came; router biases are, among `params`, because updates move them."""
 
     step: jax.Array
     params: Any
@@ -101,11 +103,11 @@ class Saved:
     loss_scale: Any
 
 
-def portable(state: Any) -> Saved:
-    """`state` without its frozen parameters and what only its way of accumulation needs, so that a run can go on with
-    another.
+def portable(state: TrainState) -> Saved:
+    """Returns `state` without its frozen parameters and without the accumulator of `optax.MultiSteps`, so that a run
+    can be resumed with another way of accumulation.
 
-    Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
+    Between updates the accumulator is zero, and its counters follow from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     _, biases = parted(state.frozen, router_biases(state.frozen))
@@ -118,27 +120,25 @@ def portable(state: Any) -> Saved:
     )
 
 
-def complete(saved: Saved, abstract: Any) -> Any:
-    """The inverse of `portable`, for a program whose abstract state is `abstract`; of frozen parameters
-    with the biases of routers alone, None without."""
+def complete(saved: Saved, abstract: TrainState) -> TrainState:
+    """The inverse of `portable`, for a program whose abstract state is `abstract`. Frozen parameters are the router
+    biases alone, None without any."""
     params, biases = parted(saved.params, router_biases(saved.params))
-    state = dataclasses.replace(abstract, **{**vars(saved), "params": params, "frozen": biases})
-    wrapped = abstract.opt_state
-    if not isinstance(wrapped, optax.MultiStepsState):
-        return state
-    rest = wrapped._replace(inner_opt_state=())
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest),
-    )()
-    # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
-    return dataclasses.replace(
-        state, opt_state=zeros._replace(inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step)
-    )
+    opt_state = saved.opt_state
+    if isinstance(abstract.opt_state, optax.MultiStepsState):
+        shapes = abstract.opt_state._replace(inner_opt_state=())
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
+        )()
+        # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
+        steps = zeros.gradient_step + saved.step
+        opt_state = zeros._replace(inner_opt_state=saved.opt_state, gradient_step=steps)
+    return TrainState(saved.step, params, opt_state, saved.tally, saved.loss_scale, biases)
 
 
 def describe(state: Any) -> dict[str, str]:
-    """Path -> dtype and shape of every leaf, such as float32[4,8]."""
+    """Returns path -> dtype and shape of every leaf, such as float32[4,8]."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -146,7 +146,7 @@ def describe(state: Any) -> dict[str, str]:
 
 
 def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """The first array that is not the same in both, "" if there is none."""
+    """Returns the first array that differs, in words; "" if none does."""
     path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
     if not path:
         return ""
@@ -166,29 +166,33 @@ def _damage_in(error: Exception) -> str:
 
 
 def _held_out_loss(metrics: Any) -> float:
-    """The loss by which checkpoints are compared; the worst where Orbax has read none, of a damaged file."""
+    """Returns the loss by which checkpoints are compared; infinity if the file is damaged."""
     found = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
     return found if isinstance(found, int | float) else math.inf
 
 
 def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
-    """Whether a file holds a JSON object whose values under these keys are of these types.
+    """Returns whether a file holds a JSON object whose values under these keys are of these types.
 
-    required: all of the keys must be there; otherwise they may be absent or null.
+    required: all keys must be present; otherwise they may be absent or null.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and all(
-        (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items()
-    )
+    if not isinstance(content, dict):
+        return False
+    for key, types in shape.items():
+        value = content.get(key)
+        if type(value) not in types and (required or value is not None):
+            return False
+    return True
 
 
 def _read_from_disk(folder: Path, seconds: float) -> None:
     """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
 
-    Needs no device, and host memory for the largest array. Lets all errors of Orbax, tensorstore and json pass.
+    Needs no device, and host memory for the largest array. Raises whatever Orbax, tensorstore and json raise.
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
@@ -282,7 +286,7 @@ class Checkpoints:
         """Starts writing `state`; returns once it is copied off the device, so that it may be donated. For the first
         checkpoint of a run, waits until it is written and reads it back.
 
-        `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation. `order`: of the rows of
+        eval_loss: the held-out loss in nats per token, None if the step has no evaluation. order: of the rows of
         stacked layers (train/pipeline/layer_order.py).
 
         Raises:
@@ -315,7 +319,8 @@ class Checkpoints:
                 except Exception as error:  # whatever Orbax, tensorstore or json raise
                     damage = _damage_in(error)
                 complaints.drop = bool(damage)
-        if damage := self._processes.from_first(damage):
+        damage = self._processes.from_first(damage)
+        if damage:
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
             raise UserError(
@@ -325,18 +330,19 @@ class Checkpoints:
         self._was_read = True
 
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
-        """The newest undamaged checkpoint, sharded as `abstract` says, its stacked layers in `order`, whatever mesh,
-        stages or accumulation wrote it; of frozen parameters the biases of routers alone are in it.
+        """Returns the newest undamaged checkpoint, sharded like `abstract`, its stacked layers in `order`, whatever
+        mesh, stages or accumulation wrote it; None if there is none. Of frozen parameters it has only the router
+        biases.
 
-        A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
-        None if there is no checkpoint.
+        A damaged checkpoint is reported through `warn` and moved aside, never deleted; then the one before it is tried.
 
         Raises:
           UserError: the newest one is of another model or optimizer.
         """
         for damage in self._found:
             warn(damage)
-        while steps := self.steps():
+        steps = self.steps()
+        while steps:
             read = self._read(steps[-1], portable(abstract), order)
             if not isinstance(read, str):
                 self._was_read = True
@@ -344,6 +350,7 @@ class Checkpoints:
             aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
             self._manager.reload()
             warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
+            steps = self.steps()
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
@@ -352,9 +359,9 @@ class Checkpoints:
         return read if isinstance(read, str) else ""
 
     def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
-        """The state and position of a checkpoint, or the damage that any of the processes found."""
-        # Without the manager: its restore ends with a barrier, at which a process that could read would wait for ever
-        # for one that could not.
+        """Returns the state and position of a checkpoint, or the damage that any of the processes found."""
+        # Without the manager: its restore ends with a barrier, at which a process that can read would wait for ever for
+        # one that cannot.
         folder = self._manager.directory / str(step)
         state, damage = None, ""
         with stderr_held() as complaints:
@@ -363,9 +370,10 @@ class Checkpoints:
                 position = Position(int(meta["step"]), int(meta["sequences"]))
                 arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
                 as_written = as_ordered(wanted, order, written)
-                if other := _difference(arrays, describe(as_written)):
+                difference = _difference(arrays, describe(as_written))
+                if difference:
                     raise UserError(
-                        f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
+                        f"checkpoint {step} in {self.root} is of another model or optimizer ({difference}): "
                         "choose another --workdir"
                     )
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
@@ -375,20 +383,22 @@ class Checkpoints:
             except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
                 damage = _damage_in(error)
             complaints.drop = bool(damage)
-        if found := list(filter(None, self._processes.gather(damage))):
-            return found[0]
+        damages = [text for text in self._processes.gather(damage) if text]
+        if damages:
+            return damages[0]
         if position.step != step or np.asarray(checksums(state)).tolist() != sums:
             return "its arrays do not match their checksums"
         return reordered(state, written, order, wanted), position
 
     def _set_aside(self, step: int) -> Path:
         self.aside.mkdir(exist_ok=True)
-        target = next(path for n in itertools.count(1) if not (path := self.aside / f"{step}.{n}").exists())
+        candidates = (self.aside / f"{step}.{number}" for number in itertools.count(1))
+        target = next(path for path in candidates if not path.exists())
         (self.root / str(step)).rename(target)
         return target
 
     def _mend_unlisted(self) -> list[str]:
-        """Takes away what keeps Orbax from listing any checkpoint; returns a line for each damage."""
+        """Removes damaged files that keep Orbax from listing any checkpoint; returns a line for each."""
         told = []
         for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
             if not _has_shape(path, _METRICS_SHAPE, required=True):
@@ -406,7 +416,7 @@ class Checkpoints:
         return told
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
+        """Returns whether a checkpoint is being written in the background."""
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:

@@ -19,10 +19,11 @@ from ml_collections import ConfigDict
 from bytescope.configs import base
 from bytescope.memory.errors import one_line
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
-from bytescope.train.checkpoints.workdir import CHECKPOINTS, Identity, recorded, require_utf8
+from bytescope.train.checkpoints.workdir import Identity, recorded, require_utf8
 from bytescope.train.launch.failures import keep_library_log
 from bytescope.train.launch.runtime import stderr_held
 from bytescope.train.program.config_files import flatten
+from bytescope.train.source import CHECKPOINTS, CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
 
@@ -61,11 +62,9 @@ class SavedRun:
         Raises:
           UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
         """
-        if not os.path.isfile(workdir / "config.json"):  # False for a name that no file can have
-            raise UserError(f"{workdir} holds no run: give the folder that bytescope train wrote, with its config.json")
         require_utf8(workdir)
         keep_library_log()
-        identity = recorded(workdir / "config.json")
+        identity = recorded(workdir / CONFIG)
         config = _config(identity, workdir)
         steps = _steps(workdir)
         chosen = steps[-1] if step is None else step
@@ -136,7 +135,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
     for key, value in identity.config.items():
         if key not in known:
             raise UserError(
-                f"{workdir / 'config.json'} has the key {one_line(key)[:80]}, which this version does not "
+                f"{workdir / CONFIG} has the key {one_line(key)[:80]}, which this version does not "
                 "know: export with the version that trained"
             )
         *groups, name = key.split(".")
@@ -146,7 +145,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
         try:
             node[name] = tuple(value) if isinstance(known[key], tuple) else value
         except TypeError as error:
-            raise UserError(f"{workdir / 'config.json'} is damaged ({one_line(error)}): restore it") from error
+            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore it") from error
     return config
 
 

@@ -1,23 +1,35 @@
-"""The run directory: which run it holds, and whether a run with this config may resume it."""
+"""The run directory: which run it holds, whether a run with this config may resume it, and its lock.
+
+One process at a time trains in a run directory. The lock ends with the process that holds it, however that ends.
+"""
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import IO, Any
 
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import one_line
-from bytescope.train.launch.lock import LOCK, take
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.program.config_files import flatten
+from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
 
 # Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
@@ -62,9 +74,11 @@ LOCAL = (
     "train.eval_prompts",
 )
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+LOCK = "run.lock"
+# Errors of flock on a file system without locks.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # What a start that is killed before it has claimed its directory leaves there.
-BEFORE_CLAIM = (LOCK, "config.json.tmp")
+BEFORE_CLAIM = (LOCK, f"{CONFIG}.tmp")
 # Keys whose changes are not mentioned.
 SILENT = ("train.", "data.prefetch", "data.workers")
 
@@ -183,7 +197,7 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
         return
     _refuse_foreign(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(take(workdir)) as lock:
+    with contextlib.closing(take_lock(workdir)) as lock:
         notes = claim_together(workdir, identity, extend=extend, processes=processes)
         yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
 
@@ -194,7 +208,7 @@ def _refuse_foreign(workdir: Path) -> None:
         raise UserError(f"--workdir={workdir} is a file: give a folder")
     if (
         workdir.exists()
-        and not (workdir / "config.json").exists()
+        and not (workdir / CONFIG).exists()
         and any(entry.name not in BEFORE_CLAIM for entry in workdir.iterdir())
     ):
         raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
@@ -211,7 +225,7 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
         raise UserError(f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same")
     notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
     deadline = time.monotonic() + SHARED_S
-    while not (workdir / "config.json").exists():  # a network file system may show it late
+    while not (workdir / CONFIG).exists():  # a network file system may show it late
         if time.monotonic() > deadline:
             raise UserError(f"{workdir} of process 0 is not visible here: give a --workdir that all processes share")
         time.sleep(0.1)
@@ -230,7 +244,7 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
       UserError: the directory holds another run, or other files, or the run has more steps than planned and `extend`
         is not set.
     """
-    path = workdir / "config.json"
+    path = workdir / CONFIG
     _refuse_foreign(workdir)
     notes = _check(path, identity, extend) if path.exists() else []
     workdir.mkdir(parents=True, exist_ok=True)
@@ -296,3 +310,61 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
         for line in _differences(old.config, identity.config)
         if not _matches(line.split()[0], SILENT)
     ]
+
+
+# ---- the lock -------------------------------------------------------------------------------------------------------
+
+
+class Lock:
+    """A run directory that this process holds; `close` releases it. `note`: a warning, "" if the lock is real."""
+
+    def __init__(self, file: IO[str], note: str = ""):
+        self._file, self.note = file, note
+
+    def close(self) -> None:
+        """Releases the run directory. The file stays: removing it would break the lock of a process that has opened it
+        in the meantime."""
+        self._file.close()
+
+
+def take_lock(workdir: Path) -> Lock:
+    """Locks the run directory, which must exist, for this process.
+
+    Raises:
+      UserError: another process trains there; the message has its number and machine.
+    """
+    file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "this system has no flock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = _holder(file)
+        file.close()
+        raise UserError(
+            f"{workdir} is in use by {holder}: wait for that run or stop it, or choose another --workdir"
+        ) from error
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            file.close()
+            raise
+        return Lock(
+            file, f"{workdir} cannot be locked ({error.strerror}): see to it that no second training starts there"
+        )
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with contextlib.suppress(OSError):  # the lock holds on a full disk too, only without the name of its holder
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(who) + "\n")
+        file.flush()
+    return Lock(file)
+
+
+def _holder(file: IO[str]) -> str:
+    """Returns the process that the lock file names, in words."""
+    try:
+        file.seek(0)
+        who: Any = json.loads(file.read())
+        return f"process {who['pid']} on {who['host']} since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,6 +1,14 @@
-"""bytescope completion: prints the script that completes command lines in a shell."""
+"""bytescope completion: prints the script that completes command lines in bash, zsh or fish.
+
+The words are those of `completion_words.py`; each script is one file that needs nothing else. bash and zsh share the
+tables: functions that print a kind or words for a name. Their functions that complete differ, since bash cuts words at
+`=` and `:`, and replaces only what comes after the last of them.
+"""
 
 import argparse
+from collections.abc import Callable, Iterable, Mapping
+
+from bytescope.train.commands.completion_words import NOTHING, Words, gather
 
 EPILOG = """\
 examples:
@@ -15,9 +23,8 @@ exit codes: 0 done, 2 a mistake in the command"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     from bytescope.memory.commands.arguments import Parser
-    from bytescope.train.commands.completion_shells import SHELLS
 
     parser = Parser(
         prog="bytescope completion",
@@ -31,8 +38,307 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the script; returns the exit code."""
-    from bytescope.train.commands.completion_shells import SHELLS
-    from bytescope.train.commands.completion_words import gather
-
     print(SHELLS[args.shell](gather()), end="")
     return 0
+
+
+# ---- the scripts ----------------------------------------------------------------------------------------------------
+
+_HEAD = "# {shell} completion of bytescope, printed by: bytescope completion {shell}\n"
+
+_BASH = r"""
+_bytescope() {
+    local line=${COMP_LINE:0:COMP_POINT} cur= last= command= kind= head= part= word= cut=
+    local -i place=0 count=0
+    local -a words
+    IFS=$' \t\n' read -ra words <<< "$line"
+    count=${#words[@]}
+    if [[ $line != *[[:space:]] ]]; then
+        count=count-1
+        cur=${words[count]}
+    fi
+    for word in "${words[@]:1:count-1}"; do
+        _bytescope_count
+    done
+    _bytescope_kind
+    COMPREPLY=()
+    case $kind in
+        @file | @folder | @config)
+            while IFS= read -r word; do COMPREPLY+=("$head$word"); done < <(
+                case $kind in
+                    @file) compgen -f -- "$part" ;;
+                    @folder) compgen -d -- "$part" ;;
+                    @config) compgen -W "$(_bytescope_configs) hf:" -- "$part"
+                             compgen -d -- "$part"
+                             compgen -f -X '!*.py' -- "$part" ;;
+                esac)
+            # Names of files are quoted, and hf: would become hf\:, with a space behind it.
+            [[ $kind == @config && hf: == "$part"* ]] && word=nospace || word=filenames
+            compopt -o $word 2> /dev/null ;;
+        @any) ;;
+        *)
+            while IFS= read -r word; do COMPREPLY+=("$head$word"); done < <(compgen -W "${kind#@* }" -- "$part")
+            [[ $kind == @open* || "${COMPREPLY[*]}" == *[=.] ]] && compopt -o nospace 2> /dev/null ;;
+    esac
+    # readline replaces what follows the last of its breaks.
+    word=$cur
+    [[ $COMP_WORDBREAKS == *=* ]] && word=${word##*=}
+    [[ $COMP_WORDBREAKS == *:* ]] && word=${word##*:}
+    cut=${cur%"$word"}
+    COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+}
+complete -F _bytescope bytescope
+"""
+
+# Shared by bash and zsh. The first function counts a word before the cursor: it sets command, place and last. The other
+# sets kind, part, which is completed, and head, which stands before it; @open marks words that may go on. A
+# config may be a folder of weights, with hf: before it.
+_KIND = r"""
+_bytescope_count() {
+    if [[ ! $command ]]; then
+        [[ $word == -* ]] || command=$word
+    elif [[ $word != -* && ! ($last != *=* && $(_bytescope_value "$command" "$last")) ]]; then
+        place+=1
+    fi
+    last=$word
+}
+_bytescope_kind() {
+    head= part=$cur
+    if [[ ! $command ]]; then
+        kind="@one $(_bytescope_commands) --help --version"
+    elif [[ $cur == --grid=*=* ]]; then
+        head=${cur%%=*}= part=${cur#*=}
+        head=$head${part%%=*}= part=${part#*=}
+        word=${head#--grid=}
+        case $word in
+            config=) kind="@list $(_bytescope_configs)" ;;
+            target=) kind="@list $(_bytescope_targets)" ;;
+            *) kind=$(_bytescope_value "$command" "--config.${word%=}")
+               [[ $kind == @one* ]] && kind="@list ${kind#@one }" ;;
+        esac
+    elif [[ $cur == --*=* ]]; then
+        head=${cur%%=*}= part=${cur#*=}
+        kind=$(_bytescope_value "$command" "${cur%%=*}")
+    elif [[ $cur == --config.*.* ]]; then
+        kind="@words $(_bytescope_keys "${cur%.*}.")"
+    elif [[ $cur == --config.* ]]; then
+        kind="@words $(_bytescope_keys "")"
+    elif [[ $cur == -* ]]; then
+        kind="@words $(_bytescope_flags "$command")"
+    else
+        kind=
+        [[ $last == --* && $last != *=* ]] && kind=$(_bytescope_value "$command" "$last")
+        [[ $kind ]] || kind=$(_bytescope_place "$command" $place)
+    fi
+    case $kind in
+        @grid) kind="@open config= target= $(_bytescope_grid_keys)" ;;
+        @target) kind="@open $([[ $part == *:* ]] && _bytescope_counts "${part%%:*}" || _bytescope_targets)" ;;
+    esac
+    if [[ $kind == @config && $part == hf:* ]]; then
+        head=${head}hf: part=${part#hf:} kind=@folder
+    fi
+    if [[ $kind == @list* ]]; then
+        [[ $part == *,* ]] && head=$head${part%,*}, part=${part##*,}
+        kind="@open ${kind#@list }"
+    fi
+}
+"""
+
+_ZSH = r"""
+_bytescope() {
+    local cur=$PREFIX last= command= kind= head= part= word=
+    local -i place=0
+    for word in "${(@)words[2,CURRENT-1]}"; do
+        _bytescope_count
+    done
+    _bytescope_kind
+    compset -P ${#head} '*'
+    case $kind in
+        @file) _files ;;
+        @folder) _files -/ ;;
+        @config) compadd -- $(_bytescope_configs); compadd -S '' -- hf:; _files -g '*.py' ;;
+        @any) ;;
+        @open*) compadd -S '' -- ${=kind#@* } ;;
+        ?*) for word in ${=kind#@* }; do
+                [[ $word == *[=.] ]] && compadd -S '' -- $word || compadd -- $word
+            done ;;
+    esac
+}
+if [[ $funcstack[1] == _bytescope ]]; then  # loaded from fpath, by the first key
+    _bytescope "$@"
+else
+    compdef _bytescope bytescope
+fi
+"""
+
+_FISH = r"""
+function __bytescope_words
+    set -l cur (commandline -ct)
+    set -l before (commandline -opc)
+    set -l command ""
+    set -l last ""
+    set -l place 0
+    set -l kind ""
+    for word in $before[2..-1]
+        if test -z "$command"
+            string match -q -- '-*' $word; or set command $word
+        else if not string match -q -- '-*' $word
+            string match -q -- '*=*' $last; or set kind (__bytescope_value "$command" "$last")
+            test -n "$kind"; or set place (math $place + 1)
+            set kind ""
+        end
+        set last $word
+    end
+    set -l head ""
+    set -l part $cur
+    if test -z "$command"
+        set kind "@one "(__bytescope_commands)
+    else if string match -qr -- '^--grid=[^=]*=' $cur
+        set head (string match -r -- '^--grid=[^=]*=' $cur)
+        set part (string replace -r -- '^--grid=[^=]*=' '' $cur)
+        set -l key (string replace -r -- '^--grid=([^=]*)=' '$1' $head)
+        switch $key
+            case config
+                set kind "@list "(__bytescope_configs)
+            case target
+                set kind "@list "(__bytescope_targets)
+            case '*'
+                set kind (__bytescope_value "$command" "--config.$key" | string replace '@one ' '@list ')
+        end
+    else if string match -qr -- '^--[^=]*=' $cur
+        set head (string match -r -- '^--[^=]*=' $cur)
+        set part (string replace -r -- '^--[^=]*=' '' $cur)
+        set kind (__bytescope_value "$command" (string replace -r -- '=$' '' $head))
+    else if string match -qr -- '^--config\..*\.' $cur
+        set kind "@one "(__bytescope_keys (string match -r -- '^--config\..*\.' $cur))
+    else if string match -q -- '--config.*' $cur
+        set kind "@one "(__bytescope_keys "")
+    else if string match -q -- '-*' $cur
+        set kind "@one "(__bytescope_flags "$command")
+    else
+        string match -qr -- '^--[^=]*$' $last; and set kind (__bytescope_value "$command" "$last")
+        test -n "$kind"; or set kind (__bytescope_place "$command" $place)
+    end
+    switch "$kind"
+        case @grid
+            set kind "@one config= target= "(__bytescope_grid_keys)
+        case @target
+            if string match -q -- '*:*' $part
+                set kind "@one "(__bytescope_counts (string split -f 1 : $part))
+            else
+                set kind "@one "(__bytescope_targets)
+            end
+    end
+    if test "$kind" = @config; and string match -q -- 'hf:*' $part
+        set head "$head"hf:
+        set part (string replace -- hf: '' $part)
+        set kind @folder
+    end
+    switch "$kind"
+        case @file @config
+            test "$kind" = @config; and printf '%s\n' $head(string split -- ' ' (__bytescope_configs)) "$head"hf:
+            set -l found (__fish_complete_path $part | string replace -r '\t.*' '')
+            test "$kind" = @config; and set found (string match -r -- '.*(?:/|\.py)$' $found)
+            test -n "$found"; and printf '%s\n' $head$found
+        case @folder
+            set -l found (__fish_complete_directories $part | string replace -r '\t.*' '')
+            test -n "$found"; and printf '%s\n' $head$found
+        case '@list *'
+            string match -q -- '*,*' $part; and set head $head(string replace -r -- '[^,]*$' '' $part)
+            printf '%s\n' $head(string split -- ' ' (string replace -r '^@list ' '' $kind))
+        case '@one *'
+            printf '%s\n' $head(string split -- ' ' (string replace -r '^@one ' '' $kind))
+    end
+end
+complete -c bytescope -f -a '(__bytescope_words)'
+"""
+
+
+def _quoted(words: str) -> str:
+    return f"'{words}'"
+
+
+def _tables(words: Words, function: Callable[[str, Mapping[str, str]], str]) -> str:
+    """The tables as functions: `function` writes one that prints what a pattern of its arguments has."""
+    values: dict[str, str] = {f"* --config.{key}": kind for key, kind in words.keys.items() if kind != NOTHING}
+    for command, kinds in words.flags.items():
+        values |= {f"{command} {flag}": kind for flag, kind in kinds.items() if kind is not None}
+    values["* --config.*"] = NOTHING
+    groups = dict.fromkeys(key.rpartition(".")[0] for key in words.keys)
+    keys = {
+        f"--config.{group}.": " ".join(f"--config.{key}=" for key in words.keys if key.startswith(f"{group}."))
+        for group in groups
+        if group
+    }
+    top = [f"--config.{group}." for group in groups if group]
+    top += [f"--config.{key}=" for key in words.keys if "." not in key]
+    flags = {
+        command: " ".join(
+            [
+                *(flag if kind is None else f"{flag}=" for flag, kind in row.items()),
+                *(["--config."] if "--config" in row else []),
+            ]
+        )
+        for command, row in words.flags.items()
+    }
+    places = {f"{command} {place}": kind for command, row in words.places.items() for place, kind in enumerate(row)}
+    return "".join(
+        (
+            function("commands", {"*": " ".join(words.commands)}),
+            function("configs", {"*": " ".join(words.configs)}),
+            function("targets", {"*": " ".join(words.targets)}),
+            function("counts", {name: " ".join(counts) for name, counts in words.targets.items() if counts}),
+            function("flags", flags),
+            function("place", places),
+            function("keys", {**keys, "*": " ".join(top)}),
+            function("grid_keys", {"*": " ".join(f"{key}=" for key in words.keys)}),
+            function("value", values),
+        )
+    )
+
+
+def _shared(name: str, rows: Mapping[str, str]) -> str:
+    """A function of bash and zsh that prints what the pattern of its arguments has."""
+    if list(rows) == ["*"]:
+        return f"_bytescope_{name}() {{ echo {_quoted(rows['*'])}; }}\n"
+    cases = "".join(f"        {_pattern(patterns)}) echo {_quoted(text)} ;;\n" for patterns, text in _grouped(rows))
+    return f'_bytescope_{name}() {{\n    case "$*" in\n{cases}    esac\n}}\n'
+
+
+def _pattern(patterns: Iterable[str]) -> str:
+    """Patterns of a `case`, quoted but for their stars."""
+    return " | ".join(f"'{each}'".replace("*", "'*'").replace("''", "") for each in patterns)
+
+
+def _grouped(rows: Mapping[str, str]) -> list[tuple[list[str], str]]:
+    """Patterns that have the same words, with these; the one for everything else comes last."""
+    groups: dict[str, list[str]] = {}
+    for pattern, text in rows.items():
+        groups.setdefault(text, []).append(pattern)
+    return sorted(((patterns, text) for text, patterns in groups.items()), key=lambda row: row[0][-1].endswith("*"))
+
+
+def _fish_function(name: str, rows: Mapping[str, str]) -> str:
+    cases = "".join(
+        f"        case {' '.join(map(_quoted, patterns))}\n            echo {_quoted(text)}\n"
+        for patterns, text in _grouped(rows)
+    )
+    return f'function __bytescope_{name}\n    switch "$argv"\n{cases}    end\nend\n'
+
+
+def bash(words: Words) -> str:
+    """The script for bash 4 and later."""
+    return _HEAD.format(shell="bash") + _tables(words, _shared) + _KIND + _BASH
+
+
+def zsh(words: Words) -> str:
+    """The script for zsh, as a file of its `fpath` or sourced after compinit."""
+    return "#compdef bytescope\n" + _HEAD.format(shell="zsh") + _tables(words, _shared) + _KIND + _ZSH
+
+
+def fish(words: Words) -> str:
+    """The script for fish."""
+    return _HEAD.format(shell="fish") + _tables(words, _fish_function) + _FISH
+
+
+SHELLS: Mapping[str, Callable[[Words], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

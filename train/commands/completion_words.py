@@ -78,7 +78,7 @@ def gather() -> Words:
     Imports jax to read its tables of names, but starts no device.
     """
     from bytescope.train.commands.registry import COMMANDS
-    from bytescope.train.program import config_files
+    from bytescope.train.source import shipped
 
     lists, each = _lists(), parsers()
     return Words(
@@ -89,7 +89,7 @@ def gather() -> Words:
             for name, parser in each.items()
         },
         keys=_keys(),
-        configs=tuple(path.stem for path in config_files.shipped()),
+        configs=tuple(path.stem for path in shipped()),
         targets=_targets(),
     )
 

@@ -20,10 +20,11 @@ from bytescope.memory.formulas.memory_estimate import Estimate, Question, check,
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
-from bytescope.train.plan import state_rows
+from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
-from bytescope.train.plan.model_facts import question_of
+from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import shipped, title_of
 
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
@@ -92,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shard norms and the residual stream over the tensor-parallel ranks too",
     )
     for flag, choices, summary in (
-        ("optimizer", state_rows.OPTIMIZERS, "the optimizer"),
-        ("precision", state_rows.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
+        ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
+        ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
         ("attention", transformer_formulas.ATTENTION, "whether attention scores are kept in memory"),
         ("offload", training_state.OFFLOAD, "what is kept in host memory"),
     ):
@@ -145,10 +146,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         question = assumed(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
-    found = estimate(check(_spread(question, args)))
-    found = dataclasses.replace(found, notes=notes + found.notes)
-    show(found)
-    _write(args, found, recompute)
+    estimated = estimate(check(_spread(question, args)))
+    noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
+    show(noted)
+    _write(args, noted, recompute)
     return 0
 
 
@@ -184,28 +185,33 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """The question with what the flags say of the batch, devices, precision, optimizer, attention and offload."""
-    layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
+    """Returns the question with what the flags say of batch, devices, precision, optimizer, attention and offload."""
+    given = vars(args)
+    layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}
     if args.expert_parallel is not None:
-        layout["expert"] = number(vars(args), "expert-parallel")
+        layout["expert"] = number(given, "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
-    rest: dict[str, Any] = {name: value for name in ("attention", "offload") if (value := getattr(args, name))}
+    changes: dict[str, Any] = {name: given[name] for name in ("attention", "offload") if given[name]}
     if args.optimizer:
-        rest["optimizer"] = state_rows.OPTIMIZERS[args.optimizer]
+        changes["optimizer"] = config_facts.OPTIMIZERS[args.optimizer]
     if args.precision:
-        rest["precision"] = state_rows.PRECISIONS[args.precision]
+        changes["precision"] = config_facts.PRECISIONS[args.precision]
     if args.fused is not None:
-        rest["fused"] = args.fused
-    for field, flag in (("sequence", "length"), ("batch", "batch")):
-        if (value := number(vars(args), flag)) is not None:
-            rest[field] = value
-    if (tokens := number(vars(args), "logit-tokens", 0)) is not None:
-        rest["logit_tokens"] = tokens or None
-    if (tokens := number(vars(args), "mlp-tokens", 0)) is not None:
-        rest["mlp_tokens"] = tokens
-    rest["model"] = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
-    return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
+        changes["fused"] = args.fused
+    for field, flag, least in (
+        ("sequence", "length", 1),
+        ("batch", "batch", 1),
+        ("logit_tokens", "logit-tokens", 0),
+        ("mlp_tokens", "mlp-tokens", 0),
+    ):
+        value = number(given, flag, least)
+        if value is not None:
+            changes[field] = value
+    if changes.get("logit_tokens") == 0:
+        changes["logit_tokens"] = None  # all tokens have logits at once
+    model = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
+    return dataclasses.replace(question, model=model, layout=dataclasses.replace(question.layout, **layout), **changes)
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:
@@ -305,7 +311,7 @@ def _write(args: argparse.Namespace, found: Estimate, recompute: str) -> None:
     if args.html:
         from bytescope.train.plan import estimate_page
 
-        name = configs.title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
+        name = title_of(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
         write(args.html, estimate_page.render(found.question, name, _presets(), recompute))
 
 
@@ -320,7 +326,7 @@ def _presets() -> dict[str, Preset]:
     from bytescope.train.plan.estimate_page import Preset
 
     found = {}
-    for path in configs.shipped():
+    for path in shipped():
         config = configs.load_flat(path.stem)
         try:
             found[path.stem] = Preset(check(question_of(config)), _recompute_of(config))

@@ -15,12 +15,12 @@ from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.view.progress_bar import progress
-from bytescope.train.export.out_folder import disk_told, move, refuse_used
+from bytescope.train.source import CONFIG, RunPath, find_source
 from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:  # they bring jax along, which the parser does not need
     from bytescope.train.checkpoints.saved_run import SavedRun
-    from bytescope.train.export.tensors import Tensor
+    from bytescope.train.export.tensors import OutputTensor
     from bytescope.train.weights.folder import Folder
 
 EPILOG = """\
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     # Arrays go from disk to disk: an accelerator that is here may be training.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with disk_told(args.out):
+    from bytescope.train.export.model_folder import disk_errors_explained
+
+    with disk_errors_explained(args.out):
         export(args)
     return 0
 
@@ -93,9 +95,10 @@ def export(args: argparse.Namespace) -> None:
       UserError: what a user can mend. OSError: the disk.
     """
     from bytescope.train.checkpoints.saved_run import SavedRun
+    from bytescope.train.export.model_folder import move_into_place, refuse_used
 
     refuse_used(args.out, args.force)
-    run = SavedRun.open(args.run, args.step)
+    run = SavedRun.open(find_source(args.run, RunPath).path, args.step)
     origin = os.path.expanduser(run.config.init.folder)
     if origin and os.path.realpath(origin) == os.path.realpath(args.out):
         raise UserError(f"{args.out} is the folder that the run began from: give another one")
@@ -104,7 +107,7 @@ def export(args: argparse.Namespace) -> None:
     partial.mkdir(parents=True)
     try:
         lines = _write(run, partial, DTYPES.get(args.dtype), args.shard_bytes, args.merge)
-        move(partial, args.out)
+        move_into_place(partial, args.out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print("\n".join([f"{args.out}: step {run.step} of {args.run}", *lines]))
@@ -119,7 +122,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     from bytescope.train.checkpoints.saved_run import began_from
     from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
-    from bytescope.train.export.safetensors_files import Files
+    from bytescope.train.export.model_folder import Files
     from bytescope.train.weights.families import FAMILIES
 
     folder = began_from(run)
@@ -135,7 +138,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
     planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
-    (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
     tokenizer_files.write_generation_config(out, raw, folder.path if folder else None)
     files = Files(out, planned, shard_bytes)
@@ -179,7 +182,7 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
     return of
 
 
-def _most(planned: Sequence[Tensor]) -> str:
+def _most(planned: Sequence[OutputTensor]) -> str:
     """The dtype that most bytes have, as config.json calls it."""
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)

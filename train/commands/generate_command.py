@@ -7,14 +7,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:  # they bring jax along, which the parser does not need
-    from bytescope.train.generate.answers import Answers, Row
+    from bytescope.train.generate.answers import Answers, PromptRow
     from bytescope.train.generate.engine import Engine
     from bytescope.train.generate.model_source import Source
     from bytescope.train.generate.text import Prompts
@@ -89,21 +89,19 @@ def generate(args: argparse.Namespace) -> int:
         if args.prompt is not None or not sys.stdin.isatty():
             text = sys.stdin.read() if args.prompt is None else args.prompt
             return _one(args, source, prompts.of_row({"text": text}, "--prompt"))
-        from bytescope.train.generate.conversation import converse
-
-        return converse(args, source, prompts)
+        return _converse(args, source, prompts)
 
 
 def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> int:
     from bytescope.train.generate.open_engine import open_engine
-    from bytescope.train.generate.request import request
+    from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
     from bytescope.train.launch.signals import INTERRUPTED
 
-    asked = request(args, tokens, source)
-    engine = open_engine(args, source, len(tokens) + asked.most, 1, args.temperature > 0)
+    request = make_request(args, tokens, source)
+    engine = open_engine(args, source, len(tokens) + request.most, 1, args.temperature > 0)
     began = time.perf_counter()
-    one = engine.submit(asked)
+    one = engine.submit(request)
     try:
         stream(engine, one, source, args.stop)
     except KeyboardInterrupt:
@@ -114,13 +112,56 @@ def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> i
     return 0
 
 
+def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
+    """Answers the lines that a user types; with --chat each is the next message of one conversation.
+
+    Pages of the earlier messages are shared, so that only the new message is computed.
+    """
+    from bytescope.train.generate.open_engine import open_engine
+    from bytescope.train.generate.request import make_request
+    from bytescope.train.generate.text import stream
+    from bytescope.train.launch.signals import INTERRUPTED
+
+    if source.tokenizer is None:
+        raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
+    engine = open_engine(args, source, source.length, 1, args.temperature > 0)
+    print("an empty line or Ctrl-D ends it; Ctrl-C ends an answer", file=sys.stderr)
+    said: list[dict[str, Any]] = []
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            return INTERRUPTED
+        if not line:
+            return 0
+        said.append({"role": "user", "content": line})
+        try:
+            tokens = prompts.of_messages(said, "--chat") if args.chat else prompts.of_text(line)
+            one = engine.submit(make_request(args, tokens, source))
+        except UserError as error:  # too long: the next may be shorter
+            print(f"error: {error}", file=sys.stderr)
+            said.pop()
+            continue
+        try:
+            text = stream(engine, one, source, args.stop)
+        except KeyboardInterrupt:
+            engine.finish(one)
+            text = source.tokenizer.decode(one.answer)
+        said.append({"role": "assistant", "content": text})
+        print()
+
+
 def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     """Answers the rows of a file, to the terminal or to --out."""
     from contextlib import ExitStack
 
-    from bytescope.train.generate.answers import Answers, Row, read_rows
+    from bytescope.train.generate.answers import Answers, PromptRow, read_rows
     from bytescope.train.generate.open_engine import open_engine
-    from bytescope.train.generate.request import request
+    from bytescope.train.generate.request import make_request
 
     rows = []
     for number, found in enumerate(read_rows(args.prompts)):
@@ -129,32 +170,32 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(f"{where}: seed={seed!r}: give a whole number from 0 to 2**32 - 1")
         prompt = next((found[name] for name in ("text", "messages", "tokens") if name in found), None)
-        asked = request(args, prompts.of_row(found, where), source, seed)
-        rows.append(Row(number, prompt, asked, tuple(args.stop)))
+        request = make_request(args, prompts.of_row(found, where), source, seed)
+        rows.append(PromptRow(number, prompt, request, tuple(args.stop)))
     with ExitStack() as stack:
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
         left = [row for row in rows if out is None or row.number not in out.done]
         if not left:
             print(f"{args.out}: all {len(rows)} rows are answered")
             return 0
-        longest = max(left, key=lambda row: len(row.asked.tokens) + row.asked.most)
-        needed = len(longest.asked.tokens) + longest.asked.most
+        longest = max(left, key=lambda row: len(row.request.tokens) + row.request.most)
+        needed = len(longest.request.tokens) + longest.request.most
         if needed > source.length:
             raise UserError(
-                f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
-                f"--max-tokens={longest.asked.most} are more than the model's {source.length} positions: "
+                f"{args.prompts} row {longest.number}: {len(longest.request.tokens)} tokens and "
+                f"--max-tokens={longest.request.most} are more than the model's {source.length} positions: "
                 "shorten one of them"
             )
         engine = open_engine(args, source, needed, len(left), args.temperature > 0)
         return _answer(engine, source, left, len(rows), out)
 
 
-def _answer(engine: Engine, source: Source, left: Sequence[Row], total: int, out: Answers | None) -> int:
+def _answer(engine: Engine, source: Source, left: Sequence[PromptRow], total: int, out: Answers | None) -> int:
     """Answers rows, each as soon as it is done; Ctrl-C keeps what is done."""
     from bytescope.train.generate.text import Growing
     from bytescope.train.launch.signals import INTERRUPTED
 
-    under = {engine.submit(row.asked).number: row for row in left}
+    under = {engine.submit(row.request).number: row for row in left}
     texts = {number: Growing(source.tokenizer, row.stops) for number, row in under.items() if source.tokenizer}
     began, made = time.perf_counter(), 0
     try:
@@ -179,7 +220,7 @@ def _answer(engine: Engine, source: Source, left: Sequence[Row], total: int, out
     return 0
 
 
-def _put(row: Row, one, text: str | None, out: Answers | None) -> None:
+def _put(row: PromptRow, one, text: str | None, out: Answers | None) -> None:
     """An answer to the file, or to the terminal below its prompt."""
     from bytescope.memory.view.console import safe
 

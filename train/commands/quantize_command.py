@@ -10,7 +10,7 @@ from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.generate.budget_arguments import add_dtype
+from bytescope.train.generate.generate_flags import add_dtype
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -163,7 +163,7 @@ def _target(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
-    from bytescope.train.export.out_folder import disk_told
+    from bytescope.train.export.model_folder import disk_errors_explained
 
     choose_platform()  # before jax is imported
     simulate_devices([args.target or "cpu:1"])
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)
     if args.target is not None:
         return plan(args)
-    with disk_told(args.out, "layers that are written are kept, and the same command goes on"):
+    with disk_errors_explained(args.out, "layers that are written are kept, and the same command goes on"):
         quantize(args)
     return 0
 
@@ -182,13 +182,13 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Shows the memory of a quantization; returns the exit code: 3 where it does not fit."""
     from bytescope.memory.view.console import put
-    from bytescope.train.quantize import quantize_text as shown
-    from bytescope.train.quantize.quantize_setup import planned
+    from bytescope.train.quantize.quantize_setup import plan_memory
+    from bytescope.train.quantize.quantize_view import plan_view
 
     with progress(None, "opening", "share") as bar:
-        title, found = planned(args, _tell(bar))
-    put(shown.plan(title, found))
-    return 0 if found.fits else 3
+        title, memory = plan_memory(args, _tell(bar))
+    put(plan_view(title, memory))
+    return 0 if memory.fits else 3
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -199,23 +199,22 @@ def quantize(args: argparse.Namespace) -> None:
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.view.console import put
-    from bytescope.train.export.out_folder import refuse_used
-    from bytescope.train.quantize import quantize_page
-    from bytescope.train.quantize import quantize_text as shown
-    from bytescope.train.quantize.quantize_setup import measured, open_work
+    from bytescope.train.export.model_folder import refuse_used
+    from bytescope.train.quantize.quantize_setup import open_quantization, result_of
+    from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
         raise UserError(f"{args.out} is the folder that is quantized: give another one")
     with progress(None, "opening", "share") as bar:
-        opened = open_work(args, _tell(bar))
-        put(shown.memory(opened.memory))
-        outcome = opened.work.run()
-        opened.work.output.finish()
-    result = measured(args, opened, outcome)
-    put(shown.view(result))
+        opened = open_quantization(args, _tell(bar))
+        put(memory_view(opened.memory))
+        outcome = opened.quantization.run()
+        opened.quantization.output.finish()
+    result = result_of(args, opened, outcome)
+    put(result_view(result))
     if args.html:
-        write(args.html, quantize_page.render(result))
+        write(args.html, result_page(result))
     if args.json:
         write(args.json, result.to_json())
 

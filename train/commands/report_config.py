@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import add_subject
-from bytescope.train.generate import budget_arguments
+from bytescope.train.generate import generate_flags
 from bytescope.train.program import config_files as configs
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "place of training it: weights, pool of keys and values, sequences that fit",
     )
     generating = parser.add_argument_group("with --generate")
-    budget_arguments.add_dtype(generating)
-    budget_arguments.add_weights(generating)
-    budget_arguments.add_devices(generating)
-    budget_arguments.add_pool(generating)
+    generate_flags.add_dtype(generating)
+    generate_flags.add_weights(generating)
+    generate_flags.add_devices(generating)
+    generate_flags.add_pool(generating)
     report_command.add_output(parser)
 
 
@@ -75,8 +76,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ReportError(f"{configs.NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
     if given and args.overrides:
         raise ReportError(f"--config.{args.overrides[0][0]} with --{given[0]}: there is no config to change")
-    budget_arguments.check(args)
-    for flag, value in budget_arguments.given(args):
+    generate_flags.check_pool(args)
+    for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} belongs to --generate: give both, or leave it out")
     for flag in ("formulas", "run", "github", "export"):
@@ -99,7 +100,8 @@ def _report_step(args: argparse.Namespace) -> int:
     flat, target = configs.flatten(config), targets.parse(args.target)
     program = build_program(config, target)
     prepared = prepare_program(program, target, flat)
-    report, compilation = report_command.make_report(prepared, subject_of(args.config, args.overrides, prepared))
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+    report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
@@ -117,11 +119,11 @@ def _report_step(args: argparse.Namespace) -> int:
 def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.view.console import put
-    from bytescope.train.generate import budget_page, budget_text
+    from bytescope.train.generate.budget_view import budget_page, budget_view
     from bytescope.train.generate.open_engine import plan
 
     planned = plan(args.config, configs.load(args.config, args.overrides), targets.parse(args.target), args)
-    put(budget_text.view(planned))
+    put(budget_view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
         write(
@@ -129,7 +131,7 @@ def _report_generation(args: argparse.Namespace) -> int:
             json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports}, indent=1) + "\n",
         )
     if args.html:
-        write(args.html, budget_page.render(planned))
+        write(args.html, budget_page(planned))
     return 0
 
 

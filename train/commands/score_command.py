@@ -14,7 +14,7 @@ from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:
     from bytescope.train.generate.model_source import Source
-    from bytescope.train.generate.score import Scored
+    from bytescope.train.generate.score import ScoredText
 
 EPILOG = """\
 examples:
@@ -92,7 +92,7 @@ def score(args: argparse.Namespace) -> int:
     if not windows:
         raise UserError("nothing to score: give a text of two tokens or more")
     scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
-    parts: dict[int, dict[int, Scored]] = {}
+    parts: dict[int, dict[int, ScoredText]] = {}
     for found in scorer.score(params, [window for _, window in windows]):
         parts.setdefault(windows[found.number][0], {})[found.number] = found
     scored = {number: [own[place] for place in sorted(own)] for number, own in sorted(parts.items())}
@@ -114,13 +114,13 @@ def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
         return read_texts(prompts, args.texts, "--texts")
 
 
-def mean_of(found: Sequence[Scored]) -> tuple[int, float]:
+def mean_of(found: Sequence[ScoredText]) -> tuple[int, float]:
     """(tokens scored, mean of -log p in nats) over the windows of one text or of all."""
     count = sum(len(one.logprobs) for one in found)
     return count, -sum(float(one.logprobs.sum(dtype="float64")) for one in found) / count
 
 
-def _show(scored: dict[int, list[Scored]]) -> None:
+def _show(scored: dict[int, list[ScoredText]]) -> None:
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_table import FigureTable, figure
 
@@ -133,7 +133,7 @@ def _show(scored: dict[int, list[Scored]]) -> None:
     put(table)
 
 
-def _show_tokens(source: Source, found: Sequence[Scored]) -> None:
+def _show_tokens(source: Source, found: Sequence[ScoredText]) -> None:
     from bytescope.memory.view.console import one_line, put
     from bytescope.memory.view.text_table import FigureTable, figure, label
 
@@ -146,7 +146,7 @@ def _show_tokens(source: Source, found: Sequence[Scored]) -> None:
     print()
 
 
-def _rows(scored: dict[int, list[Scored]]) -> str:
+def _rows(scored: dict[int, list[ScoredText]]) -> str:
     """Returns one line of JSON per text."""
     lines = []
     for number, found in scored.items():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.train.user_errors import UserError
+from bytescope.train.user_errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
     from bytescope.memory.commands.arguments import Parser
@@ -98,20 +102,19 @@ def _train(args: argparse.Namespace) -> int:
         args.overrides = with_lora(args, args.overrides)
     if args.fit:
         from bytescope.train.launch.processes import find
-        from bytescope.train.plan.fit_before_training import fitted
 
         if find(args) is not None:
             raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
-        args.overrides = fitted(args.config, args.overrides, args.budget or "", args.rates)
+        args.overrides = _fitted(args)
     config = load(args.config, args.overrides)
     if args.show_data:
         return _show_data(config)
     from bytescope.train.checkpoints.workdir import check_path
-    from bytescope.train.run.profile import NOTHING, Asked
+    from bytescope.train.run.profile import NOTHING, ProfiledUpdates
 
     check_path(args.workdir or Path("runs"))
-    asked = NOTHING if args.profile is None else Asked.parse(args.profile)
+    asked = NOTHING if args.profile is None else ProfiledUpdates.parse(args.profile)
     from bytescope.train.launch.processes import find, start
     from bytescope.train.launch.runtime import prepare
 
@@ -131,9 +134,9 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.memory.seconds import rates
         from bytescope.memory.view.console import make_console
         from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
-        from bytescope.train.program.config_files import title_of
         from bytescope.train.program.run_command import Command
         from bytescope.train.run import loop
+        from bytescope.train.source import title_of
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
@@ -154,6 +157,42 @@ def _train(args: argparse.Namespace) -> int:
                 raise KeyboardInterrupt(interrupted_note(workdir)) from None
             processes.close()
     return 0
+
+
+def _fitted(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Returns the overrides with those that `bytescope fit` adds, (dotted key, text). The walk is printed.
+
+    The search compiles in other processes, and ends before jax starts in this one.
+
+    Raises:
+      DoesNotFit: nothing fits the budget.
+      UserError: a mistake in the config or the budget, or an interrupted search.
+    """
+    from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
+
+    with tempfile.TemporaryDirectory(prefix="bytescope-fit-") as folder:
+        out = Path(folder) / "fit.json"
+        command = [sys.executable, "-m", "bytescope.memory", "fit", f"--config={args.config}", f"--json={out}"]
+        command += [f"--config.{key}={text}" for key, text in args.overrides]
+        if args.budget:
+            command.append(f"--budget={args.budget}")
+        if args.rates is not None:
+            command.append(f"--rates={args.rates}")
+        sys.stdout.flush()
+        search, code = subprocess.Popen(command), None
+        while code is None:
+            try:
+                code = search.wait()
+            except KeyboardInterrupt:  # reaches the search too, which ends with the best so far
+                continue
+        if code == INTERRUPTED:
+            raise UserError("the fit was stopped; the best that it found is shown above, with the flags to train with")
+        if code == DOES_NOT_FIT:
+            raise DoesNotFit("nothing fits, as shown above: give a larger --budget, or a smaller model")
+        if code or not out.exists():
+            raise UserError("the fit failed, as shown above: correct that, or train without --fit")
+        best = json.loads(out.read_text())["best"]
+    return [*args.overrides, *best["overrides"].items()]
 
 
 def _show_data(config: Any) -> int:

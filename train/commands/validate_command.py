@@ -20,9 +20,8 @@ from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.published_sets import SETS
-from bytescope.train.plan.validation.validation_result import Result
+from bytescope.train.plan.validation.measured_rows import SETS, MeasuredRow
+from bytescope.train.plan.validation.validation_result import ValidationResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     return INTERRUPTED if found.left else 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[Row], Path]:
+def _checked(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
     """The rows asked for and the folder of compiled ones. Raises ReportError for a mistake, before anything is
     compiled."""
-    from bytescope.train.plan.validation import published_sets
+    from bytescope.train.plan.validation import measured_rows
 
     if args.overrides:
         key, text = args.overrides[0]
@@ -83,13 +82,13 @@ def _checked(args: argparse.Namespace) -> tuple[list[Row], Path]:
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder}: it is a file; give a folder")
-    rows = [row for row in published_sets.rows(args.set) if _is_asked(row, _counts(args.gpus), args.only or "")]
+    rows = [row for row in measured_rows.rows(args.set) if _is_asked(row, _counts(args.gpus), args.only or "")]
     if not rows:
         raise ReportError(f"no row of {args.set} is asked for: leave --gpus or --only out")
     return _of_rates(args, rows), folder
 
 
-def _of_rates(args: argparse.Namespace, rows: Sequence[Row]) -> list[Row]:
+def _of_rates(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
     """The rows; those on other chips than --rates was measured on with the reason why nothing is predicted of them.
 
     Raises ReportError where that leaves none.
@@ -124,12 +123,12 @@ def _counts(text: str | None) -> frozenset[int]:
     return found
 
 
-def _is_asked(row: Row, counts: frozenset[int], text: str) -> bool:
+def _is_asked(row: MeasuredRow, counts: frozenset[int], text: str) -> bool:
     named = f"{row.id} {row.model} {row.chip} {row.setup} {row.source}".lower()
     return (not counts or row.gpus in counts) and text.lower() in named
 
 
-def _finish(args: argparse.Namespace, found: Result) -> None:
+def _finish(args: argparse.Namespace, found: ValidationResult) -> None:
     """Prints the scores and writes the files."""
     from bytescope.train.plan.validation import validation_view
 

@@ -62,7 +62,8 @@ class BatchAlgebra:
 
     @classmethod
     def of(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
-        """From `config.batch`: the accumulation as given, or from `tokens` or `accumulation_schedule`.
+        """Builds the batch of `config.batch`: with the given accumulation, or from `tokens` or
+        `accumulation_schedule`.
 
         Raises:
           ValueError: two of these are given, the tokens are not a multiple of those of one micro-step, or the schedule
@@ -96,12 +97,12 @@ class BatchAlgebra:
 
     @property
     def global_rows(self) -> int:
-        """Sequences of one optimizer update, with a schedule of the largest."""
+        """Sequences of one optimizer update; with a schedule, of the largest update."""
         return self.rows * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer update, with a schedule of the largest."""
+        """Tokens of one optimizer update; with a schedule, of the largest update."""
         return self.global_rows * self.seq_len
 
     def at(self, update: int) -> int:
@@ -109,7 +110,7 @@ class BatchAlgebra:
         return next((count for start, count in reversed(self.schedule) if update >= start), self.accumulation)
 
     def traced_at(self, update: jax.Array) -> jax.Array:
-        """`at` of a traced number, int32 of its shape: for `optax.MultiSteps`."""
+        """Returns `at` for a traced number of an update, int32 of its shape, for `optax.MultiSteps`."""
         if not self.schedule:
             return jnp.full_like(update, self.accumulation)
         starts = jnp.asarray([start for start, _ in self.schedule], jnp.int32)
@@ -128,7 +129,8 @@ class BatchAlgebra:
 
     @property
     def read_steps(self) -> int:
-        """Micro-steps whose sequences are read together: those of an update, or one where updates differ in number."""
+        """Micro-steps whose sequences are read together: those of one update, or one micro-step if the updates have
+        different numbers of them."""
         return 1 if self.schedule else self.accumulation
 
     def __str__(self) -> str:
@@ -159,7 +161,7 @@ def _divide(tokens: int, one: BatchAlgebra) -> int:
 
 
 def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """`("0:1", "1000:4")` as pairs of numbers. Raises ValueError for what is not a valid schedule."""
+    """Parses `("0:1", "1000:4")` into pairs of numbers. Raises ValueError if the schedule is not valid."""
     matches = [re.fullmatch(r"(\d+):(\d+)", str(text)) for text in texts]
     pairs = tuple((int(match[1]), int(match[2])) for match in matches if match)
     starts = [start for start, _ in pairs]

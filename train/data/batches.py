@@ -1,7 +1,7 @@
 """Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
 
 The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
-examples (`data.format`) come in rows (open_examples.py). Epoch e visits every window or row once, in an order drawn
+examples (`data.format`) come in rows (examples.py). Epoch e visits every window or row once, in an order drawn
 from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
 batch is split change nothing.
 """
@@ -17,10 +17,9 @@ import numpy as np
 
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.corpus import ShardFiles, find
-from bytescope.train.data.documents import Text
-from bytescope.train.data.open_examples import open_examples
+from bytescope.train.data.documents import RecordTexts, TextDocuments
+from bytescope.train.data.examples import open_examples
 from bytescope.train.data.packing import ExampleSource
-from bytescope.train.data.record_texts import RecordTexts
 from bytescope.train.data.records import RecordFiles, left_out
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.shards import Shards, open_shards
@@ -28,7 +27,7 @@ from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
 Batch = dict[str, np.ndarray]
-Source = Text | RecordTexts | Shards
+Source = TextDocuments | RecordTexts | Shards
 
 
 class TokenSource:
@@ -124,7 +123,8 @@ def open_data(config: DataConfig) -> Data:
                 "run trains on: hold out other files, or leave data.eval_source empty"
             )
         train_part, held_out_part = parts
-        if isinstance(train_part, Text) and isinstance(held_out_part, Text):  # noqa: SIM114  (mypy tells them apart)
+        # Two branches, so that mypy knows the type of each part.
+        if isinstance(train_part, TextDocuments) and isinstance(held_out_part, TextDocuments):  # noqa: SIM114
             parts = train_part.without(held_out_part), held_out_part
         elif isinstance(train_part, RecordTexts) and isinstance(held_out_part, RecordTexts):
             parts = train_part.without(held_out_part), held_out_part
@@ -262,7 +262,7 @@ def _describe(
     titles = [part.title for part in parts]
     held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
     notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]
-    if tokenizer.separator is None and any(isinstance(part, Text | RecordTexts) for part in parts):
+    if tokenizer.separator is None and any(isinstance(part, TextDocuments | RecordTexts) for part in parts):
         notes.append("no separator between documents (the tokenizer has no end-of-text token)")
     if config.special_tokens == "parse":
         notes.append("special tokens written in the text are parsed")

@@ -25,7 +25,7 @@ TOTAL_CHARACTERS, CHARACTERS_EACH, CHARACTERS_PER_CHARACTER = 1 << 22, 1 << 14, 
 
 
 def environment():
-    """jinja2's sandbox with what transformers gives a template."""
+    """Returns jinja2's sandbox with the functions that transformers gives a template."""
     import datetime
 
     import jinja2
@@ -33,7 +33,7 @@ def environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: what the model is to learn."""
+        """{% generation %}: marks the text that the model learns."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -59,7 +59,7 @@ def environment():
 
 
 def rendered(template, variables, asked):
-    """The text of a conversation and, as asked, what comes before each answer, and the text up to its end."""
+    """Renders a conversation: its text and, if asked for, the text before each answer and the text up to its end."""
     messages, tools = asked["messages"], asked["tools"]
 
     def render(count, generation_prompt):

@@ -43,12 +43,13 @@ class Template:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it says itself what is learned."""
+        """Whether the template marks itself which text is learned."""
         return GENERATION.search(self.source) is not None
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokenizer_config.json beside the tokenizer.json says; {} if there is none. Raises UserError if damaged."""
+    """Reads tokenizer_config.json beside the tokenizer.json; {} if there is none. Raises UserError if it is
+    damaged."""
     path = getattr(tokenizer, "path", None)
     path = path and path.with_name("tokenizer_config.json")
     if path is None or not path.is_file():
@@ -63,14 +64,15 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer_config.json by their names there, such as eos_token."""
+    """Returns the special tokens of a tokenizer_config.json by their keys there, such as eos_token."""
     found = {name: config.get(name) for name in TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in texts.items() if isinstance(value, str)}
 
 
 def find_template(tokenizer: Tokenizer, asked: str) -> Template:
-    """The template of the file `asked`, else the tokenizer's own, else ChatML. Raises UserError if it cannot be read.
+    """Finds the template: the file `asked`, else the tokenizer's own, else ChatML. Raises UserError if it cannot be
+    read.
 
     As in transformers a chat_template.jinja beside the tokenizer comes before tokenizer_config.json, and of several
     templates the one named default is taken.

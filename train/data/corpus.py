@@ -1,7 +1,7 @@
 """The files of `data.source`: text, records or token shards.
 
-`find` looks at the source and returns a `Text`, or the names of files of records (train/data/records.py reads those) or
-of token shards (train/data/shards.py).
+`find` looks at the source and returns a `TextDocuments`, or the names of files of records (train/data/records.py reads
+them) or of token shards (train/data/shards.py).
 """
 
 import glob
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from bytescope.train.data.documents import Document, Text, reading
+from bytescope.train.data.documents import Document, TextDocuments, reading
 from bytescope.train.data.records import (
     RecordFile,
     RecordFiles,
@@ -48,7 +48,7 @@ class ShardFiles:
     files: tuple[Path, ...]
 
 
-def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFiles:
+def find(source: str, key: str = "data.source") -> TextDocuments | RecordFiles | ShardFiles:
     """Returns the text, records or shards of `source` ("stdlib", a file, a folder or a glob); nothing is tokenized yet.
 
     `key` names the setting in messages. Raises UserError if nothing is found, or several of these.
@@ -85,7 +85,7 @@ def find(source: str, key: str = "data.source") -> Text | RecordFiles | ShardFil
     return ShardFiles(source, None, shards)
 
 
-def _stdlib(key: str) -> Text | RecordFiles:
+def _stdlib(key: str) -> TextDocuments | RecordFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -114,20 +114,26 @@ def _text(
     sniff: bool = True,
     errors: str = "strict",
     version: str = "",
-) -> Text | RecordFiles:
+) -> TextDocuments | RecordFiles:
     documents, skipped, files = [], 0, list(files)
     if records := [path for path in files if sniff and is_record_file(path)]:
         return _records(title, key, base, records, [path for path in files if path not in set(records)])
     for path in files:
         size = path.stat().st_size
-        if sniff and size and _is_binary(path):
+        if not size:  # an empty file would only add a second separator
+            continue
+        is_binary = False
+        if sniff:
+            with reading(path) as file:
+                is_binary = b"\0" in file.read(SNIFF_BYTES)
+        if is_binary:
             skipped += 1
-        elif size:  # an empty file would only add a second separator
+        else:
             documents.append(Document(path, path.relative_to(base).as_posix(), 0, size, errors))
     if not documents:
         found = f"no text, only binary files ({skipped:,})" if skipped else "no text"
         raise UserError(f"{key}={title!r} holds {found}: give UTF-8 text files, or .bin or .npy shards")
-    return Text(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
+    return TextDocuments(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
 
 
 def _records(title: str, key: str, base: Path, records: list[Path], others: list[Path]) -> RecordFiles:
@@ -150,15 +156,12 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
     """Yields the files below `root`, without hidden ones and compiled Python."""
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in skipped and n != "__pycache__" and not n.startswith(".")]
-        yield from (p for n in names if not n.startswith(".") and (p := Path(folder, n)).is_file())
+        for name in names:
+            if not name.startswith(".") and Path(folder, name).is_file():
+                yield Path(folder, name)
 
 
 def _fixed_part(pattern: Path) -> Path:
     """Returns the folder in front of the first wildcard: names are taken from there."""
     folders = pattern.parts[:-1]
     return Path(*takewhile(lambda part: not glob.has_magic(part), folders))
-
-
-def _is_binary(path: Path) -> bool:
-    with reading(path) as file:
-        return b"\0" in file.read(SNIFF_BYTES)

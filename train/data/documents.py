@@ -1,20 +1,30 @@
-"""Text documents: how they are read, and which are held out.
+"""Text documents, of files (`TextDocuments`) or of a field of records (`RecordTexts`): reading, and what is held out.
 
-Names decide what is held out, never chance, so it is the same in every run and on every machine; and no copy of a
-document that is held out is trained on.
+Names of files, or contents of records, decide what is held out, never chance: it is the same in every run and on every
+machine. No copy of a held-out document is trained on.
 """
 
 import codecs
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from bytescope.train.data.records import HELD_OUT
+from bytescope.train.data.records import (
+    HELD_OUT,
+    Malformed,
+    RecordFiles,
+    Skipped,
+    choose_held_out,
+    mark,
+    read,
+    text_of,
+)
 from bytescope.train.data.tokenizer import Tokenizer, tokenize
 from bytescope.train.user_errors import UserError
 
@@ -66,7 +76,7 @@ class Document:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """The open file. Raises UserError if it cannot be read."""
+    """Opens a file. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             yield file
@@ -82,7 +92,7 @@ def texts(documents: Iterable[Document]) -> Iterator[str | None]:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDocuments:
     """Text documents in the order in which they are read.
 
     title: the source in messages. skipped: number of binary files left out. version: of Python, for its standard
@@ -112,7 +122,7 @@ class Text:
         """Yields the pieces of every document in order, and None where a document ends."""
         return texts(self.documents)
 
-    def split(self) -> tuple["Text", "Text"]:
+    def split(self) -> tuple["TextDocuments", "TextDocuments"]:
         """Returns what trains and what is held out: by file, or the last part of a single file."""
         if len(self.documents) == 1:
             document = self.documents[0]
@@ -121,7 +131,10 @@ class Text:
             first = (replace(document, stop=cut),) if document.start < cut else ()
             rest = (replace(document, start=cut),) if cut < document.stop else ()
             return replace(self, documents=first), replace(self, documents=rest)
-        marks = {document.name: _mark(document.name) for document in self.documents}
+        marks = {}
+        for document in self.documents:  # by the name alone, so that adding a file changes nothing for the others
+            name = document.name.encode(errors="surrogateescape")  # names need not be UTF-8
+            marks[document.name] = int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
         if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
             chosen = {min(marks, key=marks.__getitem__)}
@@ -129,12 +142,14 @@ class Text:
         train = replace(self, documents=tuple(d for d in self.documents if d.name not in chosen))
         return train.without(held_out), held_out
 
-    def without(self, other: "Text") -> "Text":
-        """Returns this text without copies of documents of the other."""
-        kept = _without_copies(self.documents, other.documents)
+    def without(self, other: "TextDocuments") -> "TextDocuments":
+        """Returns this text without copies of documents of the other; only files of the same size are read."""
+        sizes = {d.stop - d.start for d in self.documents} & {d.stop - d.start for d in other.documents}
+        contents = {_content(d) for d in other.documents if d.stop - d.start in sizes}
+        kept = tuple(d for d in self.documents if d.stop - d.start not in sizes or _content(d) not in contents)
         return replace(self, documents=kept, copies=len(self.documents) - len(kept))
 
-    def training_part(self) -> "Text":
+    def training_part(self) -> "TextDocuments":
         """Returns what trains where the held-out data come from another source: everything."""
         return self
 
@@ -162,25 +177,12 @@ class Text:
         return f"{n:,} document" if n == 1 else f"{n:,} documents"
 
 
-def _without_copies(documents: tuple[Document, ...], of: tuple[Document, ...]) -> tuple[Document, ...]:
-    """The documents without those that have the content of one in `of`; only files of the same size are read."""
-    sizes = {d.stop - d.start for d in documents} & {d.stop - d.start for d in of}
-    contents = {_content(d) for d in of if d.stop - d.start in sizes}
-    return tuple(d for d in documents if d.stop - d.start not in sizes or _content(d) not in contents)
-
-
 def _content(document: Document) -> bytes:
     digest = blake2b(digest_size=16)
     with reading(document.path) as file:
         while chunk := file.read(PIECE_BYTES):
             digest.update(chunk)
     return digest.digest()
-
-
-def _mark(name: str) -> int:
-    """Returns a number that depends on the name alone, so that adding a file changes nothing for the others."""
-    # Names need not be UTF-8.
-    return int.from_bytes(blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
 
 
 def _cut(document: Document) -> int:
@@ -196,3 +198,131 @@ def _cut(document: Document) -> int:
     while before and around[before] & 0xC0 == 0x80:  # never inside a character: step back over 10xxxxxx
         nominal, before = nominal - 1, before - 1
     return nominal
+
+
+# ---- documents in records ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The result of one reading of all records.
+
+    marks: uint64 [n], hashes of the contents. named: bool [n], whether the name of the file says that the record is
+    held out. malformed: number of records left out.
+    """
+
+    marks: np.ndarray
+    named: np.ndarray
+    malformed: int
+
+
+@dataclass(frozen=True)
+class RecordTexts:
+    """The documents in `field` of records, read from their files each time.
+
+    chosen: bool [n] over the records that are not malformed, whether each is in this part; None for all.
+    """
+
+    files: RecordFiles
+    field: str
+    skip_bad: int
+    chosen: np.ndarray | None = None
+    found: Marks | None = None
+    copies: int = 0  # of held-out documents, which this part leaves out
+
+    recorded_tokenizer = None
+    skipped = 0  # binary files
+    text_bytes = None  # of text: not known before it is read
+
+    @property
+    def title(self) -> str:
+        """The source in messages."""
+        return self.files.title
+
+    @property
+    def paths(self) -> set[Path]:
+        """The resolved paths of the files."""
+        return self.files.paths
+
+    @property
+    def marks(self) -> np.ndarray:
+        """Hashes of the contents of this part's documents, uint64 [n]."""
+        return self._scan.marks if self.chosen is None else self._scan.marks[self.chosen]
+
+    @property
+    def malformed(self) -> int:
+        """Records left out as malformed."""
+        return self._scan.malformed
+
+    @cached_property
+    def _scan(self) -> Marks:
+        """One reading of all records."""
+        if self.found is not None:
+            return self.found
+        skipped = Skipped(self.skip_bad)
+        rows = [(mark(text), held_out) for text, held_out in self._documents(skipped)]
+        skipped.refuse_nothing_left(self.files.title, len(rows))
+        return Marks(
+            np.array([row[0] for row in rows], np.uint64), np.array([row[1] for row in rows], bool), skipped.count
+        )
+
+    def _documents(self, skipped: Skipped) -> Iterator[tuple[str, bool]]:
+        for record in read(self.files, (self.field,), skipped):
+            try:
+                yield text_of(record.values.get(self.field), f"the field {self.field!r} (data.field)"), record.held_out
+            except Malformed as error:
+                skipped.add(record.place, error)
+
+    def _part(self, chosen: np.ndarray) -> "RecordTexts":
+        return replace(self, chosen=chosen, found=self._scan)
+
+    def split(self) -> tuple["RecordTexts", "RecordTexts"]:
+        """Returns what trains and what is held out; a document that is held out trains nowhere."""
+        chosen = choose_held_out(self._scan.marks, self._scan.named)
+        held_out = self._part(chosen)
+        return self._part(~chosen).without(held_out), held_out
+
+    def training_part(self) -> "RecordTexts":
+        """Returns what trains where the held-out data come from another source: all but what is named as held out."""
+        named = self._scan.named
+        return self._part(~named if not named.all() else np.ones_like(named))
+
+    def held_out_part(self) -> "RecordTexts":
+        """Returns the documents of the files whose names say that they are held out, or all if there are none."""
+        named = self._scan.named
+        return self._part(named if named.any() else ~named)
+
+    def without(self, other: "RecordTexts") -> "RecordTexts":
+        """Returns this part without copies of documents of the other."""
+        chosen = np.ones_like(self._scan.named) if self.chosen is None else self.chosen
+        kept = chosen & ~np.isin(self._scan.marks, other.marks)
+        return replace(self, chosen=kept, copies=self.copies + int(chosen.sum() - kept.sum()))
+
+    def stream(self) -> Iterator[str | None]:
+        """Yields every document of this part, and None where one ends."""
+        skipped = Skipped(self.skip_bad)
+        for number, (text, _) in enumerate(self._documents(skipped)):
+            if (self.chosen is None or self.chosen[number]) and text:
+                yield text
+                yield None
+
+    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
+        """Returns all tokens as one array of the smallest unsigned integer that holds them."""
+        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+        return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
+
+    def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns the largest token id that can occur, plus 1."""
+        return tokenizer.vocab_size
+
+    def identity(self, arrays: list[np.ndarray]) -> bytes:
+        """Returns a hash of the contents; `arrays`: the tokens, as `arrays` has them."""
+        digest = blake2b(b"records")
+        for array in (self.marks, *arrays):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.digest()
+
+    def count(self) -> str:
+        """Returns the number of documents in words, such as "2 documents"."""
+        n = len(self.marks)
+        return f"{n:,} document" if n == 1 else f"{n:,} documents"

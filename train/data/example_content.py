@@ -1,4 +1,4 @@
-"""What a record of each format holds: messages, or a prompt and its completion."""
+"""The content of a record in each format: messages, or a prompt and its completion."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ALPACA = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. messages: with role and content, and what else the record has; tools: as the template takes
+    """A conversation. messages: with role, content and the other keys of the record. tools: as the template takes
     them."""
 
     messages: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt, and what is to follow it."""
+    """A prompt and the completion to learn."""
 
     prompt: str
     completion: str
@@ -47,7 +47,8 @@ class Pair:
 
 
 def chat_of(values: dict[str, Any]) -> Chat:
-    """The conversation of a record {"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]}.
+    """Returns the conversation of a record {"messages": [{"role", "content"}]}, or {"conversations": [{"from",
+    "value"}]}.
 
     Raises Malformed if it has none.
     """
@@ -75,7 +76,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def pair_of(values: dict[str, Any]) -> Pair:
-    """The pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's words.
+    """Returns the pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's words.
 
     Raises Malformed if it has none.
     """

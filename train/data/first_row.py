@@ -27,7 +27,7 @@ def show_data(config: DataConfig, seed: int, console: Console) -> None:
 
 
 def examples(data: Data, row: Batch) -> list[Text]:
-    """The text of each example of a row of inputs, targets and, if there are, segments, int32 [seq_len] each."""
+    """Returns the text of each example in a row of inputs, targets and optional segments, int32 [seq_len] each."""
     inputs, targets = row["inputs"], row["targets"]
     used = int(np.flatnonzero(targets != IGNORE)[-1]) + 1  # nothing is learned behind it
     segments = row.get("segments", np.ones_like(inputs))[:used]

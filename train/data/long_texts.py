@@ -1,4 +1,4 @@
-"""Token ids of a text too long to be encoded at once: those of the whole text, from windows that overlap.
+"""Encodes a text that is too long for one call, in overlapping windows, to the token ids of the whole text.
 
 Encoded apart, two parts of a text have other ids at the cut: a word is torn, a space is put before each part. Here
 every window begins `OVERLAP` characters before the last one ended, and the two are joined in the middle of the longest
@@ -57,9 +57,10 @@ def encode_long(pieces: Iterable[str], encode: Encode) -> Iterator[np.ndarray]:
         if held is None:
             held = window
             continue
-        if not waiting and (found := _joint(held, first, window)):
-            yield held.ids[first : found[0]]
-            held, first = window, found[1]
+        joint = None if waiting else _joint(held, first, window)
+        if joint:
+            yield held.ids[first : joint[0]]
+            held, first = window, joint[1]
             continue
         waiting += window.text[held.stop + len(waiting) - window.start :]
         if len(waiting) >= len(held.text):  # twice as long each time: the work stays in proportion to the text
@@ -82,8 +83,8 @@ def _windows(pieces: Iterable[str], encode: Encode) -> Iterator[Window]:
 
 
 def _joint(held: Window, first: int, window: Window) -> tuple[int, int] | None:
-    """The middle of the longest run of tokens that both windows have, as a token of each; None if no run is long
-    enough. Tokens of `held` before `first` do not count."""
+    """Returns the middle of the longest run of tokens that both windows have, as an index into each; None if no run is
+    long enough. Tokens of `held` before `first` do not count."""
     begin = max(first, int(np.searchsorted(held.spans[:, 0], window.start)))
     end = int(np.searchsorted(window.spans[:, 1], held.stop, side="right"))
     place = {token: begin + i for i, token in enumerate(_tokens(held, slice(begin, None)))}
@@ -99,7 +100,8 @@ def _joint(held: Window, first: int, window: Window) -> tuple[int, int] | None:
 
 
 def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
-    """(id, from, to, number) of each token; the number tells the tokens of one character apart that have one id."""
+    """Returns (id, from, to, number) of each token. The number distinguishes tokens of one character with the same
+    id."""
     rows: list[tuple[int, int, int, int]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
     for i, (start, stop) in zip(window.ids[part].tolist(), window.spans[part].tolist(), strict=True):
@@ -109,7 +111,8 @@ def _tokens(window: Window, part: slice) -> list[tuple[int, int, int, int]]:
 
 
 def _longer(held: Window, first: int, more: str, encode: Encode) -> Window:
-    """The window of `held` with the text `more` behind it. Raises UserError if that changes what was yielded."""
+    """Returns `held` extended by the text `more`. Raises UserError if the ids that were yielded already would
+    change."""
     text = held.text + more
     ((ids, spans),) = encode([text])
     spans, settled = spans + held.start, min(first + AGREED // 2, len(held.ids)) if first else 0

@@ -1,4 +1,4 @@
-"""Rows of examples: several in a row where they fit, each with its own segment.
+"""Packs examples into rows: several in a row if they fit, each with its own segment id.
 
 The rows are chosen once, from the lengths alone, so that the state of a reader stays one integer, and every epoch
 visits every example once.
@@ -13,7 +13,7 @@ from bytescope.train.data.batch_algebra import IGNORE
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each example, int64 [n], best fit in order of decreasing length.
+    """Returns the row of each example, int64 [n], by best fit in order of decreasing length.
 
     Each goes into the fullest row that has room for it (Ding et al. 2024, arXiv 2404.10830): at most 11/9 of the least
     number of rows there can be, and a few more (Johnson et al. 1974, doi 10.1137/0203025).

@@ -1,4 +1,4 @@
-"""`bytescope prepare`: makes of text the token shards that train/data/shards.py reads."""
+"""`bytescope prepare`: tokenizes text into the shards that train/data/shards.py reads."""
 
 import argparse
 import json
@@ -15,8 +15,7 @@ from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import disk_remedy
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
-from bytescope.train.data.documents import Text
-from bytescope.train.data.record_texts import RecordTexts
+from bytescope.train.data.documents import RecordTexts, TextDocuments
 from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
@@ -27,7 +26,7 @@ PARTIAL = ".prepare"  # the folder inside the new one in which everything is wri
 
 
 def write_shards(
-    text: Text | RecordTexts,
+    text: TextDocuments | RecordTexts,
     tokenizer: Tokenizer,
     out: Path,
     shard_tokens: int,
@@ -42,7 +41,7 @@ def write_shards(
     partial = out / PARTIAL
     _take_back(out)
     _refuse_used(out)
-    parts: Sequence[Text | RecordTexts] = text.split()
+    parts: Sequence[TextDocuments | RecordTexts] = text.split()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
@@ -114,7 +113,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _take_back(out: Path) -> None:
-    """Removes what a run that was killed had moved into `out`: its index is there, and shards are still to come."""
+    """Removes the index and shards that a killed run had moved into `out` before it was complete."""
     partial = out / PARTIAL
     try:
         names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]

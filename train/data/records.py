@@ -74,7 +74,7 @@ class Skipped:
     first: str = ""
 
     def add(self, place: str, why: str | Malformed) -> None:
-        """Leaves one out. Raises UserError if it is one too many."""
+        """Counts one more. Raises UserError if more are left out than allowed."""
         self.count += 1
         self.first = self.first or f"{place}: {why}"
         if self.count > self.allowed:
@@ -91,12 +91,12 @@ class Skipped:
 
 
 def is_record_file(path: Path) -> bool:
-    """Whether the name of `path` is that of a file of records."""
+    """Returns whether `path` has the name of a file of records."""
     return path.name.lower().endswith(tuple(READERS))
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `datasets` saved a data set in this folder."""
+    """Returns whether `datasets` saved a data set in this folder."""
     return (folder / SPLITS).is_file() or ((folder / STATE).is_file() and (folder / "dataset_info.json").is_file())
 
 
@@ -184,15 +184,15 @@ def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
     with _tables(path) as arrow, arrow.memory_map(str(path)) as file:
         reader = arrow.ipc.open_stream(file)
         columns = _columns(path, reader.schema.names, fields)
-        yield from _rows(
-            path,
-            (
-                batch.slice(start, ROWS)
-                for whole in reader
-                for batch in [whole.select(columns)]
-                for start in range(0, batch.num_rows, ROWS)
-            ),
-        )
+        yield from _rows(path, _slices(reader, columns))
+
+
+def _slices(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """Yields these columns of the batches of an Arrow stream, at most ROWS rows at a time."""
+    for whole in reader:
+        batch = whole.select(columns)
+        for start in range(0, batch.num_rows, ROWS):
+            yield batch.slice(start, ROWS)
 
 
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
@@ -212,7 +212,7 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _tables(path: Path) -> Iterator[Any]:
-    """pyarrow, whose errors become UserError. Raises UserError if it is not installed."""
+    """Gives pyarrow, whose errors become UserError. Raises UserError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -231,7 +231,7 @@ READERS = {".jsonl": _lines, ".jsonl.gz": _lines, ".parquet": _parquet, ".arrow"
 
 
 def text_of(value: Any, what: str) -> str:
-    """`value` as text that can be written as UTF-8. Raises Malformed if it is not; `what` names it."""
+    """Returns `value` if it is text that can be written as UTF-8, else raises Malformed. what: names the value."""
     if not isinstance(value, str):
         raise Malformed(f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
     try:
@@ -242,12 +242,13 @@ def text_of(value: Any, what: str) -> str:
 
 
 def mark(content: str) -> int:
-    """A number of 64 bits that depends on the content alone: copies are held out together, or not at all."""
+    """Returns a hash of 64 bits of the content, so that copies are held out together or not at all."""
     return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "big")
 
 
 def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
-    """Which records are held out, bool [n]: those of files whose names say so, else one in `HELD_OUT` by content.
+    """Returns which records are held out, bool [n]: those of files whose names say so, else one in `HELD_OUT` by
+    content.
 
     marks: uint64 [n], of the contents. named: bool [n].
     """
@@ -260,7 +261,7 @@ def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
 
 
 def left_out(malformed: int, copies: int) -> list[str]:
-    """What was left out of records or documents, in words."""
+    """Returns in words what was left out of records or documents."""
     notes = []
     if malformed:
         notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")

@@ -118,7 +118,10 @@ def open_shards(found: ShardFiles, dtype: str) -> Shards:
     Raises UserError if the index or a shard is damaged, truncated, empty, or of a dtype that token ids do not have.
     """
     if found.folder is None:
-        shards = [Shard(path, READERS[path.suffix](path, dtype), _split_of(path)) for path in found.files]
+        shards = []
+        for path in found.files:
+            split = "heldout" if HELD_OUT_NAME.search(path.stem.lower()) else "train"
+            shards.append(Shard(path, READERS[path.suffix](path, dtype), split))
         return Shards(found, tuple(shards), {})
     index = _read_index(found.folder / INDEX)
     shards = []
@@ -132,10 +135,6 @@ def open_shards(found: ShardFiles, dtype: str) -> Shards:
             )
         shards.append(Shard(path, tokens, entry["split"]))
     return Shards(found, tuple(shards), index)
-
-
-def _split_of(path: Path) -> str:
-    return "heldout" if HELD_OUT_NAME.search(path.stem.lower()) else "train"
 
 
 def _open_bin(path: Path, dtype: str) -> np.ndarray:

@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 def _byte_spans(text: str) -> np.ndarray:
-    """The character that each byte of the UTF-8 of `text` belongs to, int64 [n, 2]."""
+    """Returns [from, to) of the character of each byte of the text in UTF-8, int64 [n, 2]."""
     content = np.frombuffer(text.encode("utf-8"), np.uint8)
     number = np.cumsum(content & 0xC0 != 0x80)  # all but 10xxxxxx begin a character
     return np.stack([number - 1, number], axis=1).astype(np.int64)
@@ -150,11 +150,12 @@ class JsonTokenizer:
         return tuple(encoding.ids[: plain[0]]), tuple(encoding.ids[plain[-1] + 1 :])
 
     def parsing(self) -> "JsonTokenizer":
-        """The same tokenizer, to which special tokens written in a text are these tokens."""
+        """Returns this tokenizer with special tokens in a text parsed as special tokens."""
         return self._varied(self._tokenizer.to_str())
 
     def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
-        """The same tokenizer with names for its special tokens that no text has, and special token -> its name there.
+        """Returns (this tokenizer with special tokens renamed to names that no text has, special token -> its new
+        name).
 
         Raises UserError if that changes an id.
         """
@@ -185,7 +186,7 @@ class JsonTokenizer:
         return made
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token, or None."""
+        """Returns the id of a token, or None."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
@@ -283,7 +284,8 @@ def _panics_silenced() -> Iterator[None]:
                 os.dup2(screen, 2)
                 os.close(screen)
                 file.seek(0)
-                if not panicked and (printed := file.read()):
+                printed = file.read()
+                if printed and not panicked:
                     os.write(2, printed)
     finally:
         REDIRECTING.release()

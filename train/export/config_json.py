@@ -1,4 +1,5 @@
-"""Our model as a config.json: that of the folder it began from where it still says so, else that of the nearest family.
+"""Writes `config.model` as a config.json: the one of the folder that the run began from, else one of the nearest
+family.
 
 What is written is read back as an import reads it, and has to give the same keys of `config.model`: a family that does
 not express one of them is not taken.
@@ -11,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.configs import base
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import routed_layers, same_model
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN
-from bytescope.train.weights.hf_config import SCALINGS, describe
+from bytescope.train.weights.hf_config import SCALINGS, describe, routed_layers, same_model
 
 # Keys of `config.model` that say how a step is computed, not what: no config.json has them.
 COMPUTED = (
@@ -29,7 +30,6 @@ COMPUTED = (
     "capacity_factor",
     *OWN,
 )
-HERE = "config.json"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 Keys = Mapping[str, Any]
@@ -37,15 +37,17 @@ Raw = dict[str, Any]
 
 
 def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
-    """The object of a config.json for `config.model`.
+    """Returns the object of a config.json for `config.model`.
 
     folder: the config.json of the folder that the run began from; what it says besides is kept.
 
     Raises:
       UserError: no family that transformers has computes this model; the keys that stand in the way.
     """
-    if folder is not None and (raw := _updated(model, folder)) is not None:
-        return raw
+    if folder is not None:
+        updated = _updated(model, folder)
+        if updated is not None:
+            return updated
     others: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
         raw = _written(name, family, model)
@@ -59,7 +61,8 @@ def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
 
 
 def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
-    """The folder's own with the keys that differ set; None where that does not give the model."""
+    """Returns the folder's config.json with the keys that differ set to ours; None if it still describes another
+    model."""
     family = FAMILIES.get(str(folder.get("model_type")))
     if family is None:
         return None
@@ -72,7 +75,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
         differing.remove("max_seq_len")  # shorter sequences in training make no shorter model
-        model = {**model, "max_seq_len": describe(raw, HERE).keys["max_seq_len"]}
+        model = {**model, "max_seq_len": describe(raw, CONFIG).keys["max_seq_len"]}
     if any(key.startswith("rope_") for key in differing):
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     mine = _written(folder["model_type"], family, model)
@@ -82,7 +85,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
 
 
 def _written(name: str, family: Family, model: Keys) -> Raw:
-    """A config.json of a family from our keys."""
+    """Returns a config.json of a family from our keys."""
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
         if field.key:
@@ -97,10 +100,10 @@ def _written(name: str, family: Family, model: Keys) -> Raw:
 
 
 def _differences(model: Keys, raw: Raw) -> list[str]:
-    """The keys of the model that a config.json does not give, those that it does not know at other than their
-    defaults included."""
+    """Returns the keys of the model for which a config.json gives another value, or no value although ours is not the
+    default."""
     try:
-        found = describe(raw, HERE).keys
+        found = describe(raw, CONFIG).keys
     except UserError:
         return [key for key in model if key not in COMPUTED]
     expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(found)
@@ -124,13 +127,13 @@ def _scale(model: Keys) -> float:
 
 
 def _whole(value: float) -> float | int:
-    """A number as people write it: 256, not 256.00000000000006."""
+    """Rounds a float to the whole number that it is up to rounding errors: 256.00000000000006 to 256."""
     near = round(value)
     return near if math.isclose(value, near, rel_tol=1e-12) else value
 
 
 def _rope(model: Keys) -> Raw:
-    """One base for all layers, spelt as transformers 4 and 5 both read it."""
+    """One base for all layers, with key names that transformers 4 and 5 both read."""
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
     if scaling := model["rope_scaling"]:
         kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
@@ -155,14 +158,14 @@ def _ropes(model: Keys) -> Raw:
 
 
 def _layer_types(model: Keys) -> Raw:
-    """Gemma 3: each n-th layer sees everything; a window as long as the model is none."""
+    """Gemma 3: each n-th layer attends to all positions. The window is as long as the model, so it hides nothing."""
     every, layers = model["global_every"] or 1, model["n_layers"]
     kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     return {"layer_types": kinds, "sliding_window": model["max_seq_len"]}
 
 
 def _by_step(model: Keys) -> Raw:
-    """Qwen3-MoE: each n-th layer has experts, but those of a list."""
+    """Qwen3-MoE: each n-th layer has experts, except the layers of a list."""
     if not model["dense_layers"]:
         return {"decoder_sparse_step": model["moe_every"], "mlp_only_layers": []}
     dense = [layer for layer, routed in enumerate(routed_layers(model)) if not routed]

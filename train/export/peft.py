@@ -1,4 +1,4 @@
-"""The adapters of a run as a folder that peft loads, or added to the weights they lie beside."""
+"""The adapters of a run: written as a folder that peft loads, or added to the weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, whole
-from bytescope.train.export.safetensors_files import Files
-from bytescope.train.export.tensors import NAMES, Parameters, Tensor
+from bytescope.train.export.model_folder import Files
+from bytescope.train.export.tensors import NAMES, OutputTensor, Parameters
+from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import tensor_name
 from bytescope.train.weights.families import Family
-from bytescope.train.weights.folder import ADAPTER, ADAPTER_CONFIG, SINGLE, Folder
+from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern
 from bytescope.train.weights.stacks import stored_at
 
 
 def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """(A [inputs, r], B [r, outputs]) of the adapter beside a matrix, by its dotted path with the number of the layer;
-    None where it has none. Raises UserError for a damaged checkpoint."""
+    """Returns (A [inputs, r], B [r, outputs]) of the adapter of a matrix; None if the matrix has no adapter. path: the
+    matrix's dotted path with the number of the layer. Raises UserError for a damaged checkpoint."""
     target = path.rpartition(".w_")[2]
     if target not in TARGETS or not path.startswith("blocks."):
         return None
@@ -38,7 +39,7 @@ def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np
 
 
 class Merged(Parameters):
-    """The parameters of a run with what its adapters add, summed in float32."""
+    """The parameters of a run with its adapters added in float32."""
 
     def read(self, path: str) -> np.ndarray | Slices:
         """See `Parameters.read`."""
@@ -84,7 +85,7 @@ def write_adapters(
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]
             full = tensor_name(name, letter)
-            planned.append(Tensor(full, kind, array.shape, ()))
+            planned.append(OutputTensor(full, kind, array.shape, ()))
             values[full] = array.astype(READABLE[kind])
     files = Files(out, planned, 2**62)
     for tensor in planned:
@@ -110,8 +111,8 @@ def write_adapters(
 
 
 def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
-    """What peft finds the adapted modules by: the shortest ends of their dotted names that no other module has, such as
-    `q_proj`; GPT-2's `c_proj` would be both that of attention and that of the MLP."""
+    """Returns the names by which peft finds the adapted modules: the shortest ends of their dotted names that no other
+    module has, such as `q_proj`. GPT-2's `c_proj` is too short: attention and the MLP both have one."""
     found = set()
     for name in adapted:
         parts = name.split(".")

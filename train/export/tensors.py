@@ -1,4 +1,4 @@
-"""Our parameters as the tensors of a family: what each is called, and its bytes, made in pieces."""
+"""Our parameters as the tensors of a family: their names, and their values in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytescope.model.adapters import is_adapter
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import Family, Row
+from bytescope.train.weights.families import Family, TensorRow
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
@@ -26,13 +26,14 @@ PIECE = 2**20  # most numbers of a parameter in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor to write; `dtype`: the format's name; `parts`: of our parameters that share it, in order."""
+class OutputTensor:
+    """A tensor to write. dtype: the format's name, such as "BF16". parts: (path, row) of each of our parameters that
+    share it, in order."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, Row], ...]
+    parts: tuple[tuple[str, TensorRow], ...]
 
     @property
     def nbytes(self) -> int:
@@ -40,8 +41,8 @@ class Tensor:
         return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
 
-def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[Tensor]:
-    """The tensors of a model: tables and norm first, then layer by layer.
+def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:
+    """Returns the tensors of a model: tables and norm first, then layer by layer.
 
     dtype_of: name of a tensor -> the format's name of the dtype to write.
 
@@ -50,11 +51,11 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     """
     sizes, rows = sizes_of(model), rows_by_path(family, parameters_of(model))
     order = {path: number for number, path in enumerate(family.rows)}
-    named: dict[str, list[tuple[str, Row]]] = {}
+    named: dict[str, list[tuple[str, TensorRow]]] = {}
     for path, (row, name) in rows.items():
         named.setdefault(name, []).append((path, row))
 
-    def place(item: tuple[str, list[tuple[str, Row]]]) -> tuple[int, int]:
+    def place(item: tuple[str, list[tuple[str, TensorRow]]]) -> tuple[int, int]:
         path, row = item[1][0]
         layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
         return layer, min(number for ours, number in order.items() if family.rows[ours].tensor == row.tensor)
@@ -62,25 +63,17 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     found = []
     for name, parts in sorted(named.items(), key=place):
         parts.sort(key=lambda part: part[1].part)
-        found.append(Tensor(name, dtype_of(name), _shape(parts, sizes), tuple(parts)))
+        shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
+        shape, first = list(shapes[0]), parts[0][1]
+        if first.parts:  # they share the tensor along this axis
+            axis, _ = Pattern.of(first.pattern).axis_of(first.parts[first.part])
+            shape[axis] = sum(each[axis] for each in shapes)
+        found.append(OutputTensor(name, dtype_of(name), tuple(shape), tuple(parts)))
     return found
 
 
-def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
-    shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
-    axis = _axis(parts[0][1])
-    return tuple(
-        sum(shape[axis] for shape in shapes) if place == axis else size for place, size in enumerate(shapes[0])
-    )
-
-
-def _axis(row: Row) -> int:
-    """The axis along which parameters share a tensor; 0 where they do not."""
-    return Pattern.of(row.pattern).axis_of(row.parts[row.part])[0] if row.parts else 0
-
-
 class Parameters:
-    """The parameters of a run by our dotted path with the numbers of layer and expert, without adapters.
+    """The parameters of a run without adapters, by our dotted path with the numbers of layer and expert.
 
     They are those of the checkpoint, and of a run that trains some alone the others, from the folder that it began
     from. What the run quantized is dequantized: what it trained belongs to those numbers.
@@ -103,22 +96,25 @@ class Parameters:
                 "model alone and cannot be exported with it"
             )
         for path, place in stored.items():
-            # All layers and experts are read, then, and with the last of them each stack is verified.
-            if place and (found := run.arrays[place.array].shape) != (asked := (*place.sizes, *shapes[path])):
+            if place is None:
+                continue
+            # With equal shapes all layers and experts are read, and with the last of them each stack is verified.
+            found, expected = run.arrays[place.array].shape, (*place.sizes, *shapes[path])
+            if found != expected:
                 raise UserError(
                     f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
-                    f"the model in its config.json {list(asked)}: restore config.json"
+                    f"the model in its config.json {list(expected)}: restore config.json"
                 )
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)
 
     def _stored(self, path: str) -> Place | None:
-        """Where the checkpoint has a parameter; None where it does not."""
+        """Returns the place of a parameter in the checkpoint; None if it is not there."""
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
-        """A parameter in our layout; of the checkpoint nothing is read until it is sliced, and it is verified when all
-        slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
+        """Returns a parameter in our layout. A parameter of the checkpoint is read when it is sliced, and verified
+        when all slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
         if leaf := self._leaves.get(path):
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
@@ -131,7 +127,7 @@ class Parameters:
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
-    """The parameters that the run does not train."""
+    """Returns the parameters that the run does not train, as lazy views of the folder."""
     if folder is None:
         raise UserError(
             f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
@@ -144,10 +140,10 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
 
 
 def arrays(
-    tensors: list[Tensor], parameters: Parameters, model: ModelConfig
-) -> Iterator[tuple[Tensor, Iterator[np.ndarray]]]:
-    """Each tensor with its values as they lie on disk, in pieces that follow each other; they have to be taken before
-    the next tensor is. Those of one name come layer by layer, so that each stack of layers is decoded once.
+    tensors: list[OutputTensor], parameters: Parameters, model: ModelConfig
+) -> Iterator[tuple[OutputTensor, Iterator[np.ndarray]]]:
+    """Yields each tensor with its values on disk, in pieces that follow each other. Take all pieces before the next
+    tensor. Tensors of one name come layer by layer, so that each stack of layers is decoded once.
 
     Raises:
       UserError: a value that the dtype does not hold.
@@ -162,7 +158,7 @@ def arrays(
         yield tensor, _joined(columns, tensor.parts[0][1], sizes)
 
 
-def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iterator[np.ndarray]:
+def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:
     """Yields the pieces of a tensor from the pieces of the parameters that share it. row: the first parameter's row."""
     axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # the parameters' rows alternate along the letter before their own
@@ -178,7 +174,9 @@ def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iter
             yield np.concatenate(pieces, axis=axis)
 
 
-def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor, count: int) -> Iterator[np.ndarray]:
+def _pieces(
+    ours: np.ndarray | Slices, row: TensorRow, sizes: Sizes, tensor: OutputTensor, count: int
+) -> Iterator[np.ndarray]:
     """Yields a parameter in its layout on disk, `count` rows at a time, without vocabulary padding, in the dtype to
     write."""
     pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]

@@ -1,4 +1,4 @@
-"""What a model needs besides weights to read and write text: the run's tokenizer, and ids of its ends."""
+"""The files beside the weights that a model needs for text: the tokenizer, and ids that begin and end a text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from bytescope.train.data.corpus import INDEX
 from bytescope.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights.finetune import TOKENIZER
 
-TOKENIZER, TEMPLATE, GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 # What lies beside a tokenizer.json and says how it is used.
 COMPANIONS = (
     "tokenizer_config.json",
@@ -31,8 +32,8 @@ COMPANIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """How a run reads text.
+class RunTokenizer:
+    """The tokenizer of a run.
 
     tokenizer: the path of its tokenizer.json, "bytes", or "" where it is not here. end: the id that ends a document,
     None where there is none. note: a line for people.
@@ -43,25 +44,25 @@ class Text:
     note: str
 
 
-def text_of(config: ConfigDict) -> Text:
-    """The tokenizer of a run with this config, which may be recorded beside its token shards."""
+def text_of(config: ConfigDict) -> RunTokenizer:
+    """Returns the tokenizer of a run with this config, which may be recorded beside its token shards."""
     name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
     if name == ByteTokenizer.name and index.is_file():
         name = _recorded(index)
     if name == ByteTokenizer.name and config.model.vocab_size < ByteTokenizer.vocab_size:
         name = ""
     if not name:
-        return Text("", None, "no tokenizer: the run read token ids")
+        return RunTokenizer("", None, "no tokenizer: the run read token ids")
     try:
         found = load_tokenizer(name)
     except UserError as error:
-        return Text("", None, f"no tokenizer: {error}")
+        return RunTokenizer("", None, f"no tokenizer: {error}")
     path = str(found.path) if isinstance(found, JsonTokenizer) else name
-    return Text(path, found.separator, f"tokenizer {path}")
+    return RunTokenizer(path, found.separator, f"tokenizer {path}")
 
 
 def _recorded(index: Path) -> str:
-    """The tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
+    """Returns the tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
     try:
         name = json.loads(index.read_text()).get("tokenizer")
     except (OSError, ValueError, AttributeError):
@@ -72,7 +73,7 @@ def _recorded(index: Path) -> str:
     return str(beside) if beside.is_file() else ""
 
 
-def write_text_files(out: Path, text: Text, config: ConfigDict, folder: Path | None) -> None:
+def write_text_files(out: Path, text: RunTokenizer, config: ConfigDict, folder: Path | None) -> None:
     """Writes tokenizer and chat template into `out`; of what lies beside the tokenizer all that says how it is used.
 
     folder: the folder of weights that the run began from, None without one.
@@ -98,7 +99,7 @@ def write_text_files(out: Path, text: Text, config: ConfigDict, folder: Path | N
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer.json that gives every text the ids of its UTF-8 bytes, as ByteTokenizer does."""
+    """Returns a tokenizer.json with which every text has the ids of its UTF-8 bytes, as ByteTokenizer gives them."""
     # The byte-level alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -109,8 +110,8 @@ def byte_tokenizer() -> Tokenizer:
     return made
 
 
-def special_ids(text: Text) -> dict[str, int | None]:
-    """What config.json says of ids that begin and end a text, so that no default of a family does."""
+def special_ids(text: RunTokenizer) -> dict[str, int | None]:
+    """Returns the ids that begin and end a text for config.json, so that no default of a family is used."""
     return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
 
 

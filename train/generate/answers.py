@@ -12,28 +12,31 @@ from pathlib import Path
 from typing import IO, Any
 
 from bytescope.memory.errors import check_readable, disk_remedy
-from bytescope.train.generate.request import Asked, Running
+from bytescope.train.generate.request import Request, Running
 from bytescope.train.user_errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One prompt of a file: its number, counted from 0, what it is for people, and what is asked."""
+class PromptRow:
+    """One row of a file of prompts.
+
+    number: counted from 0. prompt: the text, messages or ids as the file has them. stops: strings that end the answer.
+    """
 
     number: int
     prompt: Any
-    asked: Asked
+    request: Request
     stops: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """Tells this request from any other: prompt, sampling and stops."""
-        asked = dataclasses.asdict(self.asked) | {"stops": sorted(self.asked.stops), "texts": self.stops}
-        return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
+        """Identifies the request by its prompt, sampling and stops."""
+        values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
+        return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, which `flag` named.
+    """Returns the objects of a file of JSON lines. flag: names the file in messages.
 
     Raises:
       UserError: a line is none; there is no line; the file cannot be read.
@@ -43,8 +46,15 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
         check_readable(path, pipes=True)
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    found.append(_object(line, f"{path} line {number}"))
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if not isinstance(row, dict):
+                    raise UserError(f'{path} line {number} is no JSON object: write rows such as {{"text": "Once"}}')
+                found.append(row)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
@@ -53,24 +63,14 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
     return found
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise UserError(f'{where} is no JSON object: write rows such as {{"text": "Once"}}')
-    return row
-
-
 class Answers:
-    """The file of answers; a context. What a run that was stopped has left there is kept and not asked again.
+    """The file of answers, as a context. Answers of an earlier, interrupted run are kept and not generated again.
 
     Raises:
       UserError: the file answers other requests, or cannot be written.
     """
 
-    def __init__(self, path: Path, rows: Sequence[Row]):
+    def __init__(self, path: Path, rows: Sequence[PromptRow]):
         self.path, self.done = path, set[int]()
         wanted = {row.number: row.digest for row in rows}
         try:
@@ -109,7 +109,7 @@ class Answers:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def add(self, row: Row, answer: Running, text: str | None) -> None:
+    def add(self, row: PromptRow, answer: Running, text: str | None) -> None:
         """Appends one answer and flushes it to the operating system.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The pool of keys and values: what a device's limit leaves after the weights and the largest compiled step.
+"""The size of the pool of keys and values: the memory that weights and the largest compiled step leave free.
 
     pages = floor((limit - weights - largest step) / bytes of a page)
 
@@ -8,23 +8,17 @@ Weights, step and page are compiled bytes, not estimates; what the runtime takes
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.train.user_errors import DoesNotFit
 
 # A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
 SLACK = 0.0075
 
 
-class DoesNotFit(ReportError):
-    """Not even the shortest sequence fits."""
-
-    exit_code = 3
-
-
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes on one device, and what they hold.
+    """Bytes on one device, and the pages and sequences that fit.
 
     Fields:
       limit: available to programs. weights: of the model. steps: name of each compiled step -> what it takes beyond
@@ -54,7 +48,7 @@ class Budget:
 
     @property
     def peak(self) -> int:
-        """Bytes of all together."""
+        """Bytes of weights, pool and largest step."""
         return self.weights + self.pool + self.step
 
     @property
@@ -68,16 +62,17 @@ class Budget:
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Sequences of so many positions that the pool holds; more than `sequences` of them wait for a row."""
+        """Returns how many sequences of `length` positions the pool holds; more than `sequences` of them wait for a
+        row."""
         return (self.pages - 1) // -(-length // self.page)
 
     @property
     def left(self) -> int:
-        """Bytes of the limit that nothing takes."""
+        """Bytes of the limit that stay free."""
         return self.limit - self.peak
 
     def to_json(self) -> dict[str, object]:
-        """For --json."""
+        """Returns the fields of --json."""
         lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
         return {
             **dataclasses.asdict(self),
@@ -90,11 +85,12 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """What a trainer says of generation from one of its configs.
+class GenerationPlan:
+    """The memory of generating from a config's model on a target.
 
     Fields:
-      title: of the config. facts: how it is computed, a line each. budget: its memory. reports: of each step.
+      title: of the config. facts: how it is computed, a line each. budget: bytes on one device. reports: step -> its
+      memory report.
     """
 
     title: str
@@ -104,7 +100,7 @@ class Planned:
 
 
 def lengths_of(longest: int, shortest: int = 256) -> list[int]:
-    """Lengths to show, each twice the one before it up to the longest."""
+    """Returns the lengths to show: powers of two times `shortest`, and `longest` at the end."""
     found, length = [], shortest
     while length < longest:
         found.append(length)
@@ -115,7 +111,7 @@ def lengths_of(longest: int, shortest: int = 256) -> list[int]:
 def settle(
     limit: int, weights: int, page_bytes: int, most: int, measure: Callable[[int], Mapping[str, int]]
 ) -> tuple[int, Mapping[str, int]]:
-    """(pages, bytes of each step with so many) that fit the limit.
+    """Returns (the number of pages that fits the limit, step -> its bytes with this number of pages).
 
     Args:
       most: pages that are of any use. measure: compiles the steps with a number of pages, and gives what each takes
@@ -127,7 +123,12 @@ def settle(
     slack = int(SLACK * limit)
     pages, step = min((limit - weights - slack) // page_bytes, most), slack
     while True:
-        _refuse(pages, limit, weights, step, page_bytes)
+        if pages < 2:
+            raise DoesNotFit(
+                f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
+                f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
+                "--sequences or a smaller --chunk"
+            )
         steps = measure(pages)
         step = max(steps.values())
         exact = min((limit - weights - step) // page_bytes, most)
@@ -135,12 +136,3 @@ def settle(
             return pages, steps
         # Steps hardly depend on the pool; where one grows with it, less than what is left is taken.
         slack, pages = 2 * slack, exact
-
-
-def _refuse(pages: int, limit: int, weights: int, step: int, page_bytes: int) -> None:
-    if pages < 2:
-        raise DoesNotFit(
-            f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
-            f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
-            "--sequences or a smaller --chunk"
-        )

@@ -1,4 +1,4 @@
-"""The engine: in every step pieces of prompts, or one token of each sequence under way, whatever there is to do.
+"""The engine: each step computes pieces of prompts, or the next token of each running sequence.
 
 Prompts go through in chunks, so that a long one does not hold up the others for long (Agrawal et al. 2023, arXiv
 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). Where pages run out, the sequence that came
@@ -13,9 +13,9 @@ import numpy as np
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
 from bytescope.train.generate.pages import NoPages, Pages
-from bytescope.train.generate.request import Asked, Running
+from bytescope.train.generate.request import Request, Running
 from bytescope.train.generate.sampling import Draws
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.user_errors import UserError
 
 # Steps of prompts that those under way wait for: fewer and each step has few rows, more and they stand still.
@@ -23,7 +23,7 @@ PATIENCE = 4
 
 
 class Engine:
-    """Generates. `submit` requests, then `step` until none is left, or iterate over `answers`.
+    """Generates tokens: `submit` requests, then call `step` until none is left, or iterate over `answers`.
 
     Args:
       steps: the programs. params: the model's parameters, as `steps.model.shapes`. sizes: of everything.
@@ -33,29 +33,29 @@ class Engine:
       count: steps run so far.
     """
 
-    def __init__(self, steps: Steps, params: Any, sizes: Sizes):
+    def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
         self.sizes, self.pages = sizes, Pages(sizes.pages)
         self.preempted = self.count = 0
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._waited = 0  # steps of prompts that others have waited for
-        self._asked = 0
+        self._submitted = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, asked: Asked) -> Running:
+    def submit(self, request: Request) -> Running:
         """Takes a request.
 
         Raises:
           UserError: it can never fit.
         """
-        length = len(asked.tokens) + asked.most
-        if not asked.tokens:
+        length = len(request.tokens) + request.most
+        if not request.tokens:
             raise UserError("an empty prompt: give at least one token")
         if length > self.sizes.length:
             raise UserError(
-                f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than "
+                f"{len(request.tokens)} tokens of a prompt and {request.most} to generate are more than "
                 f"{self.sizes.length} positions, the most of a sequence here: shorten one of them"
             )
         if -(-length // PAGE) > self.sizes.pages - 1:
@@ -63,25 +63,25 @@ class Engine:
                 f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
                 f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory"
             )
-        one = Running(self._asked, asked, list(asked.tokens))
-        self._asked += 1
+        one = Running(self._submitted, request, list(request.tokens))
+        self._submitted += 1
         self._waiting.append(one)
         return one
 
     @property
     def busy(self) -> bool:
-        """Whether any request is left."""
+        """Whether any request waits or runs."""
         return bool(self._waiting or self.running)
 
-    def answers(self, asked: Iterable[Asked]) -> Iterator[Running]:
-        """Each request as it ends."""
-        for one in asked:
-            self.submit(one)
+    def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
+        """Submits the requests and yields each as it ends."""
+        for request in requests:
+            self.submit(request)
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
     def finish(self, one: Running) -> None:
-        """Ends a request that somebody has seen enough of: "text"."""
+        """Ends a request early, with `ended` "text"."""
         if not one.ended:
             one.ended = "text"
         if one in self.running:
@@ -91,7 +91,7 @@ class Engine:
         self.pages.take(one.pages)
 
     def preempt(self, one: Running) -> None:
-        """Takes the pages of a request under way; it is computed again, first of those that wait."""
+        """Takes the pages of a running request. The request waits at the front of the queue and is computed again."""
         self.running.remove(one)
         self.pages.take(one.pages)
         one.computed = one.known = 0
@@ -101,8 +101,8 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs a step: pieces of prompts, or one token of each sequence under way, which waits for PATIENCE steps
-        of prompts at most. Returns the requests that have one token more."""
+        """Runs one step: pieces of prompts, or one token of each running sequence, which waits for at most PATIENCE
+        steps of prompts. Returns the requests that got a token."""
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
         ready = [one for one in self.running if one.missing == 1]
@@ -118,19 +118,15 @@ class Engine:
             left -= taken
             wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
         self._room(wanted)
-        return self._run(
-            [
-                (one, start)
-                for one in behind
-                if one in self.running
-                for start in range(one.computed, wanted[one.number], width)
-            ],
-            width,
-        )
+        pieces = []
+        for one in behind:
+            if one in self.running:  # not preempted for want of pages
+                pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
+        return self._run(pieces, width)
 
     def _width(self, behind: Sequence[Running]) -> int:
-        """Tokens of a piece, so that a step of them computes as many tokens of these prompts as it can; wide ones where
-        it does not matter, since the tokens of a piece read the pages of their sequence together."""
+        """Returns the width of the pieces with which a step computes the most tokens of these prompts. Of several such
+        widths it is the largest, since the tokens of a piece read the pages of their sequence together."""
 
         def useful(width: int) -> int:
             left, found = self.sizes.chunk // width, 0
@@ -142,7 +138,7 @@ class Engine:
         return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
-        """Lets those that wait begin, first come first served, where there are rows and pages for their prompt."""
+        """Starts waiting requests in their order while there are rows, and pages for the next prompt."""
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
@@ -153,7 +149,8 @@ class Engine:
             self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
-        """Pages for sequences, number -> positions; if need be those of sequences that came after it, or its own."""
+        """Gives sequences the pages for `wanted`, number -> positions. If pages run out, the last sequence is
+        preempted."""
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # it may be preempted for one before it
                 try:
@@ -163,8 +160,8 @@ class Engine:
                     self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each sequence from a place on; adds the next token to those of which all are
-        computed."""
+        """Computes up to `width` tokens of each (sequence, start), and adds the next token to each sequence whose
+        tokens are all computed. Returns these sequences."""
         if not pieces:
             return []
         rows = self.sizes.rows(len(pieces), width)
@@ -176,7 +173,7 @@ class Engine:
             positions[row, :count] = np.arange(start, start + count)
             table[row, : len(one.pages)], last[row] = one.pages, count - 1
             one.computed = start + count
-        drawing = any(one.asked.temperature > 0 for one, _ in pieces)
+        drawing = any(one.request.temperature > 0 for one, _ in pieces)
         chosen, self._pools = self._steps.run(
             self.sizes,
             drawing,
@@ -204,11 +201,11 @@ class Engine:
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:
-    """How the tokens of these rows are chosen; rows of nobody take the likeliest."""
+    """Returns the sampling settings of these rows; unused rows take the most likely token."""
 
     def column(field: str, dtype: Any) -> np.ndarray:
         out = np.zeros(rows, dtype)
-        out[: len(some)] = [getattr(one.asked, field) for one in some]
+        out[: len(some)] = [getattr(one.request, field) for one in some]
         return out
 
     return Draws(

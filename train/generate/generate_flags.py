@@ -1,4 +1,4 @@
-"""Flags of the commands that generate, and their checks."""
+"""Flags of the commands that generate, or predict the memory of it: devices, pool, sampling; and their checks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,94 @@ import math
 from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
-from bytescope.train.generate import budget_arguments as pool
-from bytescope.train.generate.budget_arguments import add_devices, add_dtype, add_pool
 from bytescope.train.user_errors import UserError
 
+# What keys and values are stored in -> the name of its dtype; "" for the dtype that is computed in.
+KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
+KERNELS = ("blocks", "gather", "triton")
+DTYPES = ("float32", "bfloat16", "float16")
+# How weights of the blocks may be stored: rows of FORMATS of model/quantized/quantized_formats.py.
+STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128", "nf4", "int8")
+PAGE = 16  # positions of a page, as in model/paged/page_pool.py
+FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
 # TEMPERATURE also holds for the sample at the end of a run. At 0, models that were trained for minutes repeat their
 # most likely token.
 MAX_TOKENS, TEMPERATURE = 256, 0.8
 
 
+def add_dtype(parser: argparse._ActionsContainer) -> None:
+    """Adds the dtype of weights and arithmetic."""
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        default="",
+        help="float32, bfloat16 or float16, of weights and arithmetic (default: float32 on a CPU, else bfloat16)",
+    )
+
+
+def add_weights(parser: argparse._ActionsContainer) -> None:
+    """Adds the format in which the weights of a config are stored; a folder of weights has its own."""
+    parser.add_argument(
+        "--weights",
+        choices=STORED_WEIGHTS,
+        metavar="NAME",
+        default="",
+        help=f"{', '.join(STORED_WEIGHTS)}: of the "
+        "blocks, unpacked layer by layer; int4 as bytescope quantize writes them (default: --dtype)",
+    )
+
+
+def add_devices(parser: argparse._ActionsContainer) -> None:
+    """Adds the numbers of devices over which the model is sharded."""
+    parser.add_argument(
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of devices to split heads, MLP width and vocabulary over (default 1)",
+    )
+    parser.add_argument(
+        "--fsdp", type=int, default=1, metavar="N", help="devices that share the width of all weights (default 1)"
+    )
+
+
+def add_pool(parser: argparse._ActionsContainer) -> None:
+    """Adds the size of the pool of keys and values, and the number of sequences that share it."""
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="under way at once at most (default: 8 on a CPU, else 64)"
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence at most (default: what the requests need, or the model takes)",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        metavar="N",
+        help="tokens of prompts in one step, a multiple of 16 (default: 64 on a CPU, else 512)",
+    )
+    parser.add_argument(
+        "--kv",
+        choices=tuple(KV),
+        default="compute",
+        metavar="DTYPE",
+        help="compute, int8 or fp8: how "
+        "keys and values are stored; 8 bits halve the pool (default: as they are computed)",
+    )
+    parser.add_argument(
+        "--kernel",
+        choices=KERNELS,
+        default="blocks",
+        metavar="NAME",
+        help="blocks, gather or triton: how attention reads the pages; triton on one GPU (default blocks)",
+    )
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which weights, on how many devices, beside how large a pool."""
+    """Adds the weights, their dtype, the devices and the pool."""
     parser.add_argument(
         "source",
         type=user_path,
@@ -37,7 +114,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Adds how tokens are chosen and when an answer ends."""
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -88,9 +165,36 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-end", action="store_true", help="go on behind the token that ends a text")
 
 
+def check_pool(args: argparse.Namespace) -> None:
+    """Raises ReportError for a value of the devices or the pool that is out of range."""
+    for name, least in FLAGS.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ReportError(f"--{name}={value}: give {least} or more")
+    if args.chunk is not None and (args.chunk < PAGE or args.chunk % PAGE):
+        raise ReportError(f"--chunk={args.chunk}: give a multiple of {PAGE}")
+
+
+def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
+    """Returns (flag, value) of the flags of dtype, devices, pool and weights that differ from their defaults."""
+    usual = {
+        "dtype": "",
+        "tensor": 1,
+        "fsdp": 1,
+        "sequences": None,
+        "length": None,
+        "chunk": None,
+        "kv": "compute",
+        "kernel": "blocks",
+        "weights": "",
+    }
+    values = {name: getattr(args, name, default) for name, default in usual.items()}
+    return [(name, value) for name, value in values.items() if value != usual[name]]
+
+
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for a value that can mean nothing; `limit_bytes` is added."""
-    pool.check(args)
+    """Raises UserError or ReportError for a value that is out of range."""
+    check_pool(args)
     least = {"max_tokens": 1, "top_k": 0, "seed": 0}
     for name, low in least.items():
         value = getattr(args, name, None)

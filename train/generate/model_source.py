@@ -1,4 +1,4 @@
-"""What a model is generated from: a run directory of ours, a folder as Hugging Face has them, or a config alone."""
+"""Models to generate from: trained weights of a run or of a folder, and a config's model placed on devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bytescope.model.experts.expert_kernels import choose_moe_kernel
 from bytescope.model.transformer import logical_axes
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import whole
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from bytescope.train.export.peft import Merged
 from bytescope.train.export.tensors import Parameters
 from bytescope.train.export.tokenizer_files import text_of
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.source import CONFIG, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.finetune import config_of
-from bytescope.train.weights.folder import CONFIG, Folder
+from bytescope.train.weights.finetune import TOKENIZER, config_of
+from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
 from bytescope.train.weights.leaves import PACKED, checkpoint_leaves, parameters_of
 from bytescope.train.weights.load import dotted, load_params
@@ -38,13 +38,13 @@ from bytescope.train.weights.stacks import by_array
 
 # A dtype to compute in -> the row of precisions that has it.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-WIDE = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
+UNQUANTIZED = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
 Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to read
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model on some devices, described only.
+    """A model on devices, described by shapes and shardings without any array.
 
     Fields:
       config: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
@@ -63,13 +63,15 @@ class Source:
     """Trained weights to generate from, and how they read text.
 
     Fields:
-      title: for people. config: the model's and its tokenizer's. read: the parameters of a model with this config.
-      parameter: one of them, by our dotted path with the numbers of layer and expert; None where they are quantized.
-      tokenizer: None where there is none; then requests are token ids. begin: ids before a text. ends: ids that end an
-      answer. length: positions of a sequence at most. base: how weights are stored, a row of FORMATS.
+      title: for people. origin: the run or the folder that was opened. config: of the model and its tokenizer.
+      read: reads the parameters of a model with this config onto its devices.
+      parameter: reads one parameter by our dotted path with the numbers of layer and expert; None if the weights are
+      quantized. tokenizer: None if there is none; then requests are token ids. begin: ids before a text. ends: ids
+      that end an answer. length: maximum positions of a sequence. base: how weights are stored, a row of FORMATS.
     """
 
     title: str
+    origin: SavedRun | Folder
     config: ConfigDict
     read: Callable[[Model, Tell], Any]
     parameter: Callable[[str], np.ndarray] | None
@@ -77,60 +79,24 @@ class Source:
     begin: tuple[int, ...]
     ends: frozenset[int]
     length: int
-    base: str = WIDE
+    base: str = UNQUANTIZED
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """A run, at the checkpoint of `step`, by default its newest; or a folder of weights.
+    """Opens a run at the checkpoint of `step`, by default its newest, or a folder of weights.
 
     Raises:
-      UserError: it is neither, or damaged.
+      UserError: `path` is neither, or damaged.
     """
-    if os.path.isdir(path / CHECKPOINTS):
-        return _of_run(SavedRun.open(path, step))
+    found = find_source(path, RunPath, WeightsPath)
+    if isinstance(found, RunPath):
+        return _source_of_run(SavedRun.open(found.path, step))
     if step is not None:
         raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
-    if not os.path.isfile(path / CONFIG):
-        raise UserError(
-            f"{path} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
-            "or one with a config.json as transformers has it"
-        )
-    config, folder = config_of(str(path), leave_out=(PACKED,)), Folder.open(path)
-    model = ModelConfig.from_dict(config.model)
-    packed = PackedFolder.open(folder, model)
-    raw = {key: value for key, value in folder.config.items() if key != PACKED}
-    window = describe(raw, str(path / CONFIG), ()).window
-    ends = folder.config.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    tokenizer: Tokenizer | None = None
-    if os.path.isfile(path / "tokenizer.json"):
-        tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
-    elif config.data.tokenizer == ByteTokenizer.name:  # train reads a vocabulary of 256 as bytes too
-        tokenizer = ByteTokenizer()
-    if packed:
-
-        def read(model: Model, tell: Tell) -> Any:
-            return load_packed(packed, model.shapes, tell)
-    else:
-
-        def read(model: Model, tell: Tell) -> Any:
-            return load_params(folder, model.config, model.shapes, tell)
-
-    leaves = functools.cache(lambda: checkpoint_leaves(folder, model))
-    return Source(
-        str(path),
-        config,
-        read,
-        None if packed else lambda name: leaves()[name].read(),
-        tokenizer,
-        tokenizer.around[0] if tokenizer else (),
-        frozenset(ends),
-        min(config.model.max_seq_len, window or config.model.max_seq_len),
-        packed.base if packed else WIDE,
-    )
+    return _source_of_folder(found.path)
 
 
-def _of_run(run: SavedRun) -> Source:
+def _source_of_run(run: SavedRun) -> Source:
     text = text_of(run.config)
     folder = Folder.open(os.path.expanduser(run.config.init.folder)) if run.config.init.folder else None
     stored = ModelConfig.from_dict(run.config.model)
@@ -148,32 +114,74 @@ def _of_run(run: SavedRun) -> Source:
     def read(model: Model, tell: Tell) -> Any:
         places = by_array(model.config, {path: path for path in parameters_of(model.config)})
         flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
-        total, done, found = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
+        total = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat)
+        bytes_read, arrays = 0, []
         for path, like in flat:
-            made = np.zeros(like.shape, like.dtype)
+            filled = np.zeros(like.shape, like.dtype)
             for index, name in places[dotted(path)].items():
-                made[index] = parameter(name).astype(like.dtype)
-            found.append(jax.device_put(made, like.sharding))
-            done += made.nbytes
-            tell(done, total)
-        return jax.tree.unflatten(tree, found)
+                filled[index] = parameter(name).astype(like.dtype)
+            arrays.append(jax.device_put(filled, like.sharding))
+            bytes_read += filled.nbytes
+            tell(bytes_read, total)
+        return jax.tree.unflatten(tree, arrays)
 
     return Source(
-        f"step {run.step} of {run.workdir}",
-        run.config,
-        read,
-        parameter,
-        load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
-        (),
-        frozenset(() if text.end is None else [text.end]),
-        run.config.model.max_seq_len,
+        title=f"step {run.step} of {run.workdir}",
+        origin=run,
+        config=run.config,
+        read=read,
+        parameter=parameter,
+        tokenizer=load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
+        begin=(),
+        ends=frozenset(() if text.end is None else [text.end]),
+        length=run.config.model.max_seq_len,
+    )
+
+
+def _source_of_folder(path: Path) -> Source:
+    config, folder = config_of(str(path), leave_out=(PACKED,)), Folder.open(path)
+    model = ModelConfig.from_dict(config.model)
+    packed = PackedFolder.open(folder, model)
+    raw = {key: value for key, value in folder.config.items() if key != PACKED}
+    window = describe(raw, str(path / CONFIG), ()).window
+    ends = folder.config.get("eos_token_id")
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    tokenizer: Tokenizer | None = None
+    if os.path.isfile(path / TOKENIZER):
+        tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
+    elif config.data.tokenizer == ByteTokenizer.name:  # train reads a vocabulary of 256 as bytes too
+        tokenizer = ByteTokenizer()
+
+    def read(model: Model, tell: Tell) -> Any:
+        if packed:
+            return load_packed(packed, model.shapes, tell)
+        return load_params(folder, model.config, model.shapes, tell)
+
+    leaves = functools.cache(lambda: checkpoint_leaves(folder, model))
+    return Source(
+        title=str(path),
+        origin=folder,
+        config=config,
+        read=read,
+        parameter=None if packed else lambda name: leaves()[name].read(),
+        tokenizer=tokenizer,
+        begin=tokenizer.around[0] if tokenizer else (),
+        ends=frozenset(ends),
+        length=min(config.model.max_seq_len, window or config.model.max_seq_len),
+        base=packed.base if packed else UNQUANTIZED,
     )
 
 
 def describe_model(
-    config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1, dtype: str = "", base: str = WIDE
+    config: ConfigDict,
+    devices: Sequence[jax.Device],
+    fsdp: int = 1,
+    tensor: int = 1,
+    dtype: str = "",
+    base: str = UNQUANTIZED,
 ) -> Model:
-    """The model of a config on fsdp x tensor devices.
+    """Describes the model of a config on fsdp x tensor devices.
 
     dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere. base: how the
     weights of its blocks are stored, a row of FORMATS.
@@ -188,12 +196,12 @@ def describe_model(
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[: fsdp * tensor]))
     platform = devices[0].platform
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
-    if keys["experts"] and keys["moe_kernel"] == "capacity":
-        keys["moe_kernel"] = "auto"  # rows beyond the capacity would be dropped by what else is in the batch
-    model = ModelConfig.from_dict(ConfigDict(keys))
-    if model.experts:
-        model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
-    if base != WIDE and (model.experts or model.attention_kind != "gqa"):
+    if keys["experts"]:
+        if keys["moe_kernel"] == "capacity":  # it drops rows beyond the capacity, so answers would depend on the batch
+            keys["moe_kernel"] = "auto"
+        keys["moe_kernel"], _ = choose_moe_kernel(ModelConfig.from_dict(keys), platform)
+    model = ModelConfig.from_dict(keys)
+    if base != UNQUANTIZED and (model.experts or model.attention_kind != "gqa"):
         what = "experts" if model.experts else "latent attention"
         raise UserError(
             f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave --weights out"
@@ -220,7 +228,8 @@ def describe_model(
 
 
 def precision_of(dtype: str, platform: str) -> Precision:
-    """Parameters float32, computed in this dtype, a row of DTYPES; "" for float32 on a CPU and bfloat16 elsewhere."""
+    """Returns the precision of float32 parameters that are computed in `dtype`, a key of DTYPES; "" stands for float32
+    on a CPU and bfloat16 elsewhere."""
     settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
     return Precision.of(settings)

@@ -1,4 +1,4 @@
-"""Weights on the devices that are here, with the engine that fits beside them."""
+"""Opens an engine or a scorer: weights on the available devices, and the pool of pages that fits beside them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import format_of
-from bytescope.train.generate.budget import Budget, DoesNotFit, Planned, settle
-from bytescope.train.generate.budget_arguments import KV
+from bytescope.train.generate.budget import Budget, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
-from bytescope.train.generate.model_source import WIDE, Source, describe_model
+from bytescope.train.generate.generate_flags import KV
+from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model
 from bytescope.train.generate.score import Scorer
-from bytescope.train.generate.steps import Sizes, Steps
-from bytescope.train.program.config_files import title_of
-from bytescope.train.user_errors import UserError
+from bytescope.train.generate.steps import EngineSizes, Steps
+from bytescope.train.source import title_of
+from bytescope.train.user_errors import DoesNotFit, UserError
 
 # Of a CPU's memory, which the system needs too.
 CPU_SHARE = 0.5
@@ -36,9 +36,11 @@ DEFAULTS = {"cpu": (8, 64)}
 OTHERS = (64, 512)
 
 
-def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> Sizes:
-    """Sizes of everything but the pool. longest: positions that the model takes; needed: of the longest request; count:
-    how many requests there are, None where more may come.
+def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
+    """Returns the sizes of an engine whose pool is not known yet: 0 pages.
+
+    longest: max positions of the model. needed: positions of the longest request. count: number of requests; None if
+    more may come.
 
     Raises:
       UserError: --length is more than the model takes.
@@ -51,18 +53,18 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
         length = PAGE
         while length < min(needed, longest):
             length *= 2
-    return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
+    return EngineSizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
 
 
 def budget(
     steps: Steps,
-    sizes: Sizes,
+    sizes: EngineSizes,
     limit: int,
     drawing: Sequence[bool],
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Budget, dict[str, ReportRecord]]:
-    """The pool that fits the limit with these steps, which are compiled; and the report of each.
+    """Compiles the steps; returns the budget with the pool that fits the limit, and step -> its memory report.
 
     drawing: whether tokens are drawn; both where nobody knows yet.
 
@@ -88,7 +90,7 @@ def budget(
     return found, reports
 
 
-def with_pages(sizes: Sizes, pages: int) -> Sizes:
+def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
     """The same sizes with so many pages."""
     return dataclasses.replace(sizes, pages=pages)
 
@@ -104,37 +106,38 @@ def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.D
 
 
 def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
-    """Bytes of a device that may be used: what --limit says, else all, of a CPU's memory half."""
+    """Returns the bytes of a device that may be used: --limit, or by default all, and half of a CPU's memory."""
     available = limit_bytes(device)
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
-def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> Planned:
-    """The memory of generating from a config's model on a target, which may be a described one.
+def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
+    """Returns the memory of generating from a config's model on a target, which may be a described one.
 
     Raises:
       DoesNotFit: no page is left. UserError: what the user can mend.
     """
     devices = target.devices()
-    base = args.weights or WIDE
+    base = args.weights or UNQUANTIZED
     steps = _steps(args, config, devices, base)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
     found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(steps.model.precision.compute).name
-    if base != WIDE:
+    if base != UNQUANTIZED:
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
         f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
-    return Planned(title_of(name), facts, found, reports)
+    return GenerationPlan(title_of(name), facts, found, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
-    """An engine for requests of up to `needed` positions, its weights loaded. A terminal is told its memory before.
+    """Opens an engine for requests of up to `needed` positions, with its weights loaded. On a terminal it first prints
+    the memory.
 
     count: how many requests there are, None where more may come. drawing: whether any of them draws.
 
@@ -167,7 +170,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
 
 
 def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
-    """Programs that score texts of up to `longest` tokens, and the weights.
+    """Opens (the programs that score texts of up to `longest` tokens, the weights).
 
     Raises:
       DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.

@@ -1,4 +1,4 @@
-"""Whose each page of the pool is: pages are given, shared by sequences that begin alike, and taken back."""
+"""The owners of the pages of a pool: pages are given, shared by sequences with the same beginning, and taken back."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses."""
+        """Number of unused pages."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Pages that somebody uses."""
+        """Number of used pages."""
         return self.count - 1 - self.free
 
     def give(self, pages: list[int], length: int) -> None:
@@ -60,8 +60,8 @@ class Pages:
         return page
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
-        """The known pages that hold the first of these tokens, taken for a sequence; at least one token is left to be
-        computed, of which the next one follows."""
+        """Takes for a new sequence the known pages that hold its first tokens, and returns them. At least one token is
+        left to compute, since the next token follows from it."""
         found: list[int] = []
         for name in names(tokens[:-1]):
             page = self._known.get(name)
@@ -75,19 +75,19 @@ class Pages:
         return found
 
     def computed(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tells what the full pages of a sequence hold; `tokens`: those that are computed."""
+        """Records what the full pages of a sequence hold. tokens: the computed ones."""
         for page, name in zip(pages, names(tokens)):
             if page not in self._name and name not in self._known:
                 self._known[name], self._name[page] = page, name
 
     def forget(self) -> None:
-        """Forgets what free pages hold, so that it is computed again."""
+        """Forgets what unused pages hold, so that no later sequence shares them."""
         for page in self._free:
             if name := self._name.pop(page, None):
                 del self._known[name]
 
     def take(self, pages: list[int]) -> None:
-        """Takes a sequence's pages back; the last first, so that beginnings stay known the longest."""
+        """Takes the pages of a sequence back, the last first, so that beginnings stay known the longest."""
         while pages:
             page = pages.pop()
             self._users[page] -= 1
@@ -96,7 +96,7 @@ class Pages:
 
 
 def names(tokens: Sequence[int]) -> list[bytes]:
-    """For each full page of a sequence a digest of all tokens up to its end."""
+    """Returns for each full page of a sequence a digest of all tokens up to the end of the page."""
     digest, found = blake2b(digest_size=16), []
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
         digest.update(np.asarray(tokens[start : start + PAGE], np.int32).tobytes())

@@ -1,4 +1,4 @@
-"""A request for tokens, and what became of it."""
+"""A request for tokens, and its state while it is answered."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What somebody asks for.
+class Request:
+    """A prompt, and how its answer is to be generated.
 
     Fields:
-      tokens: of the prompt, at least one. most: tokens to generate at most. stops: tokens that end the answer, which
-      do not belong to it. temperature: 0 for the likeliest token. top_k, top_p, min_p: filters, 0, 1 and 0 for none.
-      seed: of what is drawn, 0 to 2**32 - 1.
+      tokens: ids of the prompt, at least one. most: max new tokens. stops: ids that end the answer, which leaves them
+      out. temperature: 0 for the most likely token. top_k, top_p, min_p: filters; 0, 1 and 0 for none. seed: of the
+      sampling, 0 to 2**32 - 1.
     """
 
     tokens: tuple[int, ...]
@@ -35,16 +35,17 @@ class Asked:
 
 @dataclasses.dataclass
 class Running:
-    """A request under way.
+    """A request that waits or is being answered.
 
     Fields:
-      number: its place among all requests. tokens: of the prompt and the answer so far. pages: where the keys and
-      values of its first `computed` tokens are. known: full pages that others may find. ended: "" while it goes on;
-      "stop": by a token; "text": by a text, or by somebody; "length": it has as many tokens as were asked for.
+      number: its place among all requests. tokens: ids of the prompt and of the answer so far. pages: pages with the
+      keys and values of its first `computed` tokens. known: number of full pages that other requests may share.
+      ended: why the answer ended: "stop", a stop token; "text", a stop string, or the caller; "length", the max new
+      tokens; "" while it goes on.
     """
 
     number: int
-    asked: Asked
+    request: Request
     tokens: list[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
@@ -53,28 +54,28 @@ class Running:
 
     @property
     def answer(self) -> Sequence[int]:
-        """The tokens that were generated, a stop left out."""
-        made = self.tokens[len(self.asked.tokens) :]
+        """The generated tokens without a stop token."""
+        made = self.tokens[len(self.request.tokens) :]
         return made[:-1] if self.ended == "stop" else made
 
     @property
     def missing(self) -> int:
-        """Tokens whose keys and values are not there yet."""
+        """Number of tokens whose keys and values are still to be computed."""
         return len(self.tokens) - self.computed
 
     def take(self, token: int) -> None:
         """Adds the token that follows, and says whether that is the end."""
         self.tokens.append(token)
-        if token in self.asked.stops:
+        if token in self.request.stops:
             self.ended = "stop"
-        elif len(self.tokens) - len(self.asked.tokens) >= self.asked.most:
+        elif len(self.tokens) - len(self.request.tokens) >= self.request.most:
             self.ended = "length"
 
 
-def request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Asked:
+def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Request:
     """Returns the request that a command's flags make to `source` for a prompt."""
     max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
-    return Asked(
+    return Request(
         tokens,
         max_tokens,
         frozenset() if args.ignore_end else source.ends,

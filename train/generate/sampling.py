@@ -1,4 +1,4 @@
-"""The next token of each sequence, from logits: the likeliest, or drawn with a key of the request's own.
+"""Chooses the next token of each sequence from logits: the most likely one, or a sample with the request's own key.
 
 A drawn token depends on the logits, the request's seed and the token's place alone, never on what else is in the
 batch. Of the filters temperature comes first, then top-k, top-p and min-p, each over what those before it left, as
@@ -35,8 +35,8 @@ class Draws:
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
-    """float32 logits [B, V] at their temperature, the lowest number where a filter leaves a token out; the likeliest
-    one always stays."""
+    """Returns logits at their temperature, float32 [B, V], with the lowest float32 for tokens that a filter drops. The
+    most likely token always stays."""
     least = jnp.finfo(jnp.float32).min
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
     order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
@@ -55,8 +55,8 @@ def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
 
 
 def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: bool) -> jax.Array:
-    """int32 [B]: the token that follows, at the place `places_B` of each sequence. drawing: whether any row draws;
-    without, nothing is sorted."""
+    """Returns the next token of each sequence, int32 [B]. places_B: its position in the sequence. drawing: whether any
+    row samples; if none does, nothing is sorted."""
     likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if not drawing:
         return likeliest_B

@@ -14,11 +14,11 @@ from flax import nnx
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
-from bytescope.train.generate.steps import Sizes, Steps, own_bytes
+from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """A text's place among the texts, its tokens, and the log-probability (nats) of each but the first, float32
     [n - 1]."""
 
@@ -35,18 +35,18 @@ class Scorer:
     """
 
     def __init__(self, steps: Steps, length: int, chunk: int):
-        self.sizes = Sizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
+        self.sizes = EngineSizes(-(-max(length, chunk) // PAGE) + 1, 1, chunk, length)
         self._steps = steps
         self._made: dict[int, jax.stages.Compiled] = {}
 
     @property
     def bytes(self) -> int:
-        """What it takes on a device: weights, pages, temporaries of its largest program, which is compiled."""
+        """Bytes on a device: weights, pages, and temporaries of the largest program, which is compiled for it."""
         own = own_bytes(self._compiled(self.sizes.chunk))
         return self._steps.weight_bytes + self.sizes.pages * self._steps.page_bytes + own
 
-    def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[Scored]:
-        """Each text as it is done, short ones first and together. params: the model's."""
+    def score(self, params: Any, texts: Sequence[Sequence[int]]) -> Iterator[ScoredText]:
+        """Yields each text when it is scored, short ones first and several in one step."""
         pools = self._steps.make_pools(self.sizes.pages)
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         while order:
@@ -56,12 +56,13 @@ class Scorer:
             order = order[len(some) :]
             found, pools = self._batch(params, pools, [texts[number] for number in some], width)
             for number, logprobs in zip(some, found):
-                yield Scored(number, texts[number], logprobs)
+                yield ScoredText(number, texts[number], logprobs)
 
     def _batch(
         self, params: Any, pools: Any, texts: Sequence[Sequence[int]], width: int
     ) -> tuple[list[np.ndarray], Any]:
-        """(the log-probabilities of texts, a row each, a step of `width` tokens of each after the other; the pools)."""
+        """Scores texts, a row each, in steps of `width` tokens. Returns (the log-probabilities of each text, the
+        pools)."""
         rows = self.sizes.chunk // width
         table, page = np.full((rows, self.sizes.table), NOBODY, np.int32), NOBODY + 1
         for row, text in enumerate(texts):
@@ -100,7 +101,7 @@ class Scorer:
         return self._made[width]
 
     def _step(self, params: Any, pools: Any, tokens_BT: jax.Array, targets_BT: jax.Array, view: View):
-        """(log-probability of each target, float32 [B, T]; the pools)."""
+        """Returns (log-probability of each target, float32 [B, T]; the pools)."""
         steps = self._steps
         model = nnx.merge(steps.model.graph, params)
         x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)

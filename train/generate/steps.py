@@ -31,7 +31,7 @@ ROLES = (("^params", "params"), ("^pools", "cache"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """Static shapes of an engine.
 
     Fields:
@@ -55,8 +55,8 @@ class Sizes:
         return (*(width for width in (PAGE, 4 * PAGE) if width < self.chunk), self.chunk)
 
     def rows(self, count: int, width: int) -> int:
-        """Rows of the step for so many pieces. Of prompts always all, of single tokens a power of four or all: each
-        shape is compiled on its own."""
+        """Returns the rows of a step with `count` pieces. Steps of prompts have all rows; steps of single tokens have
+        a power of four or all, since each shape is compiled on its own."""
         if width > 1:
             return self.chunk // width
         found = 1
@@ -76,7 +76,7 @@ def run_step(
     last_B: jax.Array,
     draws: Draws,
 ) -> tuple[jax.Array, list[Any]]:
-    """(int32 [B], the token that follows the one at `last_B` of each row; the pools)."""
+    """Returns (the token that follows the one at index `last_B` of each row, int32 [B]; the pools)."""
     model = nnx.merge(graph, params)
     x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
@@ -94,7 +94,7 @@ def own_bytes(compiled: CompiledStage) -> int:
 
 
 class Steps:
-    """Programs of one model with one kernel; `compilation` makes each as it is first asked for.
+    """The step programs of one model with one attention kernel; `compilation` compiles each at its first use.
 
     Args:
       model: its devices may be described ones; then nothing can be run. kernel: a row of `KERNELS` of
@@ -121,7 +121,7 @@ class Steps:
         return device_bytes(self.model.shapes)
 
     def pool_shapes(self, pages: int) -> list[Any]:
-        """The pools as ShapeDtypeStruct with shardings: heads over the devices where they divide."""
+        """Returns the pools as ShapeDtypeStruct with shardings: heads are sharded over the axes that divide them."""
         mesh = self.model.layout.mesh
         heads = 1 if self.model.config.attention_kind == "mla" else self.model.config.n_kv_heads
         axes, size = [], 1
@@ -140,15 +140,15 @@ class Steps:
         return jax.tree.map(one, shapes)
 
     def make_pools(self, pages: int) -> list[Any]:
-        """The empty pools."""
+        """Returns empty pools."""
         places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
         return jax.jit(
             lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
             out_shardings=places,
         )()
 
-    def traced(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
-        """The step of `rows` pieces of `width` tokens."""
+    def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
+        """Traces the step of `rows` pieces of `width` tokens."""
         everywhere = self.model.layout.sharding()
 
         def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -177,8 +177,8 @@ class Steps:
             draws,
         )
 
-    def compilation(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> Compilation:
-        """The same, compiled."""
+    def compilation(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> Compilation:
+        """Returns the compiled step of `rows` pieces of `width` tokens."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._made:
             with self.for_kernels():
@@ -187,21 +187,21 @@ class Steps:
         return self._made[key]
 
     def for_kernels(self) -> contextlib.AbstractContextManager:
-        """A context for the Pallas kernels of the steps, if they have any."""
+        """Returns a context in which the steps are compiled; it sets options for Pallas kernels if they have any."""
         needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
         return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
-    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
-        """Its memory report."""
+    def report(self, sizes: EngineSizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
+        """Returns the memory report of the step of `rows` pieces of `width` tokens."""
         return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
 
-    def extra_bytes(self, sizes: Sizes, report: ReportRecord) -> int:
-        """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
+    def extra_bytes(self, sizes: EngineSizes, report: ReportRecord) -> int:
+        """Returns the bytes on a device that a step takes beyond parameters and pool, including the runtime's part."""
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
     def run(
         self,
-        sizes: Sizes,
+        sizes: EngineSizes,
         drawing: bool,
         params: Any,
         pools: Sequence[Any],
@@ -210,7 +210,8 @@ class Steps:
         last: np.ndarray,
         draws: Draws,
     ) -> tuple[np.ndarray, list[Any]]:
-        """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
+        """Runs a step; returns (the next token of each row, int32 [B], on the host; the new pools). The old pools are
+        donated."""
         rows, width = tokens.shape
         chosen, new_pools = self.compilation(sizes, rows, width, drawing).executable(
             params, pools, tokens, view, last, draws

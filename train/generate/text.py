@@ -24,7 +24,7 @@ UNFINISHED = "\ufffd"  # what a decoder makes of bytes whose rest is still to co
 
 @dataclasses.dataclass
 class Growing:
-    """The text of an answer while it grows.
+    """The text of an answer while tokens are added.
 
     Fields:
       stops: strings, the first of which ends the text and is left out. text: so far, without what may yet become part
@@ -39,7 +39,7 @@ class Growing:
     _held: str = ""
 
     def add(self, token: int) -> str:
-        """Takes a token; returns the text that is new."""
+        """Adds a token; returns the new text."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -49,29 +49,30 @@ class Growing:
         return self._show(whole, final=False)
 
     def finish(self) -> str:
-        """The rest of the text, when no token follows."""
+        """Returns the rest of the text, when no token follows."""
         return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
 
     def follow(self, engine: Engine, one: Running) -> str:
-        """Takes the newest token of a request, and ends the request where a stop string came; returns the text that is
-        new."""
+        """Adds the newest token of a request, and ends the request if a stop string is complete; returns the new
+        text."""
         new = "" if one.ended == "stop" else self.add(one.tokens[-1])
         if self.stopped:
             engine.finish(one)
         return new + (self.finish() if one.ended else "")
 
     def _show(self, whole: str, final: bool) -> str:
-        found = [place for stop in self.stops if (place := whole.find(stop)) >= 0]
-        if found:
-            self.stopped, end = True, min(found)
-        else:
-            end = len(whole) if final else len(whole) - max((_begun(whole, stop) for stop in self.stops), default=0)
+        stops = [whole.find(stop) for stop in self.stops if stop in whole]
+        end = len(whole)
+        if stops:
+            self.stopped, end = True, min(stops)
+        elif not final:  # what may become a stop string is held back
+            end -= max((_begun(whole, stop) for stop in self.stops), default=0)
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters at the end of a text with which `stop` may begin."""
+    """Returns the number of characters at the end of a text that may be the beginning of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -94,7 +95,7 @@ class Prompts:
             self._renderer.close()
 
     def of_row(self, row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-        """The tokens of a row with `text`, `tokens` or `messages`.
+        """Returns the tokens of a row with `text`, `tokens` or `messages`.
 
         Raises:
           UserError: it has none of them, or no valid ones; `where` names it.
@@ -115,13 +116,13 @@ class Prompts:
         return found
 
     def of_text(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text; with `chat` of a user's message."""
+        """Returns the tokens of a text, or with `chat` of a conversation with this one message of the user."""
         if self.chat:
             return self.of_messages([{"role": "user", "content": text}], "--chat")
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
-        """The tokens of a conversation, up to where its next answer begins."""
+        """Returns the tokens of a conversation up to the beginning of the next answer."""
         if not all(
             isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
             for turn in messages
@@ -147,7 +148,7 @@ class Prompts:
 
 
 def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]:
-    """The tokens of each row of a .jsonl file, or of any other file as one text.
+    """Returns the tokens of each row of a .jsonl file, or of any other file as one text.
 
     Raises:
       UserError: it cannot be read, or a row has no text; `flag` names it.

@@ -1,4 +1,4 @@
-"""Text from the model in training: at the end of a run, and at evaluations where `train.eval_prompts` asks for it.
+"""Text from the model in training: at the end of a run, and at evaluations if `train.eval_prompts` is set.
 
 It comes from the engine of train/generate, over pages, with the parameters as they lie on the mesh. Where the layers
 lie on stages, or experts on several devices, every token is a pass over the whole buffer instead, one program of a
@@ -25,8 +25,8 @@ from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model
-from bytescope.train.generate.request import Asked
-from bytescope.train.generate.steps import Sizes, Steps, own_bytes
+from bytescope.train.generate.request import Request
+from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program.program import Program
 
@@ -35,7 +35,7 @@ SEQUENCES = 8  # prompts that are answered at once
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
-    """tokens_BL, int32, with the positions from span[0] up to span[1] filled in; span: int32 [2]."""
+    """Returns tokens_BL, int32, with the positions from span[0] up to span[1] generated. span: int32 [2]."""
     transformer, hidden = nnx.merge(program.graph, params), _hidden(program, params)
     # A layout that shards sequences may order them differently: positions_L[i] is the position stored at index i.
     positions_L = program.layout.positions(tokens_BL.shape[1])
@@ -56,7 +56,7 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
 
 
 def _hidden(program: Program, params: Any) -> Callable[[jax.Array], jax.Array]:
-    """The function of int32 tokens [B, L] that gives the normed output of the last block."""
+    """Returns the function from int32 tokens [B, L] to the normed output of the last block."""
     if (stages := program.parts.pipeline) is None:
         return nnx.merge(program.graph, params).hidden
     return partial(PipelineForward(stages.graph, stages.schedule, stages.units).hidden, params)
@@ -68,7 +68,7 @@ def _jitted(program: Program, temperature: float) -> Any:
 
 
 def lower_generate(program: Program) -> jax.stages.Lowered:
-    """The program of whole passes, lowered for the devices of `program`, which may be described ones."""
+    """Lowers the program of whole passes for the devices of `program`, which may be described ones."""
     # One row per rank: a batch of one would not divide over the mesh.
     tokens = jax.ShapeDtypeStruct(
         (program.batch.ranks, program.batch.seq_len), jnp.int32, sharding=program.layout.sharding(("batch", None))
@@ -78,7 +78,7 @@ def lower_generate(program: Program) -> jax.stages.Lowered:
 
 
 def read_part(prompt: list[int], count: int, length: int) -> list[int]:
-    """The tokens of a prompt that the model reads where `length` positions hold them and what follows.
+    """Returns the tokens of a prompt that the model reads, if `length` positions hold these and the answer.
 
     All of them if they leave room for one token; of a longer prompt its end: it leaves room for `count` tokens, but is
     at least half of the positions.
@@ -89,13 +89,13 @@ def read_part(prompt: list[int], count: int, length: int) -> list[int]:
 
 
 def over_pages(program: Program) -> bool:
-    """Whether a program's samples come from pages, not from whole passes."""
+    """Returns whether a program's samples are generated over pages, and not by whole passes."""
     spread = program.model.experts and program.mesh.size > 1
     return program.parts.pipeline is None and not spread
 
 
 class Sampler:
-    """Answers prompts with a program's parameters, whatever their values; its steps are compiled once.
+    """Answers prompts with any parameters of a program; its steps are compiled once.
 
     Args:
       count: tokens of an answer. longest: of a prompt. rows: prompts at once.
@@ -109,18 +109,19 @@ class Sampler:
         model = Model(program.model, program.precision, graph, program.state.model_params, program.layout)
         self.steps = Steps(model, "blocks", program.precision.compute)
         pages = self.rows * -(-self.length // PAGE) + 1
-        self.sizes = Sizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
+        self.sizes = EngineSizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
 
     def answers(self, params: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
-        """Up to `count` tokens that follow each prompt (`read_part` of it), as many as `data.seq_len` has room for."""
+        """Returns up to `count` tokens that follow `read_part` of each prompt, as many as `data.seq_len` leaves room
+        for."""
         seed = self.program.config.seed % 2**32
-        asked = []
+        requests = []
         for prompt in prompts:
             read = read_part(list(prompt), self.count, self.program.batch.seq_len) or [0]
             most = min(self.count, self.program.batch.seq_len - len(read))
-            asked.append(Asked(tuple(read), most, temperature=temperature, seed=seed))
+            requests.append(Request(tuple(read), most, temperature=temperature, seed=seed))
         engine = Engine(self.steps, params, self.sizes)
-        found = {one.number: list(one.answer) for one in engine.answers(asked)}
+        found = {one.number: list(one.answer) for one in engine.answers(requests)}
         return [found[number] for number in sorted(found)]
 
     def own_bytes(self, drawing: bool) -> int:
@@ -132,7 +133,7 @@ class Sampler:
 
 
 def sample_bytes(program: Program) -> int:
-    """What the sample at the end of a run takes on a device beside the state."""
+    """Returns the bytes on a device that the sample at the end of a run takes beside the state."""
     config = program.config.train
     if over_pages(program):
         longest = program.batch.seq_len - 1 - config.sample_tokens  # of a prompt that fills the rest
@@ -142,7 +143,7 @@ def sample_bytes(program: Program) -> int:
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Up to `count` tokens that follow `prompt` (`read_part` of it), as many as `data.seq_len` leaves room for."""
+    """Returns up to `count` tokens that follow `read_part` of a prompt, as many as `data.seq_len` leaves room for."""
     length = program.batch.seq_len
     prompt = read_part(prompt, count, length) or [0]
     if over_pages(program):
@@ -151,7 +152,7 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
 
 
 def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """The same with a pass over the whole buffer for each token."""
+    """Returns the same as `generate`, by a pass over the whole buffer for each token."""
     length = program.batch.seq_len
     # Only the first row is used; see lower_generate.
     tokens = np.zeros((program.batch.ranks, length), np.int32)
@@ -190,7 +191,7 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
 
 
 def sample_text(program: Program, data: Data, params: Any) -> str:
-    """Text that the model generates, with the prompt before it; "" where `train.sample_tokens` is 0."""
+    """Returns the prompt and the text that the model generates after it; "" if `train.sample_tokens` is 0."""
     config = program.config.train
     if not config.sample_tokens:
         return ""

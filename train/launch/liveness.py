@@ -5,7 +5,9 @@ long as the run lasts. A process that dies closes its connection, whatever it wa
 within milliseconds: jax alone notices after its heartbeats, with a C++ abort, and a collective may hang for ever.
 The link also carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
 
-It carries too, once a second, what each is doing, so that a slow one can be named (train/launch/stalls.py).
+Once a second each process sends what it is doing, so that the straggler can be named (`Stalls`). A process that is
+stopped, swapped out or stuck in the kernel sends no messages; a process that waits for others keeps sending where it
+waits. A straggler is not ended, because it may recover.
 
 Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `at doing`, `bye`.
 """
@@ -20,16 +22,96 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from bytescope.train.launch.rendezvous import LINGER_S, Peer
 from bytescope.train.launch.runtime import files_warning
-from bytescope.train.launch.stalls import BEAT_S, Stalls
 from bytescope.train.user_errors import Lost
 
+BEAT_S = 1.0  # seconds between two messages of a process
+SILENT_S = 5.0  # without a message for so long a process counts as silent
+# A silent process is named after this share of the timeout: a long step can delay other processes, but does not stop
+# messages.
+SILENT_SHARE = 0.25
+NAMED = 4  # processes that a line names
 AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
+
+
+class Stalls:
+    """Finds the straggler from this process's own steps and the messages of the others, and prints a line about it.
+
+    Args:
+      index: number of this process.
+      timeout: seconds without a step after which a line is printed, SILENT_SHARE of it for a silent process; 0: never.
+      tell: prints a line. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, index: int, timeout: float, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self.doing = ""
+        self._index, self._timeout, self._tell, self._clock = index, timeout, tell, clock
+        self._last_step = self._last_look = clock()
+        self._reported: float | None = None  # the stall that was printed, by the time of the last step before it
+        self._heard: dict[int, tuple[float, str]] = {}
+
+    def at(self, doing: str) -> None:
+        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
+        self.doing, self._last_step = doing, self._clock()
+
+    def hear(self, index: int, where: str) -> None:
+        """Records a message of another process: what it does, and on which host."""
+        self._heard[index] = (self._clock(), where)
+
+    def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
+        """Returns process -> its last known activity, for processes that sent no message for max(seconds, SILENT_S)."""
+        now, limit = self._clock(), max(seconds, SILENT_S)
+        return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > limit}
+
+    def look(self) -> None:
+        """Prints a stall once, and its end. Call it every BEAT_S seconds or so."""
+        now, before, self._last_look = self._clock(), self._last_look, self._clock()
+        early = SILENT_SHARE * self._timeout
+        if now - before > SILENT_S:  # this process itself was stopped: it had no chance to hear the others
+            self._heard = {index: (now, where) for index, (_, where) in self._heard.items()}
+            if self.doing and 0 < early < now - before:
+                self._tell(f"this process was itself stopped for {now - before:.0f} s, {self.doing}")
+            return
+        if self._reported is not None and self._last_step != self._reported:
+            self._tell(f"it goes on, after {self._last_step - self._reported:.0f} s without a step")
+            self._reported = None
+        timeout = early if self.silent(early) else self._timeout
+        if not self.doing or self._reported is not None or not 0 < timeout < now - self._last_step:
+            return
+        straggler = self._straggler(now)
+        if straggler:
+            self._reported = self._last_step
+            self._tell(f"no step for {now - self._last_step:.0f} s: {straggler}")
+
+    def _straggler(self, now: float) -> str:
+        """Returns the processes that the others wait for, in words; "" if another process prints them."""
+        silent = [
+            f"process {index} has been silent for {now - self._heard[index][0]:.0f} s, last seen {where}"
+            for index, where in self.silent().items()
+        ]
+        if silent:
+            return _listed(silent)
+        if self._index:
+            return ""  # process 0 hears all processes, and prints it
+        places = {0: self.doing, **{index: where for index, (_, where) in self._heard.items()}}
+        activities = {index: where.partition(" on ")[0] for index, where in places.items()}
+        usual, count = Counter(activities.values()).most_common(1)[0]
+        if count == len(places):
+            return f"all {count} processes are alive, {usual}"
+        others = [f"process {index} is {places[index]}" for index in sorted(places) if activities[index] != usual]
+        return f"{_listed(others)}; {count} of {len(places)} are {usual}"
+
+
+def _listed(processes: list[str]) -> str:
+    more = f"; and {len(processes) - NAMED} more" if len(processes) > NAMED else ""
+    return "; ".join(processes[:NAMED]) + more
 
 
 class Link:
@@ -58,7 +140,7 @@ class Link:
         self._reader.start()
 
     def at(self, doing: str) -> None:
-        """This process goes on, with what `doing` says; "": with nothing that others could wait for."""
+        """Records that this process makes progress, and what it does now; "" for nothing that others could wait for."""
         self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from bytescope.train.launch.liveness import Link
-from bytescope.train.launch.rendezvous import meet, own_address
+from bytescope.train.launch.rendezvous import Token, meet, own_address
 from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
-from bytescope.train.launch.token import Token
 from bytescope.train.user_errors import Lost, UserError
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.

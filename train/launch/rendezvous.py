@@ -1,19 +1,23 @@
 """The connections between the processes of one run, and how they are made: all processes connect, or none starts.
 
-Messages are JSON lines: `hello index count token`, `stranger` and `go` here; those of a running run are in
-train/launch/liveness.py. Process 0 listens on the address that the others use, and whoever does not know the token
-(train/launch/token.py), or says nothing, is turned away.
+Messages are JSON lines: `hello index count token`, `stranger` and `go` here; the messages of a run in progress are in
+train/launch/liveness.py. Process 0 listens on the address that the others use. It closes connections that send a wrong
+token, or nothing. The token is BYTESCOPE_TOKEN if a launcher sets it. Otherwise process 0 makes one for this start and
+leaves it in a file that only its user may read, in the run directory that all processes share, while it waits.
 """
 
 import contextlib
+import hmac
 import ipaddress
 import json
+import os
+import secrets
 import selectors
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
-from bytescope.train.launch.token import VARIABLE, Token, matches
 from bytescope.train.user_errors import Lost, UserError
 
 # A machine that loses power closes no connection: probes after 20 s of silence, given up after four, 10 s apart.
@@ -22,6 +26,8 @@ RETRY_S = 0.05
 HELLO_S = 10.0  # seconds within which a connection has to say who it is
 STRANGERS = 64  # connections that may be about to say it, besides those that are awaited
 HELLO_BYTES = 4096  # that a hello may have
+TOKEN_VARIABLE = "BYTESCOPE_TOKEN"
+TOKEN_FILE = ".rendezvous"
 LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
 
 
@@ -72,6 +78,61 @@ class Peer:
             return [list(json.loads(line)) for line in lines]
         except (ValueError, TypeError, RecursionError):  # another protocol
             return None
+
+
+class Token:
+    """The secret word by which the processes of one start of a run recognize each other.
+
+    Args:
+      workdir: the run directory; None if it is not known yet: then the file is in `runs` in the current folder.
+      port: the port of process 0; concurrent runs have different ones.
+    """
+
+    def __init__(self, workdir: Path | None, port: int):
+        place = workdir or Path("runs") / "new"
+        # In the directory where it exists already: it may be all that the machines share.
+        self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
+        self._made: Path | None = None
+
+    def make(self) -> str:
+        """Returns the word that process 0 asks for; "" if no file can be written: then every process is admitted."""
+        given = os.environ.get(TOKEN_VARIABLE, "")
+        if given:
+            return given
+        word = secrets.token_hex(16)
+        path = self._files[0] if self._files[0].parent.is_dir() else self._files[1]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # of a start that was killed
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(word)
+        except OSError:
+            return ""
+        self._made = path
+        return word
+
+    def read(self) -> str:
+        """Returns the word that another process has to send; "" if there is none yet."""
+        given = os.environ.get(TOKEN_VARIABLE, "")
+        if given:
+            return given
+        for path in self._files:
+            with contextlib.suppress(OSError, ValueError):
+                word = path.read_text().strip()
+                if word:
+                    return word
+        return ""
+
+    def remove(self) -> None:
+        """Removes the file."""
+        if self._made is not None:
+            with contextlib.suppress(OSError):
+                self._made.unlink(missing_ok=True)
+
+
+def token_matches(given: str, wanted: str) -> bool:
+    """Returns whether a word is the right one, in a time that does not depend on how much of it is right."""
+    return not wanted or hmac.compare_digest(given.encode(), wanted.encode())
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
@@ -199,7 +260,7 @@ class _Door:
 
     def _greet(self, message: list[Any], peer: Peer, selector: selectors.BaseSelector) -> None:
         match message:
-            case ["hello", int(index), int(theirs), str(token)] if matches(token, self._token):
+            case ["hello", int(index), int(theirs), str(token)] if token_matches(token, self._token):
                 del self._unknown[peer]
                 peer.limit = None
                 self._admit(index, theirs, peer)
@@ -254,7 +315,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
                 peer.close()
                 raise Lost(text) if code == Lost.exit_code else UserError(text)
         if answer == ["stranger"]:
-            reason = f"it does not know this one: give all a --workdir that they share, or the same {VARIABLE}"
+            reason = f"it does not know this one: give all a --workdir that they share, or the same {TOKEN_VARIABLE}"
         peer.close()  # it closed the connection without an answer, and may start again
         time.sleep(RETRY_S)
     shown = f" ({reason})" if reason else ""

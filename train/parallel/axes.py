@@ -67,12 +67,13 @@ TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SH
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What is sharded over the devices of `mesh.fsdp` and `mesh.context`; those of `mesh.data` hold replicas.
+    """What the devices of `mesh.fsdp` and `mesh.context` share; the devices of `mesh.data` hold replicas.
 
-    stored: master parameters and optimizer state. gradients: the gradients, reduced to their owner as they are made.
-    by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the
-    compute copy of all of them is made once per step. reduce_once: gradients may wait for their reduction until
-    the end of in-step accumulation.
+    stored: master parameters and optimizer state are sharded. gradients: gradients too, each reduced to its owner in
+    the backward pass.
+    by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the compute copy
+    of all of them is made once per step. reduce_once: gradients may wait for their reduction until the end of in-step
+    accumulation.
     """
 
     summary: str
@@ -99,7 +100,7 @@ STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
-    """Logical axes of an activation of a block, from the letters of its shape: BLD is (batch, stream, None)."""
+    """Returns the logical axes of an activation of a block from its shape letters: BLD is (batch, stream, None)."""
     letters = STREAM_LETTERS if {"D", "c"} & set(suffix) else LETTERS
     return tuple(letters.get(letter) for letter in suffix)
 

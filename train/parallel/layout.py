@@ -68,7 +68,9 @@ class Layout(Placement):
         return Peers("expert", self.mesh.shape["expert"], emulated)
 
     def exchange(self, slots: bool) -> str:
-        """How rows reach their experts; `slots`: each expert has a fixed number of them."""
+        """Returns the row of EXCHANGES by which rows reach their experts. slots: whether each expert has a fixed
+        number.
+        """
         if self.peers.size == 1:
             return super().exchange(slots)
         if self.dispatch != "auto":
@@ -138,7 +140,7 @@ class Layout(Placement):
         return PartitionSpec(*map(_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-        """For each dimension the mesh axes of more than one device that it is sharded over."""
+        """Returns for each dimension the mesh axes of more than one device over which it is sharded."""
         return [self._used(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
@@ -272,7 +274,9 @@ class Layout(Placement):
         return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
-        """`function` with its own partitioner, but inside an enclosing `jax.shard_map` on a device's shard alone."""
+        """Returns `function` with its own partitioner; inside an enclosing `jax.shard_map`, applied to a device's
+        shard.
+        """
         # A partitioner (`custom_partitioning`) needs the mesh of its arguments. Of one whose axes are partly manual JAX
         # tells it nothing, and the compilation fails; with all of them manual nothing is left to partition.
         return self.own(function, inputs, outputs) if self.manual else function
@@ -300,11 +304,11 @@ def _is_axes(node: object) -> bool:
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Shardings for `state`, such as an optimizer's, from those of the parameters.
+    """Returns shardings for `state`, such as an optimizer's, from the shardings of the parameters.
 
-    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. One whose
-    dimensions divide the parameter's (the scales of blocks) is sharded like it along the dimensions that are divisible
-    by the mesh axes. Every other leaf takes `default`.
+    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. A leaf whose
+    dimensions divide the parameter's dimensions, such as the scales of blocks, is sharded like it along the dimensions
+    that the mesh axes divide. Every other leaf takes `default`.
     """
     known = {
         path: (leaf.shape, sharding)

@@ -3,6 +3,8 @@
 In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/stage_units.py); then
 outputs and gradients move to the stages that use them in the next tick. No stage is special: embedding and loss run on
 all stages together, with the vocabulary sharded over them, in the ticks in which a micro-batch enters or leaves.
+
+Shape suffixes: A is the micro-batches of an update, P the stages; inside of the stages, P is 1.
 """
 
 import dataclasses
@@ -27,13 +29,13 @@ from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.step_weights import Weights
 
-# What autodiff would call the two passes, for reports to tell them apart: here each is written out.
+# The scopes that autodiff gives to the two passes, by which reports know them: here each pass is written out.
 FORWARD, BACKWARD = "jvp", "transpose(jvp)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """The table of a schedule as a loop reads it, a row a tick; int32, -1 for nothing.
+    """The table of a schedule as the loop over ticks reads it: int32 arrays with a row for each tick, -1 for nothing.
 
     forward, backward: [ticks, stages, 3] micro-batch, chunk, slot. enter: micro-batch whose embedding the first stage
     reads. end: micro-batch whose loss is computed, and the slot of its output. leave: micro-batch whose gradient leaves
@@ -49,7 +51,7 @@ class Ticks:
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Ticks":
-        """Those of a schedule."""
+        """Returns the arrays of a schedule."""
         stage, chunk = schedule.place_of(0)
 
         def first(table: np.ndarray) -> np.ndarray:
@@ -104,7 +106,7 @@ class PipelineGradients:
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
-        """What the routers did by layer, in the order in which the stages hold the layers; 0 for rows of none."""
+        """Returns values by layer in the order in which the stages hold the layers; 0 for rows that hold no layer."""
         rows = next(unit.rows for unit in self.units if unit.routed)
         return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
@@ -115,7 +117,7 @@ class PipelineGradients:
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None
     ) -> Micro:
-        """What the blocks read of each micro-batch, leaves [A, ...]."""
+        """Returns what the blocks read of each micro-batch, leaves [A, ...]."""
         model = self.transformer(rest, stacks, frozen)
         segments, real = batch.get("segments"), self.mask(batch)
         packed = None
@@ -146,14 +148,14 @@ class _Run:
 
     @property
     def _once(self) -> str:
-        """The scope of what happens once a micro-batch, in one tick of all."""
+        """The scope of a loop that turns once for each micro-batch, over all ticks."""
         return turns_of(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
         """The carry before the first tick."""
         whole, stages = self.whole, self.whole.schedule.stages
         shape, dtype = self._stream
-        between = jnp.zeros((stages, *shape), dtype)
+        between_PBLD = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
         stash = []  # for each stack its residuals [stages, slots, rows of a chunk, ...]
         for unit, kept in zip(whole.units, self._residuals()):
@@ -166,8 +168,8 @@ class _Run:
         if whole.pooled:
             pool = self._spread(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
         return {
-            "x": self._stream_of(between),
-            "d": self._stream_of(between),
+            "x": self._stream_of(between_PBLD),
+            "d": self._stream_of(between_PBLD),
             "stash": stash,
             "loads": loads,
             "pool": pool,
@@ -179,11 +181,11 @@ class _Run:
     @cached_property
     def _stream(self) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of the residual stream of a micro-batch."""
-        x = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
-        return x.shape, x.dtype
+        x_BLD = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
+        return x_BLD.shape, x_BLD.dtype
 
     def _residuals(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """What a layer of each stack keeps."""
+        """Returns the shapes of the residuals of a layer of each stack."""
 
         def kept(stacks, fixed, micros, x_BLD):
             micro = jax.tree.map(lambda leaf: leaf[0], micros)
@@ -199,38 +201,38 @@ class _Run:
         return jax.eval_shape(kept_inside, self.stacks, self.fixed, self.micros, jax.ShapeDtypeStruct(shape, dtype))
 
     def _spread(self, leaf: jax.Array) -> jax.Array:
-        """An array over the stages whose other axes the compiler shards as those that write it are."""
+        """Shards an array [P, ...] over the stages; the compiler shards its other axes like what is written into it."""
         rest = [P.UNCONSTRAINED] * (leaf.ndim - 1)
         return jax.lax.with_sharding_constraint(leaf, jax.sharding.NamedSharding(self.layout.mesh, P(STAGE, *rest)))
 
-    def _stream_of(self, x: jax.Array) -> jax.Array:
-        """Residual streams [stages, B, L, D] in their sharding."""
+    def _stream_of(self, x_PBLD: jax.Array) -> jax.Array:
+        """Shards the residual streams of all stages."""
         spec = P(STAGE, *self.layout.spec(("batch", "stream", None)))
-        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self.layout.mesh, spec))
+        return jax.lax.with_sharding_constraint(x_PBLD, jax.sharding.NamedSharding(self.layout.mesh, spec))
 
     def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
-        """One tick: forward, loss, backward, moves."""
+        """Runs one tick: forward, loss, backward, moves."""
         carry = dict(carry)
         with jax.named_scope(FORWARD):
-            y = self._forward(carry, table)
-            d_end = self._end(carry, table, y)
+            y_PBLD = self._forward(carry, table)
+            d_end_BLD = self._end(carry, table, y_PBLD)
         with jax.named_scope(BACKWARD):
-            d = self._backward(carry, table, d_end)
-            self._leave(carry, table, d)
+            d_PBLD = self._backward(carry, table, d_end_BLD)
+            self._leave(carry, table, d_PBLD)
         with jax.named_scope(FORWARD), jax.named_scope("stage_sends"):
-            carry["x"], carry["d"] = self._move(y, d, table)
+            carry["x"], carry["d"] = self._move(y_PBLD, d_PBLD, table)
         return carry, None
 
     def _begin(self, rest: Any, micro: jax.Array) -> jax.Array:
-        """The input of the first block of a micro-batch."""
+        """Returns the input of the first block for a micro-batch."""
         model = self.whole.transformer(rest, self.stacks, self.frozen)
         tokens_BL = row_of(self.batch["inputs"], micro)
         own = row_of(self.micros, micro)
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """Returns the output of each stage [stages, B, L, D]; replaces stash, loads and pool in the carry."""
-        entering = when(
+        """Returns the output of each stage [P, B, L, D]; replaces stash, loads and pool in the carry."""
+        entering_BLD = when(
             table.enter >= 0,
             lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
             jnp.zeros(*self._stream),
@@ -238,11 +240,11 @@ class _Run:
         )
         stage, chunk = self.whole.schedule.place_of(0)
 
-        def forward(unit, counts, x, entering, stash, loads, pool, stacks, fixed, micros):
+        def forward(unit, counts, x_1BLD, entering_BLD, stash, loads, pool, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
             micro = row_of(micros, unit[0])
             is_first = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
-            x_BLD = jnp.where(is_first, entering, x[0])
+            x_BLD = jnp.where(is_first, entering_BLD, x_1BLD[0])
             pool = jax.tree.map(lambda leaf: leaf[0], pool)
             for index, one in enumerate(self.whole.units):
                 count, first = (leaf[0] for leaf in counts[index])
@@ -263,11 +265,11 @@ class _Run:
 
         stages = P(STAGE)
         run = inside(self.layout, forward, (stages, stages, stages, P(), *[stages] * 5, P()), stages)
-        y, carry["stash"], carry["loads"], carry["pool"] = run(
+        y_PBLD, carry["stash"], carry["loads"], carry["pool"] = run(
             table.forward,
             self._counts(),
             carry["x"],
-            entering,
+            entering_BLD,
             carry["stash"],
             carry["loads"],
             carry["pool"],
@@ -275,20 +277,20 @@ class _Run:
             self.fixed,
             self.micros,
         )
-        return self._stream_of(y)
+        return self._stream_of(y_PBLD)
 
     def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
         return [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.whole.units]
 
-    def _end(self, carry: dict[str, Any], table: Ticks, y: jax.Array) -> jax.Array:
-        """The gradient of the last block's output [B, L, D]; the loss and its gradients are added to the carry."""
+    def _end(self, carry: dict[str, Any], table: Ticks, y_PBLD: jax.Array) -> jax.Array:
+        """Returns the gradient of the last block's output [B, L, D]; adds the loss and its gradients to the carry."""
         micro, slot = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
             carry["outputs"] = when(
                 table.keep >= 0,
                 lambda kept: jax.lax.dynamic_update_index_in_dim(
-                    kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0
+                    kept, self._of_stage(y_PBLD, last), jnp.maximum(table.keep, 0), 0
                 ),
                 carry["outputs"],
                 self._once,
@@ -297,7 +299,7 @@ class _Run:
         def end(carried):
             loss, sums, _ = carried
             waited = self.whole.schedule.output_slots
-            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._of_stage(y, last)
+            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._of_stage(y_PBLD, last)
             targets_BL = row_of(self.batch["targets"], jnp.maximum(micro, 0))
 
             def function(rest, x_BLD):
@@ -316,30 +318,30 @@ class _Run:
         carry["sums"] = {**carry["sums"], **sums}
         return d_BLD
 
-    def _of_stage(self, x: jax.Array, stage: int) -> jax.Array:
-        """What `stage` holds of `x` [stages, B, L, D], on all of them."""
+    def _of_stage(self, x_PBLD: jax.Array, stage: int) -> jax.Array:
+        """Returns the part [B, L, D] of `stage` on all stages."""
 
-        def pick(x):
-            return of_one(self.layout, x[0], jax.lax.axis_index(STAGE) == stage)
+        def pick(x_1BLD):
+            return of_one(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
 
-        return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x), ("batch", "stream", None))
+        return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x_PBLD), ("batch", "stream", None))
 
     def _add(self, sums: Any, grads: Any) -> Any:
         axes = {name: self.whole.weights.axes[name] for name in grads}
         grads = dataclasses.replace(self.whole.weights, axes=axes).gradients(grads)
         return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
-    def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
-        """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
+    def _backward(self, carry: dict[str, Any], table: Ticks, d_end_BLD: jax.Array) -> jax.Array:
+        """Returns the gradient of each stage's input [P, B, L, D]; replaces sums of gradients in the carry."""
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         # All layers of a micro-batch have run forward before any of them runs backward.
         busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
 
-        def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, busy_AE, micros):
+        def backward(unit, counts, d_1BLD, d_end_BLD, stash, sums, stacks, fixed, busy_AE, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
             micro = row_of(micros, unit[0])
             is_last = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
-            d_BLD = jnp.where(is_last, d_end, d[0])
+            d_BLD = jnp.where(is_last, d_end_BLD, d_1BLD[0])
             for index, one in reversed(list(enumerate(self.whole.units))):
                 count, first = (leaf[0] for leaf in counts[index])
                 name = one.rows.stack
@@ -360,11 +362,11 @@ class _Run:
         stages = P(STAGE)
         run = inside(self.layout, backward, (stages, stages, stages, P(), *[stages] * 4, P(), P()), stages)
         sums = {name: carry["sums"][name] for name in self.stacks}
-        d, sums = run(
+        d_PBLD, sums = run(
             table.backward,
             self._counts(),
             carry["d"],
-            d_end,
+            d_end_BLD,
             carry["stash"],
             sums,
             self.stacks,
@@ -373,50 +375,50 @@ class _Run:
             self.micros,
         )
         carry["sums"] = {**carry["sums"], **sums}
-        return self._stream_of(d)
+        return self._stream_of(d_PBLD)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
         """Returns the shares of `pool` of each micro-batch, averaged over all layers that have experts, [A, 2, E]."""
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 
-    def _leave(self, carry: dict[str, Any], table: Ticks, d: jax.Array) -> None:
+    def _leave(self, carry: dict[str, Any], table: Ticks, d_PBLD: jax.Array) -> None:
         """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
         stage, _ = self.whole.schedule.place_of(0)
 
         def leave(sums):
             micro = jnp.maximum(table.leave, 0)
             _, pullback = jax.vjp(lambda rest: self._begin(rest, micro), self.rest)
-            return self._add(sums, pullback(self._of_stage(d, stage))[0])
+            return self._add(sums, pullback(self._of_stage(d_PBLD, stage))[0])
 
         sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest}, self._once)
         carry["sums"] = {**carry["sums"], **sums}
 
-    def _move(self, y: jax.Array, d: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
-        """Outputs and gradients at the stages that use them in the next tick."""
+    def _move(self, y_PBLD: jax.Array, d_PBLD: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
+        """Returns outputs and gradients at the stages that use them in the next tick."""
         stages, bends = self.whole.schedule.stages, self.whole.schedule.bends
         ahead = [(stage, stage + 1) for stage in range(stages - 1)]
         back = [(to, source) for source, to in ahead]
 
-        def bent(x: jax.Array, chunk: jax.Array, on: int) -> jax.Array:
+        def bent(x_1BLD: jax.Array, chunk: jax.Array, on: int) -> jax.Array:
             # Placed as a V: a unit of one chunk goes on to the next stage, of the other to the one before; at the turn
             # it stays. Of these at most one arrives at a stage.
-            goes_on, comes_back = jnp.where(chunk == on, x, 0), jnp.where(chunk == 1 - on, x, 0)
+            goes_on, comes_back = jnp.where(chunk == on, x_1BLD, 0), jnp.where(chunk == 1 - on, x_1BLD, 0)
             stays = jnp.where(jax.lax.axis_index(STAGE) == stages - 1, goes_on, 0)
             return jax.lax.ppermute(goes_on, STAGE, ahead) + jax.lax.ppermute(comes_back, STAGE, back) + stays
 
-        def move(y, d, forward, backward):
+        def move(y_1BLD, d_1BLD, forward, backward):
             if bends:
-                return bent(y, forward[0, 1], 0), bent(d, backward[0, 1], 1)
+                return bent(y_1BLD, forward[0, 1], 0), bent(d_1BLD, backward[0, 1], 1)
             return (
-                jax.lax.ppermute(y, STAGE, [*ahead, (stages - 1, 0)]),
-                jax.lax.ppermute(d, STAGE, [*back, (0, stages - 1)]),
+                jax.lax.ppermute(y_1BLD, STAGE, [*ahead, (stages - 1, 0)]),
+                jax.lax.ppermute(d_1BLD, STAGE, [*back, (0, stages - 1)]),
             )
 
         specs = (P(STAGE),) * 4
-        moved = inside(self.layout, move, specs, P(STAGE))(y, d, table.forward, table.backward)
-        y, d = map(self._stream_of, moved)
-        return y, d
+        moved = inside(self.layout, move, specs, P(STAGE))(y_PBLD, d_PBLD, table.forward, table.backward)
+        y_PBLD, d_PBLD = map(self._stream_of, moved)
+        return y_PBLD, d_PBLD
 
     def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
         """Returns (tally, gradients) of all micro-batches from the carry after the last tick."""

@@ -40,14 +40,15 @@ def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
 
 
 def held_share(schedule: Schedule, layers: int) -> Fraction:
-    """What each stage of one program allocates for residuals, in units of those of all `layers` for one micro-batch:
-    the slots of the fullest stage, each for as many layers as the fullest chunk has."""
+    """Returns the residuals that each stage of one program allocates, in units of the residuals of all `layers` for
+    one micro-batch: the slots of the fullest stage, each for the layers of the fullest chunk.
+    """
     fullest = max(divide_layers(layers, schedule.virtual_stages))
     return Fraction(max(schedule.stash_slots) * fullest, layers)
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
-    """What each stage's residuals take at most, in units of those of all layers for one micro-batch."""
+    """Returns the max residuals of each stage, in units of the residuals of all layers for one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 

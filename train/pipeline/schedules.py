@@ -108,7 +108,7 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """What a name stands for: `make(name, P, M, v)`, what it is in a line, and chunks of a stage to show it with."""
+    """A row of SCHEDULES: `make(name, P, M, v)`, a one-line summary, and the chunks per stage of its drawing."""
 
     make: Callable[[str, int, int, int], Schedule]
     summary: str

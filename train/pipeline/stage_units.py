@@ -29,10 +29,11 @@ STAGE = "stage"
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """What the blocks read of a micro-batch besides the residual stream.
+    """Inputs of the blocks for a micro-batch, besides the residual stream.
 
     keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: number
-    of counted tokens, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
+    of unmasked targets, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without
+    experts.
     """
 
     keys: jax.Array | None
@@ -187,7 +188,7 @@ class StackUnit:
 
 
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
-    """What a layer's residuals may be that the backward pass has by itself."""
+    """Returns values among the residuals of a layer that the backward pass has anyway."""
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
 
 

@@ -31,13 +31,13 @@ class StackRows:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each row the place of its layer among those of the stack; for a row of none their number."""
+        """For each row the index of its layer among the layers of the stack; for an empty row the number of layers."""
         layers = sorted(layer for layer in self.order if layer >= 0)
         return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
 
     @property
     def identity(self) -> bool:
-        """Whether the rows are the layers of the stack in their order."""
+        """Whether the rows are the layers of the stack in order."""
         return -1 not in self.order and list(self.order) == sorted(self.order)
 
 

@@ -1,4 +1,4 @@
-"""A model that numbers alone describe: the flags of its shape, and the question that they ask."""
+"""A model described by numbers instead of a config: the flags of its shape, and their question to the calculator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytescope.memory.formulas.memory_estimate import Question, shape_for
 from bytescope.memory.formulas.model_shape import ExpertShape, Latent
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# What a config says itself and --params leaves open: flag -> (the config's key, what it is).
+# Numbers that a config has and --params leaves open: flag -> (the config's key, help text).
 SHAPE = {
     "layers": ("model.n_layers", "layers of the model"),
     "d-model": ("model.d_model", "width of the residual stream"),
@@ -22,7 +22,7 @@ SHAPE = {
     "d-ff": ("model.d_ff", "width of the MLP (default: four times d-model)"),
     "vocabulary": ("model.vocab_size", "size of the vocabulary"),
 }
-# The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
+# The same for flags without a value: flag -> (field of the model, the value that it sets, the config's key, help text).
 KINDS = {
     "gated": ("gated", True, "model.mlp", "a gated MLP of three matrices"),
     "untied": ("tied", False, "model.tie_embeddings", "a head with a matrix of its own"),
@@ -52,7 +52,7 @@ class ShapeFlag(NamedTuple):
     kind: type = int
 
 
-# What experts are, and what latent attention is: flag -> its part, the first one that without which there is neither.
+# Flags of experts and of latent attention. The first flag of each asks for them; the others need it.
 EXPERTS = {
     "experts": ShapeFlag("count", "model.experts", "number of routed experts of a layer"),
     "experts-per-token": ShapeFlag("per_token", "model.experts_per_token", "routed experts that a token goes to", 1, 2),
@@ -78,7 +78,7 @@ LATENT = {
 
 
 def parse_count(text: str) -> float:
-    """The number that 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
+    """Returns the number that is written as 7e9, 7b, 1.5B, 350m or 7_000_000_000.
 
     Raises:
       ReportError: it is not a number.
@@ -91,64 +91,65 @@ def parse_count(text: str) -> float:
 
 
 def assumed(args: Mapping[str, Any]) -> Question:
-    """The question of --params; what no flag gives follows from the number of parameters."""
+    """Returns the question of --params; what no flag gives follows from the number of parameters.
+
+    args: parsed arguments, name -> value. Raises ReportError for values out of range, or that cannot be combined.
+    """
     parameters = parse_count(args["params"])
     if not 1 <= parameters < 1e18:
         raise ReportError(f"--params={args['params']}: give 1 or more, below 1e18")
     given = {flag: number(args, flag) for flag in SHAPE}
-    model = shape_for(
-        parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
+    experts, latent = _fields_given(args, EXPERTS), _fields_given(args, LATENT)
+    per_layer = 1.0
+    if experts and not (given["layers"] and given["d-model"]):
+        per_layer = _parameters_per_layer(experts)
+    shape = shape_for(
+        parameters / per_layer, given["vocabulary"] or 50304, layers=given["layers"], width=given["d-model"]
     )
-    heads = given["heads"] or model.heads
-    kinds: dict[str, Any] = {
-        field: value for flag, (field, value, _, _) in KINDS.items() if args[flag.replace("-", "_")]
-    }
+    heads = given["heads"] or shape.heads
+    mlp_width = given["d-ff"] or shape.mlp_width
+    if experts:
+        experts["width"] = experts["width"] or mlp_width
+    changes: dict[str, Any] = {}
+    for flag, (field, value, _, _) in KINDS.items():
+        if args[flag.replace("-", "_")]:
+            changes[field] = value
     model = dataclasses.replace(
-        model,
+        shape,
         heads=heads,
         kv_heads=given["kv-heads"] or heads,
-        head_width=given["d-head"] or max(model.width // heads, 1),
-        mlp_width=given["d-ff"] or model.mlp_width,
-        **kinds,
+        head_width=given["d-head"] or max(shape.width // heads, 1),
+        mlp_width=mlp_width,
+        experts=ExpertShape(**experts) if experts else None,
+        latent=Latent(**latent) if latent else None,
+        **changes,
     )
-    experts, latent = _parts(args, EXPERTS), _parts(args, LATENT)
-    if experts:
-        experts["width"] = experts["width"] or model.mlp_width
-    return Question(
-        parameters,
-        dataclasses.replace(
-            model, experts=ExpertShape(**experts) if experts else None, latent=Latent(**latent) if latent else None
-        ),
-    )
+    return Question(parameters, model)
 
 
-def _parts(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
-    """Field -> value of the flags of a table, {} where its first is not given. Raises ReportError for others then."""
-    given = {flag: number(args, flag, part.least) for flag, part in table.items()}
+def _fields_given(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:
+    """Returns field -> value for the flags of a table; {} without the first flag. Raises ReportError for the others
+    without the first."""
     first = next(iter(table))
-    for flag, value in given.items():
-        if value is not None and not given[first]:
+    values, wanted = {}, bool(number(args, first, table[first].least))
+    for flag, row in table.items():
+        value = number(args, flag, row.least)
+        if value is not None and not wanted:
             raise ReportError(f"--{flag}={value} without --{first}: give that too")
-    return (
-        {part.field: part.default if given[flag] is None else given[flag] for flag, part in table.items()}
-        if given[first]
-        else {}
-    )
+        values[row.field] = row.default if value is None else value
+    return values if wanted else {}
 
 
-def _growth(args: Mapping[str, Any]) -> float:
-    """How many times the parameters of a GPT's layer one with the experts asked for has, where their width follows from
-    the shape that is to be found: 4 h^2 of attention and 8 h^2 an expert."""
-    experts = _parts(args, EXPERTS)
-    if not experts or (args["layers"] and args["d_model"]):
-        return 1.0
+def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
+    """Returns the parameters of a layer with these experts over those of a GPT's layer, 12 h^2: attention has 4 h^2, an
+    expert 8 h^2. Raises ReportError if the width of the experts does not follow from h."""
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
         raise ReportError("--d-expert, --dense-layers and --moe-every with --params: give --layers and --d-model too")
     return (4 + 8 * (experts["count"] + experts["shared"])) / 12
 
 
 def number(args: Mapping[str, Any], flag: str, least: int = 1) -> int | None:
-    """The number of a flag, None where it is not given. Raises ReportError for one that is too small or too large."""
+    """Returns the number of a flag, None if it is not given. Raises ReportError for one below `least` or above 1e9."""
     value = args[flag.replace("-", "_")]
     if value is not None and not least <= value < 1e9:
         raise ReportError(f"--{flag}={value}: give {least} or more, below 1e9")

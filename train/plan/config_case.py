@@ -1,4 +1,4 @@
-"""A config on its devices: what levers and remedies ask of it. Pure.
+"""A config on its devices: the facts that levers and remedies depend on. Pure.
 
 In: a report with the config that was compiled (`Report.config`, keys of the trainer's configs/base.py). Out: `Case`,
 its keys with the sizes of the mesh and the tokens of an update; None for a program without such a config.
@@ -13,11 +13,10 @@ from typing import Any
 
 from bytescope.memory.formulas.model_shape import ExpertShape
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.plan.model_facts import BATCH_AXES, experts_of, mesh_of
+from bytescope.train.plan.config_facts import BATCH_AXES, experts_of, mesh_of
 
 # Keys of a config to change: dotted key -> text.
 Keys = Mapping[str, str]
-
 
 # Keys by which a report of one of the trainer's configs is recognized.
 _NEEDED = ("batch.micro", "data.seq_len", "loss.kind", "mesh.fsdp", "offload.params", "optimizer.name", "remat.policy")
@@ -28,9 +27,9 @@ class Case:
     """A config on its devices.
 
     Fields:
-        flat: dotted key -> value. axes: sizes of the mesh's axes, none of them -1.
-        host_memory: whether there is a host to move state and residuals to; the CPU has no other memory.
-        report: of the program that the config was compiled to.
+        flat: dotted key -> value. axes: axis of the mesh -> size, -1 replaced.
+        host_memory: whether state and residuals can move to host memory; False on the CPU, which has no other memory.
+        report: of the compiled program.
     """
 
     flat: Mapping[str, Any]
@@ -40,23 +39,23 @@ class Case:
 
     @property
     def accumulates(self) -> bool:
-        """Whether an update can have more than one micro-batch."""
+        """Returns whether an update can have more than one micro-batch."""
         return not self.flat["optimizer.fused_backward"] and not self.flat["offload.params"]
 
     @property
     def by_layer(self) -> bool:
-        """Whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
-        closed = (self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16", self.adapters)
-        return not any(closed)
+        """Returns whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
+        scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
+        return not (scheduled or scaled or self.adapters)
 
     @property
     def adapters(self) -> bool:
-        """Whether low-rank adapters are what is trained: their state is too small to narrow or to move."""
-        return bool(self.flat.get("lora.rank"))  # a report of before there were adapters has no such key
+        """Returns whether low-rank adapters are trained, whose state is too small to narrow or to move."""
+        return bool(self.flat.get("lora.rank"))  # an old report has no such key
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of an update; the most, with a schedule."""
+        """Micro-batches of an update; with a schedule, the maximum."""
         if self.flat["batch.accumulation_schedule"]:
             return max(count for _, count in schedule(self.flat))
         if self.flat["batch.tokens"]:
@@ -70,11 +69,11 @@ class Case:
 
     @property
     def shared(self) -> int:
-        """Devices that may share state, replicas aside."""
+        """Number of devices that may share state; replicas are not counted."""
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
 
     def shards(self, ranks: int) -> bool:
-        """Whether every width of a parameter that ZeRO shards, the ranks of latents included, is divisible by these."""
+        """Returns whether `ranks` divides every width that ZeRO shards, including the ranks of latent attention."""
         keys = ["model.d_model"]
         if self.flat.get("model.attention_kind") == "mla":
             keys += ["model.mla_kv_rank", "model.mla_q_rank"]
@@ -83,7 +82,7 @@ class Case:
     @property
     def routing(self) -> tuple[ExpertShape, int, int] | None:
         """(experts, tokens of a device and micro-step, devices that share the experts); None without experts, and for
-        the kernel that has no rows."""
+        the dense kernel, which has no rows."""
         if "model.moe_every" not in self.flat or self.flat["model.moe_kernel"] == "dense":
             return None
         experts = experts_of(self.flat)
@@ -96,25 +95,12 @@ class Case:
 
 
 def case_of(report: ReportRecord) -> Case | None:
-    """The case of a report; None where the program has no config of the trainer's."""
+    """Returns the case of a report; None for a program without a config of the trainer."""
     flat = report.config
-    needed = (
-        "batch.micro",
-        "data.seq_len",
-        "loss.kind",
-        "mesh.fsdp",
-        "offload.params",
-        "optimizer.name",
-        "remat.policy",
-    )
-    if any(key not in flat for key in needed):
+    if any(key not in flat for key in _NEEDED):
         return None
-    return Case(
-        flat,
-        mesh_of(flat, int(report.target.get("n_devices") or 1)),
-        report.target.get("platform") not in (None, "cpu"),
-        report,
-    )
+    axes = mesh_of(flat, int(report.target.get("n_devices") or 1))
+    return Case(flat, axes, report.target.get("platform") not in (None, "cpu"), report)
 
 
 def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import title_of
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -32,68 +33,70 @@ AUTO = "auto"  # the remat policy that a search settles, by the rates of the tar
 
 
 class ConfigFactory(ProgramFactory):
-    """Makes the programs of configs."""
+    """Makes the programs of configs; `program_factory.ProgramFactory` has the contract of each method."""
 
     reference = "bytescope.train.plan.config_factory:FACTORY"
     row = ConfigRow
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """The program of a config on a target's devices, nothing compiled yet."""
+        """Returns the program of a config on a target's devices, not compiled yet."""
         name, pairs = split(overrides)
         config = configs.load(name, pairs)
         return prepare_program(build_program(config, target), target, configs.flatten(config))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """The keys of a combination, with its policy as config keys.
+        """Returns the keys of a combination, with its policy as config keys.
 
-        A config's own names for `custom` are an error under any other policy, so those combinations clear them.
+        A config's own names for `custom` are an error under any other policy, so they are cleared then.
         """
         if POLICY not in chosen:
             return chosen
-        name, pairs = split({**fixed, **{key: text for key, text in chosen.items() if key == CONFIG}})
-        flat = configs.load_flat(name, pairs)
-        out = {**chosen, **policy_keys(chosen[POLICY])}
+        base = dict(fixed)
+        if CONFIG in chosen:
+            base[CONFIG] = chosen[CONFIG]
+        flat = configs.load_flat(*split(base))
+        keys = {**chosen, **policy_keys(chosen[POLICY])}
         ranges = any(str(text).endswith(":custom") for text in flat.get(LAYERS, ()))
-        if out[POLICY] != "custom" and not ranges:
-            out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}
-        return out
+        if keys[POLICY] != "custom" and not ranges:
+            for key in (SAVE, OFFLOAD):
+                if flat.get(key) and key not in keys:
+                    keys[key] = "()"
+        return keys
 
     def resolve(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
-        name, pairs = split(overrides)
-        return configs.load_flat(name, pairs)
+        """Returns the whole config, dotted key -> value. Raises UserError for an unknown key or a wrong value."""
+        return configs.load_flat(*split(overrides))
 
     def check(self, overrides: Mapping[str, Any]) -> None:
-        """Raises ValueError with an `exit_code` for a config that could run on no target."""
+        """Raises ValueError with an `exit_code` for a config that can run on no target."""
         check_config(*split(overrides))
 
     def sources(self) -> Sequence[Path]:
-        """The files of the model, and of the trainer as far as it makes the step."""
+        """Returns the files of the model, and those of the trainer that make the step."""
         return row_cache.source_files(making_programs())
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
-        """The files that settle a remat policy of `auto`."""
+        """Returns the files that settle a remat policy of `auto`."""
         return row_cache.source_files(choosing_plans()) if resolved.get(POLICY) == AUTO else ()
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What the published formulas give for a row, a `formulas.reconcile.Formula` as JSON."""
+        """Returns the figures of the published formulas for a row, a `formulas.reconcile.Formula` as JSON."""
         from bytescope.memory.formulas import reconcile
-        from bytescope.train.plan.model_facts import model_facts
+        from bytescope.train.plan.config_facts import model_facts
 
         platform = answer["target"].get("platform", "")
         found = reconcile.formula_of(model_facts(resolved, answer["settled"], platform=platform), platform)
         return None if isinstance(found, str) else dataclasses.asdict(found)
 
     def describe(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
-        """What the search for the least recomputation needs of a config on a target; nothing is compiled.
+        """Describes a config on a target for the search for the least recomputation; nothing is compiled.
 
-        `block`: a `memory.remat.layer_graph.LayerGraph` as JSON, of one micro-batch; `micro_steps`: micro-batches per
-        call of the step; `ranges`: maximum ranges of layers with different patterns; `policies`: policy -> names that
-        it keeps, null if only the compiler knows, and `moving`: the same for policies that move tensors to host memory;
-        `tokens_per_update`: over all devices.
+        `block`: a `memory.remat.layer_graph.LayerGraph` as JSON, of one micro-batch. `micro_steps`: micro-batches per
+        call of the step. `ranges`: maximum number of ranges of layers with different patterns. `policies`: policy ->
+        names that it keeps, null if only the compiler knows. `moving`: the same for policies that move tensors to host
+        memory. `tokens_per_update`: over all devices.
         """
-        from bytescope.train.plan.block_description import describe_block, most_ranges
-        from bytescope.train.plan.remat_auto import fixed_policies
+        from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
 
         name, pairs = split({**overrides, "model.scan": "true"})
         program = build_program(configs.load(name, pairs), target)
@@ -111,32 +114,32 @@ FACTORY = ConfigFactory()
 
 
 def making_programs() -> tuple[ModuleType, ...]:
-    """The modules, and packages with all their modules, whose code makes the step of a config or what a row says of it.
-    Searches, views, commands and whatever runs around the step are not among them."""
+    """Returns the modules, and packages with all their modules, whose code makes the step of a config or the figures of
+    its row. Searches, views, commands and the code around the step are not among them."""
     from bytescope import model
     from bytescope.memory import formulas
     from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
     from bytescope.train import parallel, pipeline, program, step
     from bytescope.train.data import batch_algebra
-    from bytescope.train.plan import block_description, config_factory, model_facts, run_peak, state_rows
+    from bytescope.train.plan import block_description, config_factory, config_facts, run_peak
 
     return (
         *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
         *(parallel, pipeline, program, step, batch_algebra),
-        *(block_description, config_factory, model_facts, state_rows, run_peak),
+        *(block_description, config_factory, config_facts, run_peak),
     )
 
 
 def choosing_plans() -> tuple[ModuleType, ...]:
-    """The modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
+    """Returns the modules, and packages with all their modules, that choose the plan of `remat.policy=auto`."""
     from bytescope.memory import remat, seconds
-    from bytescope.train.plan import remat_auto, remat_keys
+    from bytescope.train.plan import config_grid, remat_auto
 
-    return remat, seconds, remat_auto, remat_keys
+    return remat, seconds, config_grid, remat_auto
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """(the config's name, the other overrides). Raises ReportError where no config is named."""
+    """Returns (the config's name, the other overrides). Raises ReportError if no config is named."""
     if not overrides.get(CONFIG):
         raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
     return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
@@ -144,7 +147,7 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def config_mistakes() -> Iterator[None]:
-    """A context in which what a config cannot be becomes a ReportError: the message says what to change."""
+    """A context that turns a config's ValueError into a ReportError, whose message says what to change."""
     try:
         yield
     except ValueError as error:
@@ -154,7 +157,7 @@ def config_mistakes() -> Iterator[None]:
 
 
 def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
-    """Raises ValueError with an `exit_code` for a value in a config that could run on no target."""
+    """Raises ValueError with an `exit_code` for a value in a config that can run on no target."""
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 
@@ -163,7 +166,7 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def build_program(config: ConfigDict, target: Target) -> Program:
-    """The program of a config on a target's devices; `remat.policy=auto` is settled.
+    """Returns the program of a config on a target's devices; `remat.policy=auto` is settled.
 
     Raises ValueError with an `exit_code` for a config that cannot run there.
     """
@@ -174,13 +177,13 @@ def build_program(config: ConfigDict, target: Target) -> Program:
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
-    """A program with what the trainer knows of it, for `report` and `compare`.
+    """Returns a program with the trainer's facts about it, for `report` and `compare`.
 
-    config: dotted key -> value, as it is to be reported.
+    config: dotted key -> value, as the report shows it.
     """
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
-    from bytescope.train.plan.model_facts import model_facts
+    from bytescope.train.plan.config_facts import model_facts
     from bytescope.train.plan.run_peak import loop_overhead
 
     settled = settle(program)
@@ -208,25 +211,26 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     )
 
 
-def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram) -> Subject:
-    """What the report of a config's step calls it, without its model FLOPs.
+def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
+    """Returns what the report of a config's step calls it.
 
-    name, overrides: as the command line gives them.
+    name, overrides: as the command line gives them. model_flops: of one call, over all devices.
     """
     return Subject(
-        name=configs.title_of(name),
+        name=title_of(name),
         changes=tuple(f"{key}={value}" for key, value in overrides),
         batch=program.batch,
         policy=program.policy,
         tokens=program.tokens_per_update or 0,
         calls=program.calls_per_update,
+        model_flops=model_flops,
     )
 
 
 def settle(program: Program) -> dict[str, Any]:
-    """What a program made of its config, as JSON values: the kernel under `model.attention`, the mesh's axes without
-    -1, `batch` in words, and `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"},
-    the last two the names of tensors."""
+    """Returns the settled values of a program's config, as JSON values: the kernel under `model.attention`, the mesh's
+    axes without -1, `batch` in words, and `segments`: for each range of layers {"layers", "policy", "groups", "save",
+    "offload"}, the last two names of tensors."""
     from bytescope.model.remat.policies import POLICIES
 
     segments = []
@@ -246,7 +250,7 @@ def settle(program: Program) -> dict[str, Any]:
 
 
 def tokens_of(program: Program) -> int:
-    """Tokens per optimizer update, over all devices."""
+    """Returns the tokens per optimizer update, over all devices."""
     import jax
 
     return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update

@@ -1,16 +1,23 @@
-"""Rows of a comparison whose keys are those of a config, and what a command line writes of such keys. Pure."""
+"""Config keys as text: rows of a comparison, flags of a command line, and the remat keys of a policy or a plan. Pure.
+
+A key is dotted, such as `remat.policy`; its value is the text that the command line takes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare.compare_rows import Row, flags
 from bytescope.memory.compare.grids import CONFIG, as_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view import elements
+
+if TYPE_CHECKING:
+    from bytescope.memory.remat.remat_problem import LayerPlan
 
 POLICY, SAVE, OFFLOAD, LAYERS = "remat.policy", "remat.save", "remat.offload", "remat.layers"
 
@@ -69,6 +76,21 @@ def policy_keys(text: str) -> dict[str, str]:
             "bytescope names lists the names"
         )
     return {POLICY: "custom", SAVE: f"({','.join(save)})", OFFLOAD: f"({','.join(offload)})"}
+
+
+def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
+    """Returns the keys that put all layers under `policy`, and ranges of layers under others (`layers`, such as
+    "0-5:full,5-8:up"). The keys that contradict these are cleared."""
+    return {SAVE: "()", OFFLOAD: "()", POLICY: policy, LAYERS: f"({layers})"}
+
+
+def plan_keys(plan: LayerPlan) -> dict[str, str]:
+    """Returns the keys of a plan of the remat search: one policy, or ranges of layers with the names they keep."""
+    if plan.policy:
+        return remat_keys(plan.policy)
+    stops = itertools.accumulate(count for _, count in plan.ranges)
+    ranges = [f"{stop - count}-{stop}:{pattern.text()}" for stop, (pattern, count) in zip(stops, plan.ranges)]
+    return remat_keys("full", ",".join(ranges))
 
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:

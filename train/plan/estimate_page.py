@@ -20,7 +20,7 @@ from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ExpertShape
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
-from bytescope.train.plan import state_rows
+from bytescope.train.plan import config_facts
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
 SHAPE = {
@@ -125,8 +125,8 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "logits": transformer_formulas.LOGITS._asdict(),
         "by_row": transformer_formulas.BY_ROW,
         "tiles": (SMALLEST_TILE, LARGEST_TILE),
-        "precisions": {name: _without_name(row) for name, row in state_rows.PRECISIONS.items()},
-        "optimizers": {name: _without_name(row) for name, row in state_rows.OPTIMIZERS.items()},
+        "precisions": {name: _without_name(row) for name, row in config_facts.PRECISIONS.items()},
+        "optimizers": {name: _without_name(row) for name, row in config_facts.OPTIMIZERS.items()},
         "targets": TARGETS,
         "bases": {name: row._asdict() for name, row in adapter_formulas.BASES.items()},
         "offloads": training_state.OFFLOAD,

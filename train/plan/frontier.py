@@ -2,21 +2,21 @@
 
 `Front` finds it with compiles of `train.plan.trials.Trials`; the functions below it are pure.
 
-The JSON of a front has these keys (sizes are bytes on ONE device, null where nothing is known):
+The JSON of a front has these keys (sizes are bytes on ONE device, null if unknown):
 
 - `points`: one object per budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (what to add to the
   command to run it), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there:
   `policy`, `allocated_bytes`, `predicted_seconds`, `recompute_flops_fraction`; null for none) and the figures of
   `memory.compare.compare_rows.Row`.
-- `best`: of the points that fit the target, the one of least cost; null for none.
-- `fixed`: every such policy with those fields, `predicted_seconds_low`, `predicted_seconds_high`,
+- `best`: the point of lowest cost that fits the target; null for none.
+- `fixed`: every fixed policy with these fields, `predicted_seconds_low`, `predicted_seconds_high`,
   `predicted_tokens_per_s`, `predicted_mfu`, `host_bytes` and `flags`.
-- `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed); `offload`: whether tensors may
+- `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed). `offload`: whether tensors may
   go to host memory.
-- `less`: the share that the points together save over the best fixed policies at the same budgets: of `seconds`
-  predicted and of `flops` recomputed; null where those take none, or nothing is known.
-- `programs`: how many the search looked at; `compiled`: those of them that were not in the cache. `missing`: budgets
-  without a point.
+- `less`: the share that the points together save over the best fixed policies at the same budgets, of predicted
+  `seconds` and of recomputed `flops`; null if these policies have none, or if one is unknown.
+- `programs`: number of programs in the search. `compiled`: those that were not in the cache. `missing`: number of
+  budgets without a point.
 - `config`, `given`, `target`, `versions`, `interrupted`: as in a comparison.
 """
 
@@ -32,11 +32,10 @@ from bytescope.memory.compare.grids import as_text
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.seconds import ranking
-from bytescope.train.plan.config_grid import POLICY, ConfigRow
-from bytescope.train.plan.remat_keys import plan_keys
+from bytescope.train.plan.config_grid import POLICY, ConfigRow, plan_keys
 from bytescope.train.plan.trials import Stopped, Trials
 
-# Fields of a row that stand for a fixed policy in the JSON.
+# Fields of a row that the JSON has of a fixed policy.
 FIGURES = (
     "allocated_bytes",
     "host_bytes",
@@ -53,7 +52,7 @@ COSTS = {"time": "predicted_seconds", "flops": "recompute_flops_fraction"}
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """One policy for all layers: its name, the flags that run it, its figures."""
+    """One policy for all layers, the flags that run it, and its figures."""
 
     policy: str
     flags: str
@@ -62,9 +61,9 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The plan for a budget: in words, the flags that run it, its figures.
+    """The plan for a budget in words, the flags that run it, and its figures.
 
-    fixed: the best policy for all layers that fits there. programs: how many were compiled for this budget.
+    fixed: the best policy for all layers that fits the budget. programs: number of compiles for this budget.
     """
 
     budget_bytes: int
@@ -76,17 +75,17 @@ class Point:
 
 
 class Front:
-    """Finds the points of a front; `run` goes to the end, or until it is stopped.
+    """Finds the points of a front: call `run`.
 
     Args:
-        trials: compiles the plans. count: how many budgets.
-        ends: the smallest and the largest budget in bytes, None for what `full` and for what `none` allocates.
-        cost: a row of COSTS. offload: whether tensors may go to host memory. workers: programs compiled at once.
-        show: called with each budget in bytes as its search ends, and its best plan so far, None for none that fits.
+        trials: compiles the plans. count: number of budgets.
+        ends: the smallest and the largest budget in bytes; None for the allocated bytes of `full` and of `none`.
+        cost: a row of COSTS. offload: whether tensors may go to host memory. workers: maximum concurrent compiles.
+        show: called with each budget in bytes when its search ends, and its best plan so far, None if none fits.
 
     Attributes:
-        search: None before the first program is compiled. points, fixed: those that are finished.
-        missing: how many points are not. stopped: whether the search ended early.
+        search: None before the first compile. points, fixed: the finished ones. missing: number of points that are not
+            finished. stopped: whether the search ended early.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Front:
         self.missing, self.stopped = count, False
 
     def run(self) -> None:
-        """Finds all points, or those that are finished when it is stopped.
+        """Finds all points; if it is stopped, keeps those that are finished.
 
         Raises ReportError for a config that cannot run on the target.
         """
@@ -134,40 +133,41 @@ class Front:
             return
         done = [budget for budget in budgets if budget in programs]
         self.missing -= len(done)
-        policies = [self.search.tried.get(str(plan)) for plan in self.search.fixed]
-        self.fixed = sorted(
-            (self.figures_of(tried) for tried in policies if tried and tried.ok),
-            key=lambda policy: policy.row.allocated_bytes or 0,
-        )
+        for plan in self.search.fixed:
+            tried = self.search.tried.get(str(plan))
+            if tried and tried.ok:
+                self.fixed.append(self.figures_of(tried))
+        self.fixed.sort(key=lambda policy: policy.row.allocated_bytes or 0)
         self.points = points_of(self.search, done, programs, self.figures_of)
 
     def figures_of(self, tried: CompiledPlan) -> Fixed:
-        """A compiled plan with its flags and figures; a policy for all layers goes by its name."""
+        """Returns a compiled plan with its flags and figures; a policy for all layers under its name."""
         keys = plan_keys(tried.plan)
-        answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
+        answer = self.trials.compile([keys])[0]  # a look-up, because it is compiled already
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
         return Fixed(tried.plan.policy or str(tried.plan), flags, ConfigRow.from_answer(keys, answer))
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
-    """Budgets in even steps from one number of bytes to another, both included, smallest first."""
+    """Returns budgets in even steps from one number of bytes to another, inclusive, smallest first."""
     low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 
 def ends_of(search: RematSearch) -> tuple[int, int]:
-    """Allocated bytes of `full` and of `none`; of the largest fixed policy that compiles where `none` does not."""
+    """Returns the allocated bytes of `full` and of `none`; if `none` does not compile, of the largest fixed policy."""
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
     if none.ok:
         return full.compiled.allocated_bytes, none.compiled.allocated_bytes
-    fixed = (search.tried.get(str(plan)) for plan in search.fixed)
-    return full.compiled.allocated_bytes, max(tried.compiled.allocated_bytes for tried in fixed if tried and tried.ok)
+    fixed = [search.tried.get(str(plan)) for plan in search.fixed]
+    sizes = [tried.compiled.allocated_bytes for tried in fixed if tried and tried.ok]
+    return full.compiled.allocated_bytes, max(sizes)
 
 
 def chosen(search: RematSearch, budgets: Sequence[float]) -> list[CompiledPlan | None]:
-    """The plan for each budget, smallest first: the search's, unless that for a smaller budget costs less.
+    """Returns the plan for each budget, smallest first: the search's plan, or a smaller budget's plan that costs less.
 
-    So no point costs more than the best fixed policy that fits there, nor more than the point before it.
+    So no point costs more than the best fixed policy that fits there, or than the point before it.
     """
     out: list[CompiledPlan | None] = []
     for budget in budgets:
@@ -185,31 +185,24 @@ def points_of(
     programs: Mapping[float, int],
     figures_of: Callable[[CompiledPlan], Fixed],
 ) -> list[Point]:
-    """The points of these budgets, smallest first.
+    """Returns the points of these budgets, smallest first.
 
-    programs: budget -> programs compiled for it. figures_of: a compiled plan -> its flags and figures.
+    programs: budget -> number of compiles for it. figures_of: a compiled plan -> its flags and figures.
     """
-    out = []
+    points = []
     for budget, tried in zip(budgets, chosen(search, budgets)):
-        if tried is not None:
-            plan, fixed = figures_of(tried), search.best_fixed(budget)
-            out.append(
-                Point(
-                    budget,
-                    plan.policy,
-                    plan.flags,
-                    plan.row,
-                    figures_of(fixed) if fixed else None,
-                    programs.get(budget, 0),
-                )
-            )
-    return out
+        if tried is None:
+            continue
+        plan, best_fixed = figures_of(tried), search.best_fixed(budget)
+        fixed = figures_of(best_fixed) if best_fixed else None
+        points.append(Point(budget, plan.policy, plan.flags, plan.row, fixed, programs.get(budget, 0)))
+    return points
 
 
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The flags of a plan's keys, quoted for a shell: its policy, and whatever else changes the config.
+    """Returns the flags of a plan's keys, quoted for a shell: its policy, and the other keys that change the config.
 
-    values: the config with the keys, as the trainer resolves them. config: the config without them.
+    values: the resolved config with the keys. config: the resolved config without them.
     """
     return shlex.join(
         f"--config.{key}={as_text(values[key])}"
@@ -219,16 +212,16 @@ def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping
 
 
 def less(points: Sequence[Point]) -> dict[str, float | None]:
-    """The share that the points together save over the best fixed policies, of seconds and of FLOPs; None where
-    nothing is known."""
-    known = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
+    """Returns the share that the points together save over the best fixed policies, of seconds and of FLOPs; None if
+    unknown."""
+    pairs = [(point.row, point.fixed.row) for point in points if point.fixed is not None]
 
     def share(field: str) -> float | None:
-        pairs = [(getattr(row, field), getattr(fixed, field)) for row, fixed in known]
-        if not pairs or any(value is None for pair in pairs for value in pair):
+        ours = [getattr(row, field) for row, _ in pairs]
+        theirs = [getattr(fixed, field) for _, fixed in pairs]
+        if not pairs or None in ours or None in theirs:
             return None
-        ours, theirs = map(sum, zip(*pairs))
-        return 1 - ours / theirs if theirs else None
+        return 1 - sum(ours) / sum(theirs) if sum(theirs) else None
 
     return {"seconds": share("predicted_seconds"), "flops": share("recompute_flops_fraction")}
 
@@ -248,7 +241,7 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """The first point of each plan, smallest budget first: neighbouring budgets may share one."""
+    """Returns the first point of each plan, smallest budget first: neighbouring budgets may share a plan."""
     first: dict[str, Point] = {}
     for point in points:
         first.setdefault(point.plan, point)
@@ -270,7 +263,7 @@ def to_json(
     config: str = "",
     given: str = "",
 ) -> dict[str, Any]:
-    """The front as JSON values; see the module for the keys."""
+    """Returns the front as JSON values; see the module for the keys."""
     winner = cheapest(points, cost)
     return {
         "points": [_point(point) for point in points],

@@ -1,7 +1,7 @@
 """The catalogue of memory savings: the config keys of each, what it frees, what it costs, and when it applies. Pure.
 
-One row per saving. `levers` climbs them one on top of the other (`levers.py`), `fit` combines them where recomputation
-is not enough (`fit/fit_space.py`), and the advice of a refused run lists those that its config has left
+One row per saving. `levers` applies them one on top of the other (`levers.py`), `fit` combines them if recomputation is
+not enough (`fit/fit_space.py`), and the advice for a refused run lists those that its config could still use
 (`open_levers.py`). To add a saving: a row of SAVINGS, its place in one of these three orders, and a case in
 tests/train/plan.
 """
@@ -17,9 +17,9 @@ from bytescope.train.plan.config_case import Case
 BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
 # Positions in a piece of the sequence, for an MLP that is computed in pieces.
 TILE = 4096
-# Policies that keep more than `selective` does, and those that keep no more than `full`.
+# Policies that keep more than `selective`, and policies that keep no more than `full`.
 _ABOVE_SELECTIVE = ("none", "dots", "minimal")
-_LEAST_KEPT = ("full", "sqrt", "offload", "auto")
+_NO_MORE_THAN_FULL = ("full", "sqrt", "offload", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Saving:
     """One way to make a step smaller.
 
     Fields:
-        keys: dotted key -> text, what it sets.
-        frees: row of the breakdown -> the largest share of it that goes, 0.0 to 1.0.
-        why: what it does and costs, for the staircase of `levers`. costs: its cost alone, for advice; "" for next to
-            nothing.
-        group: the lever of `fit --levers` that allows it. same_curve: whether the loss curve stays what it is.
+        keys: the config keys that it sets, dotted key -> text.
+        frees: row of the breakdown -> the largest share of it that is freed, 0.0 to 1.0.
+        why: what it does and costs, for the table of `levers`. costs: only its cost, for advice; "" for a negligible
+            one.
+        group: the lever of `fit --levers` that allows it. same_curve: whether the loss curve stays the same.
         one_micro_batch: whether an update has to be one micro-batch, without accumulation.
-        needs: the saving that it builds on, whose keys are set too; "" for none.
-        applies: whether a config that does not fit has it left to use.
-        title: in the staircase.
+        needs: another saving whose keys it also sets; "" for none.
+        applies: whether a config that does not fit could still use it.
+        title: in the table of `levers`; "" leaves it out.
     """
 
     keys: Mapping[str, str]
@@ -51,8 +51,9 @@ class Saving:
 
     @property
     def all_keys(self) -> dict[str, str]:
-        """The keys that it sets, those of the saving that it needs included."""
-        return {**(SAVINGS[self.needs].all_keys if self.needs else {}), **self.keys}
+        """The keys that it sets, including those of the saving that it needs."""
+        needed = SAVINGS[self.needs].all_keys if self.needs else {}
+        return {**needed, **self.keys}
 
 
 def _selective_applies(case: Case) -> bool:
@@ -60,7 +61,7 @@ def _selective_applies(case: Case) -> bool:
 
 
 def _full_applies(case: Case) -> bool:
-    return case.flat["remat.policy"] not in _LEAST_KEPT or bool(case.flat["remat.layers"])
+    return case.flat["remat.policy"] not in _NO_MORE_THAN_FULL or bool(case.flat["remat.layers"])
 
 
 def _tiles_apply(case: Case) -> bool:
@@ -161,7 +162,7 @@ SAVINGS: Mapping[str, Saving] = {
         "changes the arithmetic",
         "precision",
         same_curve=False,
-        applies=lambda case: False,  # another optimizer needs another learning rate: fit alone tries it
+        applies=lambda case: False,  # another optimizer needs another learning rate: only fit tries it
     ),
     "fused_backward": Saving(
         {"optimizer.fused_backward": "true", "optimizer.clip": "layer"},
@@ -232,7 +233,7 @@ SAVINGS: Mapping[str, Saving] = {
     ),
     "nf4_base": Saving(
         {"lora.base": "nf4"},
-        {"frozen": 1.0},  # the share depends on how they are stored now: see open_levers
+        {"frozen": 1.0},  # the exact share depends on the current format: see open_levers
         "frozen weights in 4 bits",
         "frozen weights are rounded to 4 bits",
         "base",

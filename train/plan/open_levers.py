@@ -1,8 +1,8 @@
-"""The memory levers that a config has not used yet and could: keys to set, the cheapest in time first. Pure.
+"""The memory levers that a config could still use: keys to set, the cheapest in time first. Pure.
 
 In: a report with the config that was compiled (`Report.config`, keys of the trainer's configs/base.py). Out: `Lever`,
-with the most that it can free by the rows of the report. Savings of the catalogue have a row there; what depends on
-sizes is a function here. LEVERS has their order.
+with the most bytes that it can free by the rows of the report. LEVERS has the order: a row of the catalogue
+(`lever_catalogue.py`), or a function of this module for a lever that depends on sizes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import ZERO
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.plan.config_case import Case, Keys, case_of, schedule
+from bytescope.train.plan.config_facts import ZERO_STAGES
 from bytescope.train.plan.lever_catalogue import BATCH_ROWS, SAVINGS
-from bytescope.train.plan.state_rows import ZERO_STAGES
 
 # Rows of the breakdown that are state of the parameters.
 _STATE_ROWS = ("params", "frozen", "optimizer", "accumulator", "gradients")
-# What a micro-batch is chosen smaller than the rows at the peak would allow: not all of them shrink alike.
+# A micro-batch is chosen smaller by this share than the rows at the peak allow, because not all rows shrink alike.
 _MARGIN = 0.15
 
 
@@ -30,9 +30,9 @@ class Lever:
     """Keys that make a step smaller.
 
     Fields:
-        keys: dotted key -> text. frees: row of the breakdown -> the largest share of it that goes, 0.0 to 1.0.
-        curve: whether the loss curve stays what it is. costs: what the lever costs, in words. adds: bytes of one device
-        that it takes besides.
+        keys: dotted key -> text. frees: row of the breakdown -> the largest share of it that is freed, 0.0 to 1.0.
+        curve: whether the loss curve stays the same. costs: what the lever costs, in words. adds: bytes on one device
+            that it needs in addition.
     """
 
     keys: Keys
@@ -43,19 +43,20 @@ class Lever:
 
     @property
     def flags(self) -> str:
-        """What to add to the command, quoted for a shell."""
+        """The flags to add to the command, quoted for a shell."""
         return flags(self.keys)
 
     def most(self, report: ReportRecord) -> int:
-        """The most bytes of one device that the lever can free, by the rows at the peak; what packs worse than it has
-        to counts as freed."""
+        """Returns the most bytes on one device that the lever can free, by the rows at the peak. Fragmentation counts
+        as freed."""
         rows = {**self.frees, "fragmentation": 1.0}
-        return max(int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items())) - self.adds, 0)
+        freed = sum(share * report.breakdown.get(row, 0) for row, share in rows.items())
+        return max(int(freed) - self.adds, 0)
 
 
 def open_levers(report: ReportRecord) -> list[Lever]:
-    """The levers that the config of a report has not used and could, cheapest in time first; those that change the loss
-    curve come last. [] for a program without a config of the trainer's, or without a lever left."""
+    """Returns the levers that the config of a report could still use, cheapest in time first; levers that change the
+    loss curve come last. [] for a program without a config of the trainer, or without a lever left."""
     case = case_of(report)
     if case is None:
         return []
@@ -68,30 +69,30 @@ def open_levers(report: ReportRecord) -> list[Lever]:
 
 
 def together(levers: Sequence[Lever], report: ReportRecord) -> Lever | None:
-    """All levers that keep the curve and stay on the device, at their strongest, as one; None for fewer than two."""
+    """Returns as one lever all that keep the loss curve and use no host memory, each at its strongest; None for fewer
+    than two."""
     case = case_of(report)
-    used = [
-        lever
-        for lever in levers
-        if lever.curve
-        and not any(key.startswith("offload.") for key in lever.keys)
-        and lever.keys.get("remat.policy") != "offload"
-    ]
+    used = [lever for lever in levers if lever.curve and not _uses_host(lever)]
     if case is None or len(used) < 2:
         return None
     keys: dict[str, str] = {}
     frees: dict[str, float] = {}
     for lever in used:
         keys |= lever.keys
-        frees |= {row: max(share, frees.get(row, 0.0)) for row, share in lever.frees.items()}
+        for row, share in lever.frees.items():
+            frees[row] = max(share, frees.get(row, 0.0))
     if "batch.micro" in keys:
         keys |= _micro_keys(case, case.flat["batch.micro"])
         frees |= dict.fromkeys(BATCH_ROWS, 1.0)
     return Lever(keys, frees, True, "all of these", max(lever.adds for lever in used))
 
 
+def _uses_host(lever: Lever) -> bool:
+    return lever.keys.get("remat.policy") == "offload" or any(key.startswith("offload.") for key in lever.keys)
+
+
 def flags(keys: Keys) -> str:
-    """Keys as flags of the command line, quoted for a shell."""
+    """Returns keys as flags of the command line, quoted for a shell."""
     return shlex.join(f"--config.{key}={text}" for key, text in keys.items())
 
 
@@ -99,7 +100,7 @@ def flags(keys: Keys) -> str:
 
 
 def _saving(name: str, case: Case) -> Lever | None:
-    """Returns the lever of a row of the catalogue; None where it does not apply."""
+    """Returns the lever of a row of the catalogue; None if it does not apply."""
     row = SAVINGS[name]
     return Lever(row.all_keys, row.frees, row.same_curve, row.costs) if row.applies(case) else None
 
@@ -121,59 +122,59 @@ def _replicas(case: Case) -> Lever | None:
 
 
 def _micro(case: Case) -> Lever | None:
-    """The largest micro-batch that may fit, each of an update's micro-batches by the same rule."""
-    micro = case.flat["batch.micro"]
+    """Returns the largest smaller micro-batch that may fit, with more accumulation."""
+    micro, report = case.flat["batch.micro"], case.report
     if micro < 2 or not case.accumulates:
         return None
-    report = case.report
-    moving = sum(report.breakdown.get(row, 0) for row in (*BATCH_ROWS, "fragmentation"))
-    room = moving - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
-    divisors = [size for size in range(1, min(micro // 2, 10**6) + 1) if micro % size == 0]
-    size = max((size for size in divisors if moving * size <= (1 - _MARGIN) * room * micro), default=1)
-    return Lever(_micro_keys(case, micro // size), dict.fromkeys(BATCH_ROWS, 1 - size / micro), adds=_accumulator(case))
-
-
-def _accumulator(case: Case) -> int:
-    """Bytes of a sum of gradients that accumulating will hold, as large as the parameters; 0 where it is there."""
-    return case.report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
+    shrinking = sum(report.breakdown.get(row, 0) for row in (*BATCH_ROWS, "fragmentation"))
+    room = shrinking - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
+    chosen = 1
+    for size in range(1, min(micro // 2, 10**6) + 1):
+        if micro % size == 0 and shrinking * size <= (1 - _MARGIN) * room * micro:
+            chosen = size
+    # The first accumulation adds a sum of gradients, as large as the parameters.
+    accumulator = report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
+    frees = dict.fromkeys(BATCH_ROWS, 1 - chosen / micro)
+    return Lever(_micro_keys(case, micro // chosen), frees, adds=accumulator)
 
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:
-    """The keys of an update of `times` as many micro-batches, with as many sequences in all."""
+    """Returns the keys of an update of `times` as many micro-batches, with the same number of sequences."""
     keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
     if case.flat["batch.accumulation_schedule"]:
         steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
         return {**keys, "batch.accumulation_schedule": steps}
     if not case.flat["batch.tokens"]:
         keys["batch.accumulation"] = str(times * case.micro_steps)
-    # Accumulated within one step: one accumulator, which is the gradient.
-    return keys if case.micro_steps > 1 or case.flat["batch.mode"] == "scan" else {**keys, "batch.mode": "scan"}
+    if case.micro_steps == 1 and case.flat["batch.mode"] != "scan":
+        keys["batch.mode"] = "scan"  # accumulated within one step, whose only accumulator is the gradient
+    return keys
 
 
 def _full(case: Case) -> Lever | None:
-    """Full recomputation, with what a config keeps by name cleared."""
+    """Returns full recomputation. The config's own names and ranges of layers are cleared."""
     lever = _saving("full", case)
+    if lever is None:
+        return None
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat[key]}
-    return lever and dataclasses.replace(lever, keys={**lever.keys, **cleared})
+    return dataclasses.replace(lever, keys={**lever.keys, **cleared})
 
 
 def _expert_room(case: Case) -> Lever | None:
-    """Room for fewer rows of experts than could come."""
-    shape = case.routing
-    found = smaller_room(*shape) if shape else None
-    if shape is None or found is None:
+    """Returns a capacity factor that leaves less room for rows of experts."""
+    routing = case.routing
+    smaller = smaller_room(*routing) if routing else None
+    if routing is None or smaller is None:
         return None
-    room, (factor, less) = room_for(*shape), found
-    return Lever(
-        {"model.capacity_factor": f"{factor:g}"},
-        dict.fromkeys(("residuals", "workspace", "collectives"), 1 - less.rows / room.rows),
-        False,
-        f"rows of experts beyond {factor:g} times the mean are dropped",
-    )
+    factor, room = smaller
+    frees = dict.fromkeys(("residuals", "workspace", "collectives"), 1 - room.rows / room_for(*routing).rows)
+    costs = f"rows of experts beyond {factor:g} times the mean are dropped"
+    return Lever({"model.capacity_factor": f"{factor:g}"}, frees, False, costs)
 
 
 def _narrow_base(case: Case) -> Lever | None:
-    """Frozen weights in 4 bits; tables, and what is left in 16 bits, are not told from matrices here."""
+    """Returns frozen weights in 4 bits. The share counts all frozen weights as matrices: tables and norms are not told
+    apart, though they stay in 16 bits."""
     lever = _saving("nf4_base", case)
     if lever is None:
         return None
@@ -195,8 +196,8 @@ def _shorter(case: Case) -> Lever | None:
     return Lever({"data.seq_len": str(length // 2)}, dict.fromkeys(BATCH_ROWS, 0.5), False, "shorter sequences")
 
 
-# In the order of what they cost: first time, little of it, then much; then those that change the loss curve. A name is
-# a row of the catalogue; a function makes what depends on sizes.
+# The cheapest in time first; last, those that change the loss curve. A name is a row of the catalogue; a function makes
+# a lever that depends on sizes.
 LEVERS: tuple[str | Callable[[Case], Lever | None], ...] = (
     "loss",
     "attention",

@@ -1,6 +1,6 @@
-"""Settles `remat.policy=auto`: the config of the step with the least recomputation that fits the budget.
+"""Settles `remat.policy=auto`: finds the config with the least recomputation whose step fits the budget.
 
-The search is memory/remat/remat_search.py; this module describes the program to it and compiles what it asks for.
+The search is memory/remat/remat_search.py; this module compiles the plans that it asks for.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
-from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
+from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
 from bytescope.memory.units import human
-from bytescope.model.remat.policies import AUTO, POLICIES
+from bytescope.model.remat.policies import AUTO
 from bytescope.train.plan import advice
-from bytescope.train.plan.block_description import describe_block, most_ranges
-from bytescope.train.plan.remat_keys import plan_keys
+from bytescope.train.plan.block_description import describe_block, fixed_policies, most_ranges
+from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check
 from bytescope.train.program.config_files import flatten, override
@@ -30,31 +30,22 @@ from bytescope.train.program.program import Program, assemble, build
 from bytescope.train.program.program_settings import Settings, read_settings
 from bytescope.train.user_errors import DoesNotFit
 
-# Peaks of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
-# core or two. They are for ranking plans only.
+# FLOP/s and bytes/s of one or two cores, for ranking plans only: for an unknown device, and for a CPU, whose measured
+# rates would differ between processes.
 NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """What a target's devices reach, by which plans are ranked before they are compiled; the same in every process.
+    """Returns the rates by which plans are ranked before they are compiled, the same in every process.
 
-    A CPU's are those of --rates=FILE alone.
+    A CPU has rates only with --rates=FILE.
     """
     unknown = target.platform == "cpu" and not rates.chosen()
     return NOMINAL if unknown else ranking.large(target) or NOMINAL
 
 
-def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Policy -> the names that it keeps, None where names do not say it, for all policies but `full` and `none`.
-
-    moving: those that move tensors to host memory, instead of those that do not.
-    """
-    rows = {name: row for name, row in POLICIES.items() if row and row.offloads == moving and name not in (FULL, NONE)}
-    return {name: None if moving else row.names or None for name, row in rows.items()}
-
-
-def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
-    """A copy of the config with the values of `keys`, dotted key -> text."""
+def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
+    """Returns a copy of the config with the values of `keys`, dotted key -> text."""
     out = ConfigDict(config.to_dict())
     for key, text in keys.items():
         override(out, key, text)
@@ -63,10 +54,9 @@ def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles plans for one config on some devices; called with plans, it returns their figures.
+    """Compiles plans for one config on some devices. Called with plans, it returns their figures.
 
-    Fields: `target`; `rates`: what its devices reach; `full`: the program that recomputes everything; `report`: that
-    program's.
+    Fields: `target`; `rates`: of its devices; `full`: the program that recomputes everything; `report`: of `full`.
     """
 
     config: ConfigDict
@@ -78,34 +68,35 @@ class Compiler:
         self.full = self.program({"remat.policy": FULL})
         self.report = self._report(self.full)
 
-    def program(self, keys: dict[str, str]) -> Program:
-        """The program of the config with `keys`, dotted key -> text."""
+    def program(self, keys: Mapping[str, str]) -> Program:
+        """Returns the program of the config with `keys`, dotted key -> text."""
         return build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Program) -> ReportRecord:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """The compiler's figures of each plan."""
-        return [self._one(plan) for plan in plans]
+        """Returns the compiler's figures of each plan."""
+        return [self._figures(plan) for plan in plans]
 
-    def _one(self, plan: LayerPlan) -> PlanFigures:
+    def _figures(self, plan: LayerPlan) -> PlanFigures:
         keys = plan_keys(plan)
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search leaves out a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))
+        seconds = sum(self._seconds_by_phase(report).values())
         recomputed = sum(report.work["recompute"]["flops"].values())
-        return PlanFigures(report.allocated_bytes, report.host_bytes, sum(self._by_phase(report).values()), recomputed)
+        return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
-    def _by_phase(self, report: ReportRecord) -> Mapping[str, float]:
-        """Phase -> seconds of one call: predicted from the schedule, by a roofline where nothing predicts them."""
-        found = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
-        return found.by_phase if found else roofline.seconds(report.work, self.rates).by_phase
+    def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
+        """Returns phase -> seconds of one call, predicted from the schedule; if that is not possible, by a roofline."""
+        predicted = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
+        return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:
-        """The problem that the search solves."""
+        """Returns the problem that the search solves."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
@@ -113,7 +104,7 @@ class Compiler:
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
         return RematProblem.on_target(
             describe_block(scanned),
-            self._by_phase(self.report),
+            self._seconds_by_phase(self.report),
             micro_steps,
             self.rates,
             self.target,
@@ -130,9 +121,9 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> Program:
-    """The program of any config, also one with `remat.policy=auto`: settle, check, assemble.
+    """Returns the program of any config; `remat.policy=auto` is settled.
 
-    Its arguments are those of `settle`, and it raises what `settle` and `train.program.program.build` raise.
+    Takes the arguments of `settle`, and raises what `settle` and `train.program.program.build` raise.
     """
     devices = jax.devices() if devices is None else list(devices)
     settings, decided = settle(read_settings(config), devices, tell, agree)
@@ -145,37 +136,28 @@ def settle(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[Settings, str]:
-    """Returns the settings with `remat.policy=auto` replaced by a plan, and the plan in a line; without `auto` the
-    settings and "".
+    """Returns the settings with `remat.policy=auto` replaced by a plan, and a line about the plan; with another policy,
+    the settings unchanged and "".
 
-    Processes that train together need the same program: each of them searches, with the budget of process 0, and takes
+    Processes that train together need the same program: each of them searches with the budget of process 0, and takes
     the plan of process 0.
 
     Args:
       tell: called with a line for each program that is compiled.
-      agree: a JSON value -> that of process 0; all processes call it, in the same order.
+      agree: returns process 0's value for a JSON value. All processes call it, in the same order.
 
     Raises:
       DoesNotFit: no plan fits the budget.
       ValueError: the policy is not that of process 0, or the config cannot run.
     """
-    policy = settings.remat.policy
-    first = agree(policy)
-    if first != policy:
-        raise ValueError(
-            f"remat.policy={policy} differs from process 0, which has {first}: give all processes the same config"
-        )
-    if policy != AUTO:
-        return settings, ""
-    keys, line = _decide(settings, devices, tell, agree)
-    return read_settings(with_keys(settings.config, keys)), line
-
-
-def _decide(
-    settings: Settings, devices: Sequence[jax.Device], tell: Callable[[str], None], agree: Callable[[Any], Any]
-) -> tuple[dict[str, str], str]:
-    """Returns the keys of the plan, dotted key -> text, and the plan in a line; raises as `settle` does."""
     remat = settings.remat
+    first = agree(remat.policy)
+    if first != remat.policy:
+        raise ValueError(
+            f"remat.policy={remat.policy} differs from process 0, which has {first}: give all processes the same config"
+        )
+    if remat.policy != AUTO:
+        return settings, ""
     if remat.granularity != "block":
         raise ValueError(
             f"remat.granularity={remat.granularity} with remat.policy=auto, which chooses what a "
@@ -186,9 +168,16 @@ def _decide(
             raise ValueError(
                 f"remat.{key}={','.join(names)} with remat.policy=auto, which chooses it: give one of the two"
             )
-    compiler = Compiler(settings.config, devices)
+    keys, line = _search(Compiler(settings.config, devices), remat.budget, tell, agree)
+    return read_settings(with_keys(settings.config, keys)), line
+
+
+def _search(
+    compiler: Compiler, budget_text: str, tell: Callable[[str], None], agree: Callable[[Any], Any]
+) -> tuple[Mapping[str, str], str]:
+    """Returns the keys of process 0's plan, and a line about it; raises as `settle` does."""
     overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
-    budget = budget_of(remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
+    budget = budget_of(budget_text, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 
     def show(tried: CompiledPlan) -> None:
         compiled = tried.compiled
@@ -196,24 +185,20 @@ def _decide(
         tell(f"auto: {tried.plan}: {figures}")
 
     outcome = RematSearch(compiler.problem(), compiler, show).run(budget)
-    best, found = outcome.best, None
+    best, chosen = outcome.best, None
     if best is not None:
-        found = (
-            plan_keys(best.plan),
-            (
-                f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
-                f"{len(outcome.tried)} programs compiled"
-            ),
-        )
-    found = agree(found)
-    if found is None:
-        assert outcome.tightest is not None  # a plan was compiled
-        least = outcome.tightest.compiled.allocated_bytes
-        full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
-        raise DoesNotFit(
-            f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
-            f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
-            "batch.micro with more accumulation, or try bytescope fit",
-            advice.lines(full, advice.open_levers(full), []),
-        )
-    return found
+        size = f"{human(best.compiled.allocated_bytes)} of {human(budget)}"
+        chosen = plan_keys(best.plan), f"auto: {best.plan}; {size}, {len(outcome.tried)} programs compiled"
+    chosen = agree(chosen)
+    if chosen is not None:
+        keys, line = chosen
+        return keys, line
+    assert outcome.tightest is not None  # a plan was compiled
+    least = outcome.tightest.compiled.allocated_bytes
+    full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
+    raise DoesNotFit(
+        f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
+        f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
+        "batch.micro with more accumulation, or try bytescope fit",
+        advice.lines(full, advice.open_levers(full), []),
+    )

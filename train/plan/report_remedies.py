@@ -1,7 +1,7 @@
-"""The findings of a report on one of the trainer's configs, each with the flags that carry its remedy out.
+"""The flags of remedies, for the findings of a report on one of the trainer's configs.
 
-A finding that is not here keeps the words of `finding_rules.RULES`, as it does where its function here gives None. To
-add one: a function (case, finding) -> Remedy or None, in REMEDIES by the finding's kind.
+REMEDIES has a function for each kind of finding. A finding keeps the words of `finding_rules.RULES` if its kind has no
+function, or if the function returns None. To add one: a function (case, finding) -> Remedy or None, in REMEDIES.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bytescope.memory.findings import spare_memory
@@ -21,21 +21,21 @@ from bytescope.memory.formulas import reconcile
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.plan.config_case import Case, Keys, case_of
-from bytescope.train.plan.model_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
+from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
 from bytescope.train.plan.open_levers import Lever, flags, open_levers
 
-# Of the share from which logits are a finding, what a smaller chunk should leave.
+# A smaller chunk of the loss should leave this share of the size from which logits are a finding.
 _WELL_BELOW = 0.8
-# Tokens of a chunk of the loss, at least: smaller products leave a device idle. And devices of a tensor group, at most.
-_LEAST_CHUNK, _MOST_TENSOR = 256, 8
-# Levers that are tried together at most.
-_TOGETHER = 4
-# Policies to propose where memory is free: those that keep names. Their figures follow from shapes.
+# Minimum tokens of a chunk of the loss: smaller products leave a device idle. Maximum devices of a tensor group.
+_MIN_CHUNK, _MAX_TENSOR = 256, 8
+# Maximum number of levers that are proposed together.
+_MAX_TOGETHER = 4
+# Policies that are proposed if memory is free: they keep names, so their figures follow from shapes.
 _KEEPING = ("full", "selective", "minimal")
 
 
 class Remedy(NamedTuple):
-    """What to do in words, the keys that do it, and the finding's message and bytes where they change."""
+    """What to do, in words, and the config keys to set. message, bytes: replace the finding's own if given."""
 
     words: str
     keys: Keys
@@ -44,7 +44,7 @@ class Remedy(NamedTuple):
 
 
 def with_remedies(report: ReportRecord) -> ReportRecord:
-    """The report of a config with the flags of its findings' remedies; any other report as it is."""
+    """Returns the report with the flags of its findings' remedies; unchanged if it has no config of the trainer."""
     case = case_of(report)
     if case is None:
         return report
@@ -69,33 +69,35 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
 
 
 def _open(case: Case, key: str) -> Keys | None:
-    """The keys of the first lever that is open and sets `key`."""
+    """Returns the keys of the first open lever that sets `key`."""
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
 def _chunked_loss(case: Case, finding: Finding) -> Remedy | None:
-    """A chunked loss, or smaller chunks of it: as many tokens as bring the logits below a finding."""
+    """Returns a chunked loss, or chunks of so few tokens that the logits are no finding any more."""
     if case.flat["loss.kind"] == "full":
         return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
     size = case.flat["loss.chunk"]
     share = NOTABLE * _WELL_BELOW  # of the peak that is left then
     left = max(case.report.peak_bytes - finding.bytes, 0) * share / (1 - share)
     wanted = size * left / max(finding.bytes, 1)
-    chunk = 2 ** math.floor(math.log2(max(wanted, _LEAST_CHUNK)))
+    chunk = 2 ** math.floor(math.log2(max(wanted, _MIN_CHUNK)))
     return Remedy("smaller chunks of the loss", {"loss.chunk": str(chunk)}) if chunk < size else None
 
 
 def _zero3(case: Case, finding: Finding) -> Remedy | None:
-    """All devices share the state."""
-    levers = [lever for lever in open_levers(case.report) if lever.costs.startswith("more collectives")]
-    return Remedy(f"shard it over these devices, for {levers[0].costs}", levers[0].keys) if levers else None
+    for lever in open_levers(case.report):
+        if lever.costs.startswith("more collectives"):
+            return Remedy(f"shard it over these devices, for {lever.costs}", lever.keys)
+    return None
 
 
 def _vocabulary(case: Case, finding: Finding) -> Remedy | None:
-    """A tensor group, which shards the head: its gradient is summed over a device's tokens before it is reduced."""
-    together = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MOST_TENSOR)
-    here = int(case.report.target.get("devices_per_host") or together)
-    size = math.gcd(together, here)
+    """Returns a tensor group, which shards the head. Its gradient is summed over a device's tokens before it is
+    reduced."""
+    shared = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MAX_TENSOR)
+    here = int(case.report.target.get("devices_per_host") or shared)
+    size = math.gcd(shared, here)
     if case.axes["tensor"] > 1 or size < 2:
         return None
     return Remedy(
@@ -136,47 +138,51 @@ def _even_stages(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
-    """The fewest levers that bring the state under the limit."""
+    """Returns the fewest levers that bring the state under the limit."""
     report, limit = case.report, case.report.limit_bytes or 0
-    chosen = _cheapest(report, limit)
+    chosen = _fewest_levers(report, limit)
     if not chosen:
-        size, devices = _left(report, []), int(report.target.get("n_devices") or 1)
-        needed = math.ceil(size * devices / limit)
+        devices = int(report.target.get("n_devices") or 1)
+        needed = math.ceil(_state_bytes(report) * devices / limit)
         return Remedy(f"no set of its levers leaves less: take {needed} devices or more, under zero3", {})
-    keys = {key: text for lever in chosen for key, text in lever.keys.items()}
+    keys: dict[str, str] = {}
+    for lever in chosen:
+        keys |= lever.keys
     costs = "; ".join(dict.fromkeys(lever.costs for lever in chosen if lever.costs))
-    return Remedy(f"the cheapest levers that leave less, {human(_left(report, chosen))} of state: {costs}", keys)
+    size = human(_state_bytes(report, chosen))
+    return Remedy(f"the cheapest levers that leave less, {size} of state: {costs}", keys)
 
 
-def _cheapest(report: ReportRecord, limit: int) -> Sequence[Lever]:
-    """The fewest levers of a config that bring its state under the limit, of as many the cheapest; () for none."""
+def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
+    """Returns the fewest open levers that bring the state under the limit; of sets of equal size, the cheapest; () if
+    none does."""
+    whole = _state_bytes(report)
     levers = [
         lever
         for lever in open_levers(report)
-        if _left(report, [lever]) < _left(report, []) and _fits_host(report, lever)
+        if _state_bytes(report, [lever]) < whole and _fits_host(report, lever, whole)
     ]
-    for count in range(1, min(len(levers), _TOGETHER) + 1):
+    for count in range(1, min(len(levers), _MAX_TOGETHER) + 1):
         for chosen in itertools.combinations(levers, count):
-            if _left(report, chosen) < limit:
+            if _state_bytes(report, chosen) < limit:
                 return chosen
     return ()
 
 
-def _left(report: ReportRecord, levers: Iterable[Lever]) -> int:
-    """Bytes of state on a device at least, once levers are pulled."""
-    levers = list(levers)
-    return int(
-        sum(
-            report.breakdown.get(row, 0) * math.prod(1 - lever.frees.get(row, 0.0) for lever in levers) for row in STATE
-        )
-    )
+def _state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
+    """Returns the least bytes of state on a device with these levers."""
+    size = 0.0
+    for row in STATE:
+        left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
+        size += report.breakdown.get(row, 0) * left
+    return int(size)
 
 
-def _fits_host(report: ReportRecord, lever: Lever) -> bool:
-    """Whether what a lever moves to host memory has room there; True where nothing is known of it."""
+def _fits_host(report: ReportRecord, lever: Lever, whole: int) -> bool:
+    """Returns whether the host has room for what a lever moves there; True if its memory is unknown."""
     if not any(key.startswith("offload.") for key in lever.keys):
         return True
-    moved = _left(report, []) - _left(report, [lever])
+    moved = whole - _state_bytes(report, [lever])
     here = min(int(report.target.get("devices_per_host") or 1), int(report.target.get("n_devices") or 1))
     available = int(report.target.get("host_memory_bytes") or 0)
     return not available or (report.host_bytes + moved) * here <= available
@@ -186,9 +192,13 @@ def _fits_host(report: ReportRecord, lever: Lever) -> bool:
 
 
 class _Keeping(NamedTuple):
-    """A change of the remat policy that keeps more activations: its name, the policy, the config keys to set, the bytes
-    that it adds on each device, and the share (0 to 1) of the model's FLOPs that is no longer recomputed. Bytes and
-    FLOPs are by formula."""
+    """A change of the remat policy that keeps more activations. Bytes and FLOPs are by formula.
+
+    Fields:
+        name: in words. policy: a row of remat.policy. keys: config keys to set.
+        adds: bytes that it adds on each device. spares: share of the model's FLOPs, 0 to 1, that is no longer
+            recomputed.
+    """
 
     name: str
     policy: str
@@ -198,13 +208,20 @@ class _Keeping(NamedTuple):
 
 
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
-    """The remat policy, or how many layers of it, that spares the most FLOPs and should fit by the formulas."""
+    """Returns the remat policy, or the number of layers under it, that should fit and spares the most FLOPs."""
     spare = spare_memory.spare_of(case.report)
     if spare is None:
         return None
-    plans = [plan for name in _KEEPING if (plan := _all_layers(case, name, spare.recomputed)) is not None]
-    fitting = [plan for plan in plans if plan.adds <= FILL * spare.free]
-    fitting += [part for plan in plans if (part := _some_layers(case, plan, spare.free)) is not None]
+    fitting: list[_Keeping] = []
+    for policy in _KEEPING:
+        everywhere = _all_layers(case, policy, spare.recomputed)
+        if everywhere is None:
+            continue
+        if everywhere.adds <= FILL * spare.free:
+            fitting.append(everywhere)
+        partly = _some_layers(case, everywhere, spare.free)
+        if partly is not None:
+            fitting.append(partly)
     fitting = [plan for plan in fitting if plan.spares >= SPARED]
     if not fitting:
         words = "remat.policy=auto keeps what fits: the least recomputation, found by compiling"
@@ -219,22 +236,23 @@ def _keep_more(case: Case, finding: Finding) -> Remedy | None:
 
 
 def _all_layers(case: Case, policy: str, recomputed: float) -> _Keeping | None:
-    """All layers under a policy, compared with the residuals that the compiled program keeps at its peak."""
+    """Returns all layers under a policy, compared with the residuals that the compiled program keeps at its peak; None
+    if the formulas do not cover it, or it keeps no more."""
     none, now, then = (_formula(case, name) for name in ("none", case.flat["remat.policy"], policy))
     if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
         return None
-    held: float = case.report.breakdown.get("residuals", 0)
+    kept: float = case.report.breakdown.get("residuals", 0)
     if now is not None and now.residual_bytes is not None and not case.flat["remat.layers"]:
-        held = min(held, now.residual_bytes)
+        kept = min(kept, now.residual_bytes)
     left = max(then.hardware_flops - none.hardware_flops, 0.0) / none.model_flops
-    adds = (then.residual_bytes or 0.0) - held
+    adds = (then.residual_bytes or 0.0) - kept
     if adds <= 0:
         return None
     return _Keeping(f"remat.policy={policy}", policy, _policy_keys(case, policy), adds, recomputed - left)
 
 
 def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
-    """As many layers under a plan's policy as should fit, the others as they are."""
+    """Returns as many layers under a plan's policy as should fit, the others unchanged; None if no layer fits."""
     flat, layers = case.flat, case.flat["model.n_layers"]
     if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
         return None
@@ -242,29 +260,24 @@ def _some_layers(case: Case, plan: _Keeping, free: int) -> _Keeping | None:
     count = min(int(FILL * free * layers / plan.adds), layers - 1) // unroll * unroll
     if count < 1:
         return None
-    share = count / layers
-    return _Keeping(
-        f"{plan.policy} in the first {count} of {layers} layers",
-        plan.policy,
-        {"remat.layers": f"0-{count}:{plan.policy}"},
-        plan.adds * share,
-        plan.spares * share,
-    )
+    name, share = f"{plan.policy} in the first {count} of {layers} layers", count / layers
+    keys = {"remat.layers": f"0-{count}:{plan.policy}"}
+    return _Keeping(name, plan.policy, keys, plan.adds * share, plan.spares * share)
 
 
 def _formula(case: Case, policy: str) -> reconcile.Formula | None:
-    """The formulas' figures of a case under a policy; None where they have none."""
+    """Returns the formulas' figures of a case under a policy; None if they do not cover it."""
     if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
         return None
     settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
-    facts = model_facts(case.flat, settled)
-    facts = dataclasses.replace(facts, segments=(named_segment(policy, case.flat["model.n_layers"]),))
-    found = reconcile.formula_of(facts, str(case.report.target.get("platform", "")))
-    return None if isinstance(found, str) else found
+    segments = (named_segment(policy, case.flat["model.n_layers"]),)
+    facts = dataclasses.replace(model_facts(case.flat, settled), segments=segments)
+    formula = reconcile.formula_of(facts, str(case.report.target.get("platform", "")))
+    return None if isinstance(formula, str) else formula
 
 
 def _policy_keys(case: Case, policy: str) -> dict[str, str]:
-    """The keys of a policy for all layers, those that say otherwise cleared."""
+    """Returns the keys of a policy for all layers. Keys that contradict it are cleared."""
     cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     return {"remat.policy": policy, **cleared}
 

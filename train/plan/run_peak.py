@@ -1,4 +1,4 @@
-"""What a run holds on a device besides a call of the step: the loop's batches, and the run's other programs."""
+"""Memory of a run outside the step: the batches that the loop keeps on a device, and the run's other programs."""
 
 from collections.abc import Iterator
 
@@ -15,41 +15,41 @@ from bytescope.train.step.optimizer.host_offload import chosen, device_bytes, de
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
-    """What the loop keeps on a device besides a call's arguments, in bytes, for the report.
+    """Returns the bytes that the loop keeps on a device in addition to a call's arguments, for the report.
 
-    While the last call of an update runs, the update's other batches are still on the device and those of the next
-    update are there already (train/run/feed.py); one call's batch is among its arguments. The metrics of the update
-    before are not read yet.
+    While the last call of an update runs, the update's other batches are still on the device, and the next update's
+    batches are there already (train/run/feed.py). The call's own batch is among its arguments. The metrics of the
+    previous update have not been read yet.
     """
     batch = tuple(device_sizes(program.batch_shapes))
     return LoopOverhead(waiting=batch * (2 * program.calls_per_update - 1), results=1)
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Peak bytes of each other program of a run on one device, the state included.
+    """Returns the peak bytes of each other program of a run on one device, including the state.
 
-    Each is compiled for the program's devices, which may be described ones: "init", in turns where some of the state
-    goes to host memory; "evaluation" of one held-out micro-batch while the next is there; "sample", the text at the
-    end of a run. The peak of a run is the largest of these and of its step.
+    Each is compiled for the program's devices, which may be described ones. "init": in turns if some of the state goes
+    to host memory. "evaluation": of one held-out micro-batch while the next is on the device. "sample": the text at
+    the end of a run. The peak of a run is the maximum of these and of its step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
     evaluation = program.evaluate.lower(program.state.params, program.eval_shapes, program.state.frozen)
-    found = {"init": max(_init(program)), "evaluation": state + 2 * batch + _own(evaluation)}
+    sizes = {"init": max(_turns_of_init(program)), "evaluation": state + 2 * batch + _own_bytes(evaluation)}
     if program.config.train.sample_tokens:
-        found["sample"] = state + sample_bytes(program)
-    return found
+        sizes["sample"] = state + sample_bytes(program)
+    return sizes
 
 
-def _own(lowered: jax.stages.Lowered) -> int:
-    """Temporaries and results of a program, bytes on one device."""
+def _own_bytes(lowered: jax.stages.Lowered) -> int:
+    """Returns the bytes of a program's temporaries and results on one device."""
     with kept_back():
         stats = stats_of(lowered.compile())
     return stats.own_bytes if stats else 0
 
 
-def _init(program: Program) -> Iterator[int]:
-    """Bytes of each turn of `Program.init`: what earlier turns left on the device, and its own."""
+def _turns_of_init(program: Program) -> Iterator[int]:
+    """Yields the bytes of each turn of `Program.init`: its own, and the results of earlier turns on the device."""
 
     def make(seed):
         return init_state(
@@ -59,9 +59,9 @@ def _init(program: Program) -> Iterator[int]:
             program.frozen,
         )
 
-    # With a sharding, which names the devices: results in host memory do not.
+    # The sharding names the devices, because results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, made = jax.tree.leaves(program.state), 0
     for places in turns(program.state):
-        yield made + _own(chosen(make, leaves, places).lower(seed))
+        yield made + _own_bytes(chosen(make, leaves, places).lower(seed))
         made += device_bytes([leaves[place] for place in places])

@@ -28,7 +28,7 @@ MARKS = {
 }
 
 
-class Grid:
+class ScheduleGrid:
     """The table of a schedule: its middle is left out where there are more ticks than columns."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -78,7 +78,7 @@ def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableT
             f"micro-batches, {schedule.ticks} ticks",
             style="bold",
         ),
-        Grid(schedule),
+        ScheduleGrid(schedule),
         Prose("f forward  b backward  X both in one tick  w gradients of weights  · idle", "dim"),
         Text(),
         table,

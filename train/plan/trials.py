@@ -1,4 +1,4 @@
-"""Variants of one config, compiled by workers: each once, cached, in parallel, until the search or its user stops."""
+"""Compiles variants of one config in worker processes: each once, cached, in parallel, until a limit or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.remat_keys import plan_keys, remat_keys
+from bytescope.train.plan.config_grid import plan_keys, remat_keys
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
 
 
 class Stopped(Exception):
-    """The search ends with what it has: Ctrl-C, its time or its compiles are used up. The argument says which."""
+    """Ends a search, which keeps its results. The argument says why: Ctrl-C, or a limit on time or compiles."""
 
 
 @dataclasses.dataclass
@@ -37,12 +37,12 @@ class Trials:
 
     Fields:
         config, overrides: as the command line gives them. A variant that sets the same key replaces an override.
-        pool: the workers. cache: the folder of finished rows, None for none.
-        progress: called with the labels of the jobs under way and the number of finished ones.
-        most, seconds: `Stopped` is raised instead of one more compile after so many (those in the cache do not count)
-            or after so many seconds.
+        pool: the workers. cache: the folder of finished rows, None for no cache.
+        progress: called with the labels of the running jobs and the number of finished ones.
+        most, seconds: maximum number of compiles, without rows from the cache, and seconds after which no compile
+            starts; then `Stopped` is raised.
         factory: makes the programs of configs.
-        compiles: programs compiled so far, those in the cache left out.
+        compiles: number of programs compiled so far, without rows from the cache.
 
     Raises ReportError for a target whose rates are unknown.
     """
@@ -67,20 +67,21 @@ class Trials:
         self.rates = rates
 
     def flat(self, keys: Keys) -> Mapping[str, Any]:
-        """The whole config of a variant, dotted key -> value. Raises UserError."""
+        """Returns the whole config of a variant, dotted key -> value. Raises UserError for an invalid one."""
         return self.factory.resolve(self._overrides(keys))
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
-        """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
+        """Returns a worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
         return self._ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
-        """The answer for a variant that was compiled, None for one that was not."""
+        """Returns the answer for a variant, None if it has not been compiled."""
         return self._done.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
-        """What compiles a variant, for another target than the search's where one is given."""
-        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
+        """Returns the job that compiles a variant; target: another one than the search's."""
+        shown = [(key.rpartition(".")[2], text) for key, text in keys.items() if text not in ("()", "")]
+        label = ", ".join(f"{name}={text}" for name, text in shown)
         return self._jobs.job(
             self._overrides(keys),
             target or self.target.name,
@@ -93,29 +94,38 @@ class Trials:
         return {CONFIG: self.config, **dict(self.overrides), **keys}
 
     def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
-        new = list({job.name: job for job in jobs if job.name not in self._done}.values())
-        cached = {job.name: found for job in new if self.cache and (found := row_cache.read(self.cache, job.name))}
-        self._done |= cached
-        left = [job for job in new if job.name not in cached]
-        if left and self.compiles >= self.most:
-            raise Stopped(self._limit())
-        if left and time.monotonic() - self._began > self.seconds:
-            raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
-        if left:
-            now = left[: int(min(self.most - self.compiles, len(left)))]
-            answers, interrupted = worker_pool.ask(self.pool, now, cache=self.cache, progress=self.progress)
-            self._done |= answers
-            self.compiles += sum(not job.method for job in now if job.name in answers)
-            if interrupted:
-                raise Stopped("Ctrl-C")
-            if now != left:
-                raise Stopped(self._limit())
+        new: dict[str, worker_pool.Job] = {}
+        for job in jobs:
+            if job.name in self._done:
+                continue
+            cached = row_cache.read(self.cache, job.name) if self.cache else None
+            if cached:
+                self._done[job.name] = cached
+            else:
+                new[job.name] = job
+        if new:
+            self._compile(list(new.values()))
         return [self._done[job.name] for job in jobs]
+
+    def _compile(self, jobs: Sequence[worker_pool.Job]) -> None:
+        """Compiles jobs into `_done`. Raises Stopped if a limit or Ctrl-C leaves some of them out."""
+        if self.compiles >= self.most:
+            raise Stopped(self._limit())
+        if time.monotonic() - self._began > self.seconds:
+            raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
+        allowed = jobs[: int(min(self.most - self.compiles, len(jobs)))]
+        answers, interrupted = worker_pool.ask(self.pool, allowed, cache=self.cache, progress=self.progress)
+        self._done |= answers
+        self.compiles += sum(not job.method for job in allowed if job.name in answers)
+        if interrupted:
+            raise Stopped("Ctrl-C")
+        if len(allowed) < len(jobs):
+            raise Stopped(self._limit())
 
     def _limit(self) -> str:
         return f"the limit on compiles ({self.compiles}) was reached"
 
-    # ---- the least recomputation of a variant ------------------------------------------------------------------
+    # ---- the least recomputation of a variant -----------------------------------------------------------------
 
     def search(
         self,
@@ -125,11 +135,11 @@ class Trials:
         offload: bool = False,
         tell: Callable[[CompiledPlan], None] = lambda tried: None,
     ) -> RematSearch:
-        """The search for the least recomputation of a variant.
+        """Returns the search for the least recomputation of a variant.
 
         Args:
             cost: a row of `memory.remat.remat_problem.COSTS`. offload: whether tensors may go to host memory.
-            tell: called with each plan as it is compiled.
+            tell: called with each compiled plan.
 
         Raises:
             ReportError: the variant cannot run, or nothing is known of its blocks.
@@ -160,8 +170,9 @@ class Trials:
             variants = [{**keys, **plan_keys(plan)} for plan in plans]
             try:
                 return [self.compiled(answer) for answer in self.compile(variants)]
-            except Stopped:  # plans that were finished count all the same
-                for plan, answer in zip(plans, map(self.done, variants)):
+            except Stopped:  # finished plans count all the same
+                for plan, variant in zip(plans, variants):
+                    answer = self.done(variant)
                     if answer is not None:
                         tell(CompiledPlan(plan, 0, self.compiled(answer)))
                 raise
@@ -185,7 +196,7 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> PlanFigures:
-        """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
+        """Returns a worker's answer as the search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
             return PlanFigures(status=answer["status"])
         return PlanFigures(

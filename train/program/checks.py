@@ -181,7 +181,7 @@ def _check_experts(settings: Settings, layout: Layout) -> None:
 def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
-    """Returns the model with its kernels, then the attention kernel and that of experts, each with the reason."""
+    """Returns the model with its kernels, then (attention kernel, reason) and (kernel of the experts, reason)."""
     model, platform = ModelConfig.of(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(

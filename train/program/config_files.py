@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import io
-import os
 import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.errors import MOST_NEAR, did_you_mean, message_of, nearest, one_of
+from bytescope.memory.errors import MOST_NEAR, message_of, nearest, one_of
+from bytescope.train.source import ConfigPath, find_source, shipped
 from bytescope.train.user_errors import UserError
 
-# Begins the name of a config that is made from a folder of weights.
-WEIGHTS = "hf:"
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # Names in other programs or in our output -> the last part of our key.
@@ -32,7 +30,6 @@ SYNONYMS = {
     "lr": "learning_rate",
     "max_steps": "steps",
 }
-SHIPPED = Path(base.__file__).parent
 
 
 def _parse_bool(text: str) -> bool:
@@ -61,19 +58,6 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 }
 
 
-def title_of(name: str) -> str:
-    """Returns the title of a config in reports and run directories: the stem of a file, or the folder of `hf:FOLDER`.
-
-    If the folder is a snapshot in Hugging Face's cache, whose own name is a digest, the title is the model's name.
-    """
-    if not name.startswith(WEIGHTS):
-        return Path(name).stem
-    folder = Path(os.path.abspath(os.path.expanduser(name.removeprefix(WEIGHTS))))
-    if folder.parent.name == "snapshots":
-        return folder.parents[1].name.rpartition("--")[2]
-    return folder.name
-
-
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; `prefix` is put before each key."""
     flat: dict[str, Any] = {}
@@ -85,27 +69,6 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 def load_flat(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     """Returns the config that `load` returns as a dict, dotted key -> value."""
     return flatten(load(name, overrides))
-
-
-def find_file(name: str) -> Path:
-    """Returns the config file `name`, a path or the name of a shipped config. Raises UserError if there is none."""
-    if not name:
-        raise UserError("the name of the config is empty: give a file, or a name that bytescope configs lists")
-    own = Path(os.path.expanduser(name))
-    for path in (own, SHIPPED / name, SHIPPED / f"{name}.py", SHIPPED.parent / name):
-        if os.path.isfile(path):  # a name too long for the system is no file, either
-            return path
-    if os.path.isdir(own):
-        weights = f", or hf:{name} for the weights there" if os.path.isfile(own / "config.json") else ""
-        raise UserError(f"config {name!r} is a folder: give a file in it{weights}")
-    names = [path.stem for path in shipped()]
-    hint = did_you_mean(own.stem, names)
-    raise UserError(f"no config file {name!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}")
-
-
-def shipped() -> list[Path]:
-    """Returns the files of the shipped configs, sorted by name."""
-    return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
 def purposes() -> dict[str, str]:
@@ -157,12 +120,12 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     from bytescope.train.weights import finetune
 
     given = {key for key, _ in overrides}
-    if name.startswith(WEIGHTS):
-        config = finetune.config_of(name.removeprefix(WEIGHTS), given)
+    source = find_source(name, ConfigPath)
+    if source.weights is not None:
+        config = finetune.config_of(source.weights, given)
     else:
-        path = find_file(name)
-        config = _made_by(path)
-        _check_keys(config, path)
+        config = _made_by(source.path)
+        _check_keys(config, source.path)
     for key, text in overrides:
         override(config, key, text)
     if config.init.folder:

@@ -33,15 +33,14 @@ from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
-from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.optimizer.host_offload import hosted_state, in_turns
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
 from bytescope.train.step.optimizer.trainable import stored_frozen
-from bytescope.train.step.parts import Loss, StepParts
 from bytescope.train.step.state import TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
+from bytescope.train.step.train_step import ACCUMULATION, Loss, StepParts, eval_step, fused_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +131,10 @@ class Program(Choices):
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
-        """The same executable with its buffers as the compiler assigned them, for `memory.analyze.report_of`.
+        """Returns the executable of `compile` with its buffers as the compiler assigned them, for
+        `memory.analysis.report_of`.
 
-        exact: compile again what the persistent cache has, since a cached executable keeps no heap trace.
+        exact: compile again if the persistent cache has the program, since a cached executable keeps no heap trace.
 
         Raises:
           ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
@@ -161,9 +161,9 @@ class Program(Choices):
         )
 
     def init_around(self, params: Any) -> TrainState:
-        """The initial state with these parameters, which are in their shardings already; nothing is copied.
+        """Returns the initial state with these parameters, which are in their shardings already; nothing is copied.
 
-        With adapters they are the frozen ones, and the adapters are those of `init`.
+        With adapters, `params` are the frozen parameters, and the adapters are those of `init`.
         """
         if self.lora:
 
@@ -183,7 +183,7 @@ class Program(Choices):
         return dataclasses.replace(made, params=trained, frozen=frozen)
 
     def init_frozen(self) -> Any:
-        """The frozen parameters of `init` alone; None where all parameters are trained."""
+        """Returns only the frozen parameters of `init`; None if all parameters are trained."""
         if not self.frozen:
             return None
 
@@ -197,9 +197,9 @@ class Program(Choices):
 def init_state(
     transformer: Transformer, optimizer: Any, scaling: Scaling | None = None, frozen: Collection[str] = ()
 ) -> TrainState:
-    """The state before the first step.
+    """Returns the state before the first step.
 
-    `scaling`: the rule of the loss scale, if there is one; `frozen`: dotted paths of parameters that are not trained.
+    scaling: the rule of the loss scale, if there is one. frozen: dotted paths of parameters that are not trained.
     """
     trained, rest = parted(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
     return state_around(trained, optimizer, scaling, rest, routed=transformer.config.routed)
@@ -212,8 +212,11 @@ def state_around(
     frozen: Any = None,
     routed: tuple[int, int] | None = None,
 ) -> TrainState:
-    """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
-    shapes of the former alone. `routed`: layers with experts and experts of each."""
+    """Returns the state before the first step with these trained and frozen parameters.
+
+    The state of the optimizer depends only on the shapes of the trained parameters. routed: (layers with experts,
+    experts of each), None without experts.
+    """
     loss_scale = None if scaling is None else scaling.init()
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed), loss_scale, frozen)
 
@@ -225,7 +228,7 @@ def describe_state(
     scaling: Scaling | None = None,
     frozen: Collection[str] = (),
 ) -> TrainState:
-    """The state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
+    """Returns the state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
 
     Raises:
       ValueError: a parameter that does not divide over the mesh.
@@ -313,7 +316,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         partwise=partwise,
         fused=_make_fused(choices, graph, weights, partwise, abstract.drops),
         routed=choices.model.routed,
-        bias_rate=_bias_rate(choices),
+        bias_rate=_bias_rate(choices, abstract),
         pipeline=pipeline,
     )
     return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
@@ -428,9 +431,9 @@ def _make_pipeline(choices: Choices, graph: nnx.GraphDef, weights: Weights) -> t
     return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
 
 
-def _bias_rate(choices: Choices) -> float:
+def _bias_rate(choices: Choices, abstract: Transformer) -> float:
     """By how much an update moves the routers' biases; 0 without biases, or if their routers are frozen."""
-    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(choices.abstract()))
+    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 

@@ -24,10 +24,10 @@ from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIE
 from bytescope.train.data import settings as data_settings
 from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.step.losses import LOSSES
-from bytescope.train.step.modes import ACCUMULATION
-from bytescope.train.step.optimizer.loss_scale import GREATEST
+from bytescope.train.step.optimizer.loss_scale import MAX_SCALE
 from bytescope.train.step.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
 from bytescope.train.step.routing import BALANCE_LAYERS
+from bytescope.train.step.train_step import ACCUMULATION
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
 CHOICES: Mapping[str, Collection[str]] = {
@@ -133,8 +133,8 @@ def check_values(values: Mapping[str, Any]) -> None:
         if values[key] not in table:
             raise ValueError(f"{key}={values[key]!r}: {remedy_for(values[key], table)}")
     _check_names_of_the_model(values)
-    if values["precision.loss_scale_init"] > GREATEST:
-        raise ValueError(f"precision.loss_scale_init={values['precision.loss_scale_init']}: give at most {GREATEST:g}")
+    if values["precision.loss_scale_init"] > MAX_SCALE:
+        raise ValueError(f"precision.loss_scale_init={values['precision.loss_scale_init']}: give at most {MAX_SCALE:g}")
     if values["remat.budget"]:
         try:
             parse_bytes(values["remat.budget"])

@@ -1,4 +1,4 @@
-"""Which products share an input, and what of the same block takes the inverse of that input's scales.
+"""The products of a block that share an input, and the parameters that take the inverse of the input's scales.
 
     (x / s) (s W) = x W:  rows of the weights W are multiplied by s, and what makes x is divided by it
 
@@ -24,7 +24,7 @@ Params = Mapping[str, Any]  # of one block, by their path in it
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Products of one input.
+    """Weights that multiply the same input.
 
     Fields:
       name: for people. input: its checkpoint name. weights: paths in the block. before: what takes the inverse, a row
@@ -39,7 +39,7 @@ class Fold:
 
 
 def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
-    """Those of a dense layer, in the order of the computation."""
+    """Returns the folds of a dense layer, in the order of the computation."""
     gated = MLPS[config.mlp][0]
     rising = ("mlp.w_gate", "mlp.w_up") if gated else ("mlp.w_up",)
     # Queries and keys are not clipped: a softmax follows their product (llm-awq's auto_clip leaves them out, too).
@@ -59,8 +59,8 @@ def folds_of(config: ModelConfig) -> tuple[Fold, ...]:
 
 
 def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
-    """Magnitudes of the inputs, float32 [inputs], as scales may follow them: heads of queries that read the same values
-    have one scale."""
+    """Returns magnitudes of the inputs, float32 [inputs], averaged over inputs that must have one scale: the heads of
+    queries that read the same values."""
     if fold.before != "values":
         return magnitudes_I
     G, K = config.n_kv_heads, config.d_head
@@ -71,8 +71,8 @@ def shared(fold: Fold, config: ModelConfig, magnitudes_I: Any) -> Any:
 def fold_in(
     fold: Fold, config: ModelConfig, params: Params, scale_I: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(the parameters of a block, float32 on the host, with scales [inputs] in the weights and their inverse before;
-    the scales that were taken).
+    """Multiplies the weights of a fold by scales [inputs], and the parameters before them by the inverse. Returns (the
+    parameters of the block, float32 on the host; the scales that were applied).
 
     A norm's vector is rounded to float16, as it will be stored, and its scales are what that makes of them: so only
     rounded codes differ from the model.
@@ -102,6 +102,7 @@ def _norm(name: str):
 
 
 def _values(config: ModelConfig, found: dict[str, np.ndarray], scale_I: np.ndarray) -> np.ndarray:
+    # Inputs of the output product that read the same values have one scale (`shared`).
     scale_GK = scale_I.reshape(config.n_kv_heads, -1, config.d_head)[:, 0]
     for path in ("attention.w_v", "attention.b_v"):
         if path in found:

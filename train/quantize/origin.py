@@ -1,4 +1,4 @@
-"""The wide weights that are quantized: of a run or a folder, and what a folder of them has besides."""
+"""The unquantized weights of a run or a folder, with the other files that the folder to write gets from there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,13 +15,13 @@ import numpy as np
 
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun, began_from
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
 from bytescope.train.export import tokenizer_files
 from bytescope.train.export.config_json import config_json
-from bytescope.train.export.tokenizer_files import COMPANIONS, GENERATION, TOKENIZER
+from bytescope.train.export.tokenizer_files import COMPANIONS, GENERATION
 from bytescope.train.generate.model_source import Source, open_source
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import FAMILIES, Family
+from bytescope.train.weights.finetune import TOKENIZER
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, rows_by_path
 from bytescope.train.weights.packed import PER_WORD, SIZES
@@ -35,9 +34,9 @@ class Origin:
     """Weights to quantize.
 
     Fields:
-      source: them, and how they read text. model: their config. family: whose tensors they become. raw: config.json.
-      write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights. held: bytes of a
-      checkpoint that reading it layer by layer keeps on the host.
+      source: the unquantized weights, and how they read text. model: their config. family: whose tensors they become.
+      raw: config.json. write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights.
+      held: bytes of a checkpoint that reading it layer by layer keeps on the host.
     """
 
     source: Source
@@ -50,28 +49,31 @@ class Origin:
 
 
 def open_origin(path: Path, step: int | None, group: int) -> Origin:
-    """The weights of a run or a folder, which can be quantized by groups.
+    """Opens the weights of a run or a folder, to be quantized in groups of `group` inputs.
 
     Raises:
-      UserError: they cannot be read, are quantized already, or neither layout holds them.
+      UserError: they cannot be read, are quantized already, or neither format can hold them.
     """
     source = open_source(path, step)
     if source.parameter is None:
         raise UserError(f"{path} is quantized already ({PACKED} in its config.json): give the folder of wide weights")
-    model = ModelConfig.from_dict(source.config.model)
-    check_model(str(path), model, group)
-    is_run = os.path.isdir(path / CHECKPOINTS)
-    raw, write_text, fingerprint, held = _of_run(path, step) if is_run else _of_folder(path)
-    family = FAMILIES[raw["model_type"]]
-    _check_layout(path, family, raw["model_type"], model)
-    return Origin(source, model, family, raw, write_text, fingerprint, held)
+    check_model(str(path), ModelConfig.from_dict(source.config.model), group)
+    if isinstance(source.origin, SavedRun):
+        origin = _origin_of_run(source, source.origin)
+    else:
+        origin = _origin_of_folder(source, source.origin)
+    for row, _ in rows_by_path(origin.family, packed_paths(origin.model)).values():
+        pattern = Pattern.of(row.pattern)
+        # Both formats hold tensors of one weight each, [outputs, inputs].
+        if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
+            raise UserError(
+                f"{path}: {origin.raw['model_type']} has its weights in other tensors ({row.tensor}) than the layouts "
+                "of 4 bits know, which are of one nn.Linear each; write it wide with bytescope export"
+            )
+    return origin
 
 
-Found = tuple[dict[str, Any], Callable[[Path], None], str, int]  # raw, write_text, fingerprint, held of an Origin
-
-
-def _of_run(path: Path, step: int | None) -> Found:
-    run = SavedRun.open(path, step)
+def _origin_of_run(source: Source, run: SavedRun) -> Origin:
     folder = began_from(run)
     raw = config_json(run.config.model.to_dict(), None if folder is None else folder.config)
     text, place = tokenizer_files.text_of(run.config), None if folder is None else folder.path
@@ -82,31 +84,33 @@ def _of_run(path: Path, step: int | None) -> Found:
         tokenizer_files.write_text_files(out, text, run.config, place)
         tokenizer_files.write_generation_config(out, raw, place)
 
-    sums = json.dumps([run.step, *(array.checksum for array in run.arrays.values())])
-    held = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in run.arrays.values())
-    return raw, write_text, hashlib.sha256(sums.encode()).hexdigest()[:16], held
+    checksums = json.dumps([run.step, *(array.checksum for array in run.arrays.values())])
+    return Origin(
+        source=source,
+        model=ModelConfig.from_dict(run.config.model),
+        family=FAMILIES[raw["model_type"]],
+        raw=raw,
+        write_text=write_text,
+        fingerprint=hashlib.sha256(checksums.encode()).hexdigest()[:16],
+        held=sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in run.arrays.values()),
+    )
 
 
-def _of_folder(path: Path) -> Found:
-    folder = Folder.open(path)
-
+def _origin_of_folder(source: Source, folder: Folder) -> Origin:
     def write_text(out: Path) -> None:
         for name in (TOKENIZER, *COMPANIONS, GENERATION):
             if (folder.path / name).is_file():
                 shutil.copyfile(folder.path / name, out / name)
 
-    return dict(folder.config), write_text, folder.fingerprint, 0
-
-
-def _check_layout(path: Path, family: Family, name: str, model: ModelConfig) -> None:
-    """Raises UserError for a family whose tensors are not [outputs, inputs], each of one weight."""
-    for row, _ in rows_by_path(family, packed_paths(model)).values():
-        pattern = Pattern.of(row.pattern)
-        if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
-            raise UserError(
-                f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 "
-                "bits know, which are of one nn.Linear each; write it wide with bytescope export"
-            )
+    return Origin(
+        source=source,
+        model=ModelConfig.from_dict(source.config.model),
+        family=FAMILIES[folder.config["model_type"]],
+        raw=dict(folder.config),
+        write_text=write_text,
+        fingerprint=folder.fingerprint,
+        held=0,
+    )
 
 
 def check_model(title: str, model: ModelConfig, group: int) -> None:

@@ -1,4 +1,4 @@
-"""The folder that is written: its tensors at their places, layer by layer, so that a run that was cut off goes on.
+"""The folder that is written layer by layer, so that an interrupted quantization can go on.
 
 It is made beside its place, as `.OUT.partial`, and moved there when it is complete. `progress.json` in it says which
 layers are written, and for which settings.
@@ -11,16 +11,17 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bytescope.train.export.out_folder import move
-from bytescope.train.export.safetensors_files import Files
+from bytescope.train.export.model_folder import Files, move_into_place
 from bytescope.train.quantize.folds import Params
 from bytescope.train.quantize.origin import Origin
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED, parameters_of, rows_by_path
 from bytescope.train.weights.packed import LAYOUTS, Codes
@@ -42,7 +43,8 @@ COMPONENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the folder: `dtype` is the format's name of it; `path`: our parameter; `part`: of a packed weight."""
+    """A tensor of the folder. dtype: the format's name, such as "F16". path: our parameter. part: name of the tensor
+    among those of a packed weight, else ""."""
 
     name: str
     dtype: str
@@ -57,12 +59,12 @@ class Stored:
 
     @property
     def layer(self) -> int:
-        """Of which layer, -1 for none."""
+        """The number of the layer; -1 for a parameter outside the layers."""
         return int(self.path.split(".")[1]) if self.path.startswith("blocks.") else -1
 
 
 def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
-    """The tensors of the folder: tables and norm first, then layer by layer."""
+    """Returns the tensors of the folder: tables and norm first, then layer by layer."""
     model, found = origin.model, list[Stored]()
     sizes, packed = sizes_of(model), packed_paths(model)
     for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
@@ -78,14 +80,13 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
 
 
 def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
-    """Component -> (bytes of its weights in 16 bits, bytes in the folder)."""
-    wide: dict[str, int] = {}
+    """Returns component -> (bytes of its weights in 16 bits, bytes in the folder)."""
+    sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
-        size = 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes_of(origin.model)))
-        wide[_component(path)] = wide.get(_component(path), 0) + size
-    return {
-        name: (size, sum(one.nbytes for one in tensors if _component(one.path) == name)) for name, size in wide.items()
-    }
+        unquantized[_component(path)] += 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes))
+    for tensor in tensors:
+        written[_component(tensor.path)] += tensor.nbytes
+    return {name: (size, written[name]) for name, size in unquantized.items()}
 
 
 def _component(path: str) -> str:
@@ -94,7 +95,7 @@ def _component(path: str) -> str:
 
 
 class Output:
-    """The folder under way.
+    """The folder while it is written.
 
     Args:
       settings: what decides the numbers in it; a folder of others is not gone on with. force: start over.
@@ -165,7 +166,8 @@ class Output:
             self._files.write(one, [np.ascontiguousarray(array)])
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Notes that the next layer is written, with a row for people. Raises OSError: the disk."""
+        """Records that the next layer is written, with the row of its errors. Raises OSError: the disk cannot be
+        written."""
         self._files.sync()
         beside = self.folder / f".{PROGRESS}"
         beside.write_text(json.dumps({"settings": self._settings, "layers": [*self.done, row]}))
@@ -173,7 +175,7 @@ class Output:
         self.done.append(dict(row))
 
     def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
-        """What `write` wrote of a layer: (parameters float32, packed ones), by their path in it."""
+        """Reads what `write` wrote for a layer: (float32 parameters, packed weights), by their path in the layer."""
         sizes = sizes_of(self._origin.model)
         params: dict[str, np.ndarray] = {}
         packed: dict[str, dict[str, np.ndarray]] = {}
@@ -194,14 +196,14 @@ class Output:
         """Writes what is not weights, and moves the folder to its place. Raises OSError: the disk."""
         raw = {**self._origin.raw, PACKED: self._layout.config(self._group)}
         raw["dtype" if "dtype" in raw else "torch_dtype"] = "float16"
-        (self.folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        (self.folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         self._origin.write_text(self.folder)
         self._files.sync()
         (self.folder / PROGRESS).unlink(missing_ok=True)
-        move(self.folder, self._out)
+        move_into_place(self.folder, self._out)
 
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
-        """A parameter of ours as it lies on disk, without the padding of the vocabulary."""
+        """A parameter in float16 and in its layout on disk, without the padding of the vocabulary."""
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
         pattern, sizes = Pattern.of(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]

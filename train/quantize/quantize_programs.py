@@ -1,4 +1,4 @@
-"""What runs on the device: embedding, one block, head, and the search, each compiled once for one device.
+"""The programs on the device: embedding, one block, head, and the search for scales, each compiled once.
 
 The device may be a described one; then nothing can be run, and `peak_bytes` says what it would take.
 """
@@ -28,8 +28,8 @@ from bytescope.train.weights.packed_folder import matrices
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Windows in one call, tokens of each, and inputs that share a scale."""
+class CallSizes:
+    """Static sizes of the programs: windows in one call, tokens of a window, inputs that share a scale."""
 
     rows: int
     length: int
@@ -43,7 +43,7 @@ class Programs:
       config: a dense model. precision: parameters float32, computed in its compute dtype. clip: whether groups may be.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, sizes: Sizes, device: jax.Device, clip: bool):
+    def __init__(self, config: ModelConfig, precision: Precision, sizes: CallSizes, device: jax.Device, clip: bool):
         # One layer on its own, and an attention kernel whose input to the output product can be seen.
         self.config = dataclasses.replace(
             config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1
@@ -77,17 +77,17 @@ class Programs:
         return self._array(self.sizes.rows, self.sizes.length, dtype=jnp.int32)
 
     def inputs_of(self, fold: Fold) -> int:
-        """Numbers of an input of a fold's products."""
+        """Returns the number of inputs of a fold's weights."""
         return self.matrices[fold.weights[0]].sizes[0]
 
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Checkpoint name of an input -> sum of |x| [I], X'X [I, I]."""
-        return {
-            fold.input: (self._array(size), self._array(size, size))
-            for fold in self.folds
-            for size in [self.inputs_of(fold)]
-        }
+        sums = {}
+        for fold in self.folds:
+            size = self.inputs_of(fold)
+            sums[fold.input] = self._array(size), self._array(size, size)
+        return sums
 
     def no_sums(self) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Sums of no tokens, on the device."""
@@ -184,7 +184,7 @@ class Programs:
     def peak_bytes(
         self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
     ) -> dict[str, int]:
-        """Name of a program -> bytes on the device while it runs, those of what lies beside it included."""
+        """Returns program -> bytes on the device while it runs, including arrays that other programs keep there."""
 
         def of(name: str, compilation: Compilation, beside: int = 0) -> int:
             tell(name)
@@ -203,7 +203,7 @@ class Programs:
 
 
 def put(flat: Mapping[str, Any], like: Any) -> Any:
-    """Arrays of the host, by dotted path, as a tree on the device of `like`, in its dtypes."""
+    """Puts arrays of the host, by dotted path, on the device of `like`; returns them as a tree with its dtypes."""
     return jax.tree.map(
         lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False), shape.sharding),
         unflatten_dict(flat, sep="."),

@@ -1,4 +1,4 @@
-"""What a quantization took and found, for the terminal, the page and JSON."""
+"""Records of a quantization: the bytes that it takes and what it found, for the terminal, the page and JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes, known before the work begins.
+    """Bytes that a quantization takes, known before it begins.
 
     Fields:
-      device: program -> on the device while it runs. limit: of the device. streams: activations on the host. layer: of
-      one layer on the host, or of the tables where they are more. held: of a run's checkpoint on the host. folder: of
-      the weights that are written.
+      device: program -> bytes on the device while it runs. limit: bytes of the device. streams: activations on the
+      host. layer: one layer on the host, or the tables if they are larger. held: a run's checkpoint on the host.
+      folder: the weights that are written.
     """
 
     device: Mapping[str, int]
@@ -27,12 +27,12 @@ class Memory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The program that takes most, and its bytes."""
+        """The program that takes the most bytes, and these bytes."""
         return max(self.device.items(), key=lambda item: item[1])
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether the largest program fits the device."""
         return self.peak[1] <= self.limit
 
     @property
@@ -42,15 +42,17 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class QuantizationResult:
     """A finished folder.
 
     Fields:
-      title: of the model. facts: how it was made, a line each. memory: what it took. components: name -> (bytes in 16
-      bits, bytes in the folder). before, after: perplexity of the held-out text. tokens: of the calibration and of the
-      held-out text. layers: a row each: `layer`, `stream`, the share of the residual stream behind it that differs from
-      the original's, and `weights`, each with `weight`, `power` of the magnitudes, `error` and that of plain `rounding`
-      as shares of the mean square of the product's output. versions: of the libraries.
+      title: of the model. facts: how the folder was made, a line each. memory: bytes that it took.
+      components: name -> (bytes in 16 bits, bytes in the folder). before, after: perplexity of the held-out text, with
+      the original weights and with the written ones. tokens: of the calibration text and of the held-out text.
+      layers: a row for each: `layer`; `stream`, the difference of the residual stream behind the layer from the
+      original's, as a share of its mean square; and `weights`, each with `weight`, the `power` of the magnitudes, its
+      `error`, and the error of plain `rounding`, both as shares of the mean square of the product's output.
+      versions: of the libraries.
     """
 
     title: str
@@ -66,7 +68,7 @@ class Result:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """(of all weights in 16 bits, of those in the folder)."""
+        """(bytes of all weights in 16 bits, bytes in the folder)."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
 
     @property
@@ -75,6 +77,6 @@ class Result:
         return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> str:
-        """For --json."""
+        """Returns the text of --json."""
         found = dataclasses.asdict(self)
         return json.dumps({**found, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""From a command line to work that can begin: weights, texts, programs and the bytes that they will take."""
+"""From a command line to a quantization that can begin: weights, texts, programs, and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import math
-import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,74 +17,131 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
-from bytescope.train.checkpoints.workdir import CHECKPOINTS
-from bytescope.train.generate.budget import DoesNotFit
-from bytescope.train.generate.model_source import precision_of
+from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import limit_here
+from bytescope.train.generate.text import Prompts, read_texts
 from bytescope.train.program.config_files import load
-from bytescope.train.quantize.origin import Origin, check_model, open_origin
+from bytescope.train.quantize.origin import check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
-from bytescope.train.quantize.quantize_programs import Programs, Sizes
-from bytescope.train.quantize.quantize_result import Memory, Result
-from bytescope.train.quantize.quantize_work import METHODS, Outcome, Tell, Work
-from bytescope.train.quantize.windows import HELD_OUT, ROWS, rows_of, windows_of
+from bytescope.train.quantize.quantize_programs import CallSizes, Programs
+from bytescope.train.quantize.quantize_result import Memory, QuantizationResult
+from bytescope.train.quantize.quantize_work import METHODS, Outcome, Quantization, Tell
+from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
+from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed_folder import packed_paths
 
+HELD_OUT = 32  # max windows of the held-out text
+SHARE = 4  # without --held-out the last 1/SHARE of the calibration text is held out
+ROWS = 4  # max windows in one call of a program
+
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """Work that can begin, and what it will take."""
+    """A quantization that can begin. tokens: of the calibration text and of the held-out text."""
 
-    work: Work
+    quantization: Quantization
     memory: Memory
     tokens: tuple[int, int]
 
 
-def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
-    """The work that a command line asks for, its programs compiled.
+def open_quantization(args: argparse.Namespace, tell: Tell) -> Opened:
+    """Opens the weights and texts of a command line, compiles the programs, and takes room on the disk.
 
     Raises:
-      UserError: what the user can mend. DoesNotFit: one layer does not fit the device.
+      UserError: a mistake in the arguments, the weights or the texts. DoesNotFit: one layer does not fit the device.
     """
     origin = open_origin(args.source, args.step, args.group)
     device, method = jax.local_devices()[0], METHODS[args.method]
-    calibration, held_out = windows_of(args, origin.source)
-    length = calibration.shape[1]
-    sizes = Sizes(rows_of(len(calibration), len(held_out)), length, args.group)
+    calibration, held_out = read_windows(args, origin.source)
+    sizes = CallSizes(_rows_of(len(calibration), len(held_out)), calibration.shape[1], args.group)
     programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
+    digest = hashlib.sha256()
+    for windows in (calibration, held_out):
+        digest.update(windows.tobytes())
     settings = {
         "weights": origin.fingerprint,
         "group": args.group,
         "format": args.format,
         "method": args.method,
         "dtype": args.dtype or "default",
-        "length": length,
+        "length": sizes.length,
         "windows": len(calibration),
-        "text": _digest(calibration, held_out),
+        "text": digest.hexdigest()[:16],
     }
     peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     limit = limit_here(args, device)
     tokens = calibration.size, held_out.size
     folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
-    found = memory_of(origin.model, programs, tokens, peaks, limit, folder, origin.held)
-    refuse(found)  # before room is taken on the disk
+    memory = _memory_of(origin.model, programs, tokens, peaks, limit, folder, origin.held)
+    name, peak = memory.peak
+    if not memory.fits:  # before room is taken on the disk
+        raise DoesNotFit(
+            f"{name} takes {human(peak)} of {human(memory.limit)} on the device: give a shorter --length, "
+            "or a device with more memory"
+        )
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
-    return Opened(Work(origin, programs, method, (calibration, held_out), output, tell), found, tokens)
+    return Opened(Quantization(origin, programs, method, (calibration, held_out), output, tell), memory, tokens)
 
 
-def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
-    """(a title, the bytes of quantizing a model on a target, which may be a described one).
+def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (calibration, held-out) windows, int32 [windows, length]; both numbers of windows are multiples of the
+    windows in one call.
+
+    length: `--length`, or the model's maximum number of positions if that is less.
+
+    Raises:
+      UserError: a file cannot be read, or is too short.
+    """
+    length = min(args.length, source.length)
+    windows = _cut(source, args.calibrate, "--calibrate", length)
+    if args.held_out:
+        held_out = _cut(source, args.held_out, "--held-out", length)
+        _require(held_out, 1, args.held_out, length)
+    else:
+        _require(windows, 2, args.calibrate, length)
+        kept = len(windows) - max(min(len(windows) // SHARE, HELD_OUT), 1)
+        windows, held_out = windows[:kept], windows[kept:]
+    _require(windows, 1, args.calibrate, length)
+    # Windows are chosen evenly over the text, which may change its subject.
+    chosen = np.linspace(0, len(windows) - 1, min(args.samples, len(windows))).round().astype(int)
+    calibration, held_out = windows[chosen], held_out[:HELD_OUT]
+    rows = _rows_of(len(calibration), len(held_out))
+    return calibration[: len(calibration) // rows * rows], held_out[: len(held_out) // rows * rows]
+
+
+def _rows_of(calibration: int, held_out: int) -> int:
+    """Windows in one call of a program."""
+    return min(ROWS, calibration, held_out)
+
+
+def _cut(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
+    """The windows of a file's texts, which follow each other without a gap."""
+    with Prompts(source, chat=False) as prompts:
+        tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def _require(windows: np.ndarray, needed: int, path: Path, length: int) -> None:
+    if len(windows) < needed:
+        raise UserError(
+            f"{path} has {len(windows)} windows of {length} tokens, and {needed} are needed: give more text, "
+            "or a shorter --length"
+        )
+
+
+def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
+    """Returns (a title, the bytes of quantizing a model on a target, which may be a described one).
 
     Raises:
       UserError: no such model, or it cannot be quantized.
     """
-    target, model = targets.parse(args.target), model_of(args)
+    target, model = targets.parse(args.target), _model_of(args)
     check_model(str(args.source), model, args.group)
     method, rows = METHODS[args.method], min(ROWS, args.samples)
     device = target.devices()[0]
-    sizes = Sizes(rows, min(args.length, model.max_seq_len), args.group)
+    sizes = CallSizes(rows, min(args.length, model.max_seq_len), args.group)
     programs = Programs(model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
     peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
@@ -95,22 +152,23 @@ def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     folder = int(2 * (weights - packed) + packed * bits / 8)
     return (
         f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
-        memory_of(model, programs, tokens, peaks, limit, folder),
+        _memory_of(model, programs, tokens, peaks, limit, folder),
     )
 
 
-def model_of(args: argparse.Namespace) -> ModelConfig:
-    """The model of a run, a folder, of which config.json is enough, or a config."""
-    if os.path.isdir(args.source / CHECKPOINTS):
-        config = SavedRun.open(args.source, args.step).config
-    elif os.path.isdir(args.source):
-        config = config_of(str(args.source))
+def _model_of(args: argparse.Namespace) -> ModelConfig:
+    """The model of a run, of a folder of weights, whose config.json is enough, or of a config."""
+    source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
+    if isinstance(source, RunPath):
+        config = SavedRun.open(source.path, args.step).config
+    elif isinstance(source, WeightsPath):
+        config = config_of(str(source.path))
     else:
-        config = load(str(args.source), [])
+        config = load(str(args.source))
     return ModelConfig.from_dict(config.model)
 
 
-def memory_of(
+def _memory_of(
     model: ModelConfig,
     programs: Programs,
     tokens: tuple[int, int],
@@ -128,43 +186,25 @@ def memory_of(
     return Memory(peaks, limit, streams, layer, held, folder)
 
 
-def refuse(found: Memory) -> None:
-    """Raises DoesNotFit where the device has less than is needed."""
-    name, peak = found.peak
-    if not found.fits:
-        raise DoesNotFit(
-            f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, "
-            "or a device with more memory"
-        )
-
-
-def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Result:
-    """What a finished run found."""
-    origin: Origin = opened.work.origin
+def result_of(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> QuantizationResult:
+    """Returns the record of a finished quantization."""
+    quantization = opened.quantization
     calibration, held_out = opened.tokens
     facts = (
         f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
         f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
-        f"{opened.work.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
+        f"{quantization.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
         f"of {(args.held_out or args.calibrate).name}",
     )
-    components = bytes_by_component(opened.work.output.tensors, origin)
-    return Result(
-        origin.source.title,
-        str(args.out),
-        facts,
-        opened.memory,
-        components,
-        outcome.before,
-        outcome.after,
-        opened.tokens,
-        outcome.layers,
-        versions(),
+    return QuantizationResult(
+        title=quantization.origin.source.title,
+        out=str(args.out),
+        facts=facts,
+        memory=opened.memory,
+        components=bytes_by_component(quantization.output.tensors, quantization.origin),
+        before=outcome.before,
+        after=outcome.after,
+        tokens=opened.tokens,
+        layers=outcome.layers,
+        versions=versions(),
     )
-
-
-def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array.tobytes())
-    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Through the layers of a model, one at a time: look at its inputs, find scales, round, write, and go on.
+"""Quantizes a model layer by layer: look at the inputs of a layer, find scales, round, write, and go on.
 
 The host holds three streams of activations: the calibration text's and the held-out text's through the model as it is,
 and the held-out text's through what was written. So inputs are those of the original model, as in llm-awq, perplexity
@@ -28,7 +28,8 @@ from bytescope.train.weights.packed import Codes
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How codes are found. scales: inputs are scaled by what the text shows. clip: groups may be clipped."""
+    """A way to choose codes. scales: whether inputs are scaled by their magnitudes in the text. clip: whether the
+    range of a group may be clipped."""
 
     summary: str
     scales: bool
@@ -53,19 +54,19 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run found. layers: a row each, as of `result.Result`. before, after: perplexity of the held-out text."""
+    """What `Quantization.run` found: fields of a QuantizationResult."""
 
     layers: list[dict[str, Any]]
     before: float
     after: float
 
 
-class Work:
-    """One model on its way.
+class Quantization:
+    """The quantization of one model; `run` does all of it.
 
     Args:
-      tokens: calibration and held-out windows, int32 [windows, tokens]; their numbers are multiples of the rows of a
-      call.
+      tokens: calibration and held-out windows, int32 [windows, tokens]; both numbers of windows are multiples of the
+      windows in one call.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Work:
 
     @property
     def calls(self) -> int:
-        """Calls of programs on rows in all."""
+        """Total number of calls of programs on windows."""
         rows = self.programs.sizes.rows
         return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
 
@@ -126,7 +127,8 @@ class Work:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
     def _forward(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
-        """Takes a stream through a block, in place; with `watch` the sums of the products' inputs."""
+        """Takes a stream through a block, in place; with `watch` it returns the sums over the inputs of its
+        products."""
         rows, number = self.programs.sizes.rows, np.int32(layer)
         program = (self.programs.watch() if watch else self.programs.block()).executable
         sums = self.programs.no_sums() if watch else None
@@ -144,7 +146,8 @@ class Work:
     def _quantize(
         self, layer: int, params: dict[str, np.ndarray], sums: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
-        """(parameters that stay wide, with scales in them; the packed weights; a row of errors for each)."""
+        """Returns (the unquantized parameters with scales in them, the packed weights, a row of errors for each
+        weight)."""
         found, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: scales of {fold.name}")
@@ -173,7 +176,8 @@ class Work:
         params: Mapping[str, np.ndarray],
         scaled: Mapping[str, np.ndarray],
     ) -> tuple[Codes, dict[str, float]]:
-        """A packed weight, and its error and that of plain rounding as shares of the output's mean square."""
+        """Returns a packed weight, its error and the error of plain rounding, both as shares of the output's mean
+        square."""
         program = self.programs.quantize(fold, path).executable
         found, error, plain = program(gram_II, scale_I, self._flat(params, path), self._flat(scaled, path))
         return Codes(*map(np.asarray, found)), {"error": float(error), "rounding": float(plain)}
@@ -184,20 +188,17 @@ class Work:
     # ---- both ends --------------------------------------------------------------------------------------------
 
     def _tables(self) -> dict[str, np.ndarray]:
-        """The parameters of no layer."""
+        """The parameters outside the layers."""
         return {path: self._parameter(path).astype(np.float32) for path in self._outside}
 
     def _written_tables(self) -> Any:
-        """The same as they are written, on the device; the padding of the vocabulary is zeros."""
+        """The written parameters outside the layers, on the device; the padding of the vocabulary is zeros."""
         stored, like = self.output.read(-1)[0], self.programs.shell_shapes
         sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
-        return put(
-            {
-                path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
-                for path, array in stored.items()
-            },
-            like,
-        )
+        padded = {}
+        for path, array in stored.items():
+            padded[path] = np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
+        return put(padded, like)
 
     def _embed(self, shell: Any, tokens_NL: np.ndarray) -> np.ndarray:
         rows = self.programs.sizes.rows
@@ -209,7 +210,7 @@ class Work:
         )
 
     def _perplexity(self, shell: Any, x_NLD: np.ndarray) -> float:
-        """That of the held-out text."""
+        """Returns the perplexity of the held-out text."""
         self._tell(self._calls, self.calls, "perplexity")
         rows = self.programs.sizes.rows
         head = self.programs.head().executable
@@ -221,12 +222,13 @@ class Work:
 
 
 def decoded(one: Codes) -> np.ndarray:
-    """The float32 weights [inputs, outputs] that the codes are of."""
+    """Returns the float32 weights [inputs, outputs] of the codes."""
     return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 
 def drift(streams: Streams) -> float:
-    """The mean square of what both streams of the held-out text differ by, as a share of the original's."""
+    """Returns the mean square difference of the two streams of the held-out text, as a share of the original's mean
+    square."""
     difference = power = 0.0
     for mine, theirs in zip(streams.written, streams.original):
         mine, theirs = mine.astype(np.float32), theirs.astype(np.float32)

@@ -22,18 +22,19 @@ SHARES = tuple(1 - step / 20 for step in range(10))  # of a group's range that a
 
 
 def scale_of(magnitudes_I: jax.Array, power: jax.Array | float) -> jax.Array:
-    """Scales [inputs]: magnitudes to a power, so that the largest and the least are each other's inverse."""
+    """Returns scales [inputs]: magnitudes to a power, normalized so that the largest and the smallest are each other's
+    inverse."""
     scale_I = jnp.maximum(magnitudes_I, 1e-4) ** power
     return scale_I / jnp.sqrt(scale_I.max() * scale_I.min())
 
 
 def error_of(gram_II: jax.Array, delta_IO: jax.Array) -> jax.Array:
-    """The trace of D' G D."""
+    """Returns the trace of D' G D."""
     return (delta_IO * (gram_II @ delta_IO)).sum()
 
 
 def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax.Array:
-    """The error of a weight's replacement as a share of its output's mean square; 0 where that is 0."""
+    """Returns the error of a weight's replacement as a share of the output's mean square; 0 if the output is 0."""
     whole = error_of(gram_II, w_IO)
     return jnp.where(whole > 0, error_of(gram_II, replaced_IO - w_IO) / whole, 0)
 
@@ -42,7 +43,7 @@ def share_of(gram_II: jax.Array, w_IO: jax.Array, replaced_IO: jax.Array) -> jax
 def search_scale(
     gram_II: jax.Array, magnitudes_I: jax.Array, weights: Sequence[jax.Array], group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(scales [inputs], their power, the error of each power [POWERS]) for weights [inputs, outputs] of one input."""
+    """Returns (the best scales [inputs], their power, the error of each power [POWERS]) for weights of one input."""
 
     def error(power: jax.Array) -> jax.Array:
         scale_I1 = scale_of(magnitudes_I, power)[:, None]
@@ -61,7 +62,8 @@ def search_scale(
 def quantize(
     gram_II: jax.Array, scale_I: jax.Array, w_IO: jax.Array, group: int, clip: bool
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """(codes, zero points and scales as of `groups.encode`; the error as a share of the output's mean square).
+    """Returns (codes, zero points and scales as `groups.encode` gives them; the error as a share of the output's mean
+    square).
 
     gram_II: of the inputs before they were scaled by `scale_I`. w_IO: float32, scaled.
     """
@@ -72,7 +74,8 @@ def quantize(
 
 
 def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """For each group the share of its range that makes the least error by itself, float32 [groups, outputs]."""
+    """Returns for each group the share of its range with the least error of that group alone, float32 [groups,
+    outputs]."""
     inputs, outputs = w_IO.shape
     count = inputs // group
     number = jnp.arange(count)
@@ -89,5 +92,5 @@ def _shares(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames="group")
 def rounding_error(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """The share of plain rounding."""
+    """Returns the error of plain rounding as a share of the output's mean square."""
     return share_of(gram_II, w_IO, groups.decode(*groups.encode(w_IO, group)))

@@ -1,4 +1,9 @@
-"""Progress of a run: a live bar on a terminal with the rows scrolling above it, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal with the rows scrolling above it, plain lines elsewhere.
+
+The bar is not memory/view/progress_bar.py, which is on stderr, is taken away while a line is printed, and takes its
+time left from rich. Here the rows go to the same console as the bar, so that rich keeps the bar below them, and the
+time left follows from the pace since the first row, with or without a bar.
+"""
 
 import contextlib
 import time
@@ -14,15 +19,14 @@ from bytescope.memory.view.text_layout import ignoring
 from bytescope.train.run.summary import clock
 
 GIB = 2**30
-# Share of the time that the devices wait for data from which on a row shows it, and the run mentions it at its end.
+# Minimum share of the time that the devices wait for data: for a row to show it, and for a remark at the run's end.
 SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
-# Where a terminal is too narrow for a whole row, these are shortened or left out, the first first; metrics.jsonl has
-# them all.
+# Parts of a row that are left out on a narrow terminal, in this order; metrics.jsonl has them all.
 LEAST_WANTED = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak")
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
-    """The metrics of one row, as `metrics.jsonl` has it, in one line; of at most `width` columns where one is given."""
+    """Returns the metrics of a row of `metrics.jsonl` in one line. width: maximum number of columns, if possible."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
     parts = _parts(row)
@@ -33,14 +37,16 @@ def describe(row: Mapping[str, Any], width: int | None = None) -> str:
 
 
 def _joined(parts: Mapping[str, str]) -> str:
-    """The parts in a line; the two figures of memory are one."""
+    """Returns the parts in a line; the two figures of memory become one."""
     memory = "/".join(parts[name] for name in ("in use", "peak") if name in parts)
-    others = [text for name, text in parts.items() if name not in ("in use", "peak")]
-    return "  ".join([*others, *([f"mem {memory} GiB"] if memory else [])])
+    texts = [text for name, text in parts.items() if name not in ("in use", "peak")]
+    if memory:
+        texts.append(f"mem {memory} GiB")
+    return "  ".join(texts)
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> its text, in order."""
+    """Returns part of a row -> its text, in order."""
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
     parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
@@ -64,7 +70,7 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Display:
-    """Shows rows as they come, above a bar on a terminal and as lines elsewhere; `with Display(...) as display`.
+    """Shows each row above a bar on a terminal, and as a line elsewhere; `with Display(...) as display`.
 
     Args:
       steps: of the run. start: the step at which this start of it begins.
@@ -72,7 +78,7 @@ class Display:
 
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
-        self._paced = False  # whether the first row, with the costs of first calls, has set the start of the pace
+        self._paced = False  # whether the pace is measured already: from the first row on, without the first calls
         self._progress: LineProgress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
@@ -98,18 +104,18 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Takes the bar away: what is printed from here on stands below the rows."""
+        """Removes the bar; later output goes below the rows."""
         if self._progress is not None:
             self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """Step `step` is done, whether a row follows or not."""
+        """Moves the bar to a finished step."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """A context in which the bar says what is done besides steps."""
+        """A context in which the bar shows another activity than steps."""
         if self._progress is not None:
             self._progress.update(self._task, description=what)
         yield
@@ -117,7 +123,7 @@ class Display:
             self._progress.update(self._task, description="step")
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics or of an evaluation."""
+        """Prints a row of metrics or of an evaluation."""
         step = f"step {row['step']:>6}/{self._steps}  "
         if self._progress is None:
             self.note(f"{step}{describe(row)}  {self.left(row['step'])}")
@@ -128,23 +134,23 @@ class Display:
             self._paced, self._began, self._start = True, time.monotonic(), row["step"]
 
     def note(self, text: str) -> None:
-        """Prints a line between the metrics, as it is: nothing in it is markup, nothing is cut."""
+        """Prints a line between the rows, without markup and uncut."""
         self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
     def left(self, step: int) -> str:
-        """The time that the rest of the run will take after step `step`, at the mean pace since the first row."""
+        """Returns the time left after step `step`, at the mean pace since the first row, in words."""
         done = max(step - self._start, 1)
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
 
 
 class _Left(TextColumn):
-    """The time left, at the mean pace of this start."""
+    """The column with the time left."""
 
     def __init__(self, display: Display):
         super().__init__("")
         self._display = display
 
     def render(self, task: Task) -> Text:
-        """Nothing before the first step, whose time is not that of the others."""
+        """Returns the time left; empty before the first step, which is not typical."""
         step = int(task.completed)
         return ignoring(Text(self._display.left(step) if step > self._display._start else ""))

@@ -1,6 +1,6 @@
 """The training run: claim the run directory, report the memory, then step, evaluate and save.
 
-`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/modes.py.
+`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/train_step.py.
 """
 
 import contextlib
@@ -15,17 +15,18 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from bytescope.memory.devices.live import predicted_in_use, sample
+from bytescope.memory.devices.live import LiveMemory, predicted_in_use, sample
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.checkpoints.workdir import METRICS, Identity, claimed
+from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import forget_peak, return_freed_memory
 from bytescope.train.launch.signals import Stop
-from bytescope.train.plan import remedies
+from bytescope.train.plan import refusal
 from bytescope.train.plan.remat_auto import settled_program
+from bytescope.train.program.config_files import flatten
 from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_settings
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
@@ -33,21 +34,46 @@ from bytescope.train.run import profile, startup, summary, wandb_run
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
 from bytescope.train.run.feed import feed, local_rows
-from bytescope.train.run.initial_weights import fingerprint_of_adapter, fingerprint_of_weights
+from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
-from bytescope.train.step.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
+from bytescope.train.source import METRICS
+from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, scale_metrics
 from bytescope.train.step.routing import loads_by_layer, routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of the command.
+
+    Fields:
+        workdir: the run directory. processes: those that train together.
+        traced: the updates that --profile asks for. command: what started the run, to say what to type next.
+        began: seconds of `time.monotonic`. stop: handles the signals.
+    """
+
+    workdir: Path
+    console: Console
+    processes: Processes
+    traced: profile.ProfiledUpdates
+    command: Command
+    began: float
+    stop: Stop
+
+
 @dataclasses.dataclass
 class Run:
-    """What the parts of the loop share; `peak_flops`: of one device, per second, None where that is not known;
-    `predicted_bytes`: what the measured ones of a row are to be compared with."""
+    """What the parts of the loop share.
+
+    Fields:
+        peak_flops: of one device, per second; None if unknown. predicted_bytes: compared with the measured bytes of a
+            row. stop: signals that this process received. answers: log of the answers to `prompts`.
+        agreed: signals that all processes act on. evaluated: step and held-out loss of this start's last evaluation.
+    """
 
     program: Program
     data: Data
@@ -60,11 +86,11 @@ class Run:
     predicted_bytes: int
     profile: profile.Profile
     processes: Processes
-    stop: list[str]  # signals that this process got
+    stop: list[str]
     prompts: EvalPrompts
-    answers: MetricsLog  # to those prompts
-    agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
-    evaluated: tuple[int, float] | None = None  # the step of this start's last evaluation, and its held-out loss
+    answers: MetricsLog
+    agreed: list[str] = dataclasses.field(default_factory=list)
+    evaluated: tuple[int, float] | None = None
 
     @property
     def config(self) -> ConfigDict:
@@ -72,27 +98,31 @@ class Run:
         return self.program.config
 
     def stopping(self) -> bool:
-        """Whether any process was asked to stop. All processes call it at the same places, so that all stop at one."""
+        """Returns whether any process was asked to stop. All processes call it at the same places of the loop, so that
+        all stop at the same step."""
         if not self.agreed:
-            self.agreed = [name for names in self.processes.gather(self.stop) for name in names]
+            for names in self.processes.gather(self.stop):
+                self.agreed += names
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Writes one row of metrics to disk, to the recorders and to the screen; `values`: all metrics of its step."""
+        """Writes one row of metrics to disk, to the recorders and to the screen. values: all metrics of its step."""
         self.log.write(row)
         self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)
 
 
 def data_config(config: ConfigDict) -> DataConfig:
-    """The group `data` of a config as a dataclass."""
+    """Returns the group `data` of a config as a dataclass."""
     return DataConfig(**config.data)
 
 
 @profile.hosted("evaluation")
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
-    """Evaluates after `step` and records the loss and the answers to the prompts; returns the held-out loss in nats per
-    token, or None if a signal came first: then the next start evaluates."""
+    """Evaluates after `step`, and records the loss and the answers to the prompts.
+
+    Returns the held-out loss in nats per token; None if a signal came first, then the next start evaluates.
+    """
     working = partial(run.processes.at, f"evaluating at step {step}")
     held_out = held_out_loss(run.program, run.data, state, run.stopping, working)
     if held_out is None:
@@ -114,26 +144,23 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
-    if slow := clock.tick(batch.tokens_at(step - 1)):
+    slow = clock.tick(batch.tokens_at(step - 1))
+    if slow:
         run.display.note(f"step {step} took {slow}")
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped; a scale that never stops falling ends the run.
-    broken = scaling["loss_scale"] < LEAST if scaling else not math.isfinite(norm)
+    broken = scaling["loss_scale"] < MIN_SCALE if scaling else not math.isfinite(norm)
     if broken or not math.isfinite(loss):
         raise _non_finite(run, step, loss, norm, scaling)
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    flops = (
-        lap.tokens
-        / lap.seconds
-        * model_flops_per_token(
-            run.program.model, batch.seq_len, run.program.frozen, adapter_parameters(run.program.state.params)
-        )
-    )
-    mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
+    adapters = adapter_parameters(run.program.state.params)
+    flops_per_token = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen, adapters)
+    tokens_per_s = lap.tokens / lap.seconds
+    mfu = tokens_per_s * flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record(
@@ -145,7 +172,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
             **scaling,
             **routing_row(values),
             "batch_tokens": batch.tokens_at(step - 1),
-            "tokens_per_s": lap.tokens / lap.seconds,
+            "tokens_per_s": tokens_per_s,
             "step_time_s": lap.seconds,
             "data_wait_s": lap.data_wait,
             "mfu": mfu,
@@ -157,7 +184,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
-    """The error of a step that is not finite, with the checkpoint to go back to."""
+    """Returns the error of a step that is not finite, with the checkpoint to go back to."""
     run.checkpoints.wait()
     good = run.checkpoints.steps()
     last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
@@ -186,6 +213,9 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     )
     pending, step, saved = None, start.step, start.step
 
+    def eval_due() -> bool:
+        return step > 0 and (step == config.steps or _every(config.eval_every, step))
+
     @profile.hosted("checkpoint")
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
@@ -204,7 +234,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         run.profile.turn(state)
         clock.skip()
 
-    if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
+    if eval_due() and not run.processes.from_first(has_evaluation(run.log.path, step)):
         evaluate(run, state, step)  # a signal cut that short last time
     while step < config.steps and not run.stopping():
         if run.profile.begins(step):
@@ -223,12 +253,11 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         pending, last = (step, metrics), step == config.steps
         if run.profile.ends(step):
             turn_profile()
-        eval_due = _eval_due(config, step)
-        save_due = last or _every(config.checkpoint_every, step)
-        if eval_due or save_due:
+        evaluates, save_due = eval_due(), last or _every(config.checkpoint_every, step)
+        if evaluates or save_due:
             finish_pending()  # nothing is saved before its loss is known to be finite
-            with run.display.doing("evaluating" if eval_due else "saving"):
-                eval_loss = evaluate(run, state, step) if eval_due else None
+            with run.display.doing("evaluating" if evaluates else "saving"):
+                eval_loss = evaluate(run, state, step) if evaluates else None
                 saved = save(eval_loss) if save_due else saved
             clock.skip()
     finish_pending()
@@ -238,10 +267,6 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     run.checkpoints.wait()
     run.processes.at("")
     return state
-
-
-def _eval_due(config: ConfigDict, step: int) -> bool:
-    return step > 0 and (step == config.steps or _every(config.eval_every, step))
 
 
 def _every(period: int, step: int) -> bool:
@@ -255,7 +280,7 @@ def run(
     extend: bool,
     console: Console,
     processes: Processes = ALONE,
-    asked: profile.Asked = profile.NOTHING,
+    asked: profile.ProfiledUpdates = profile.NOTHING,
     command: Command = UNKNOWN,
     stop: Stop | None = None,
 ) -> None:
@@ -263,13 +288,13 @@ def run(
 
     Args:
       workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
-      processes: those that train together; each of them calls this with the same arguments, and the console of all
-        but process 0 is silent.
+      processes: those that train together. Each calls this with the same arguments, and only process 0's console
+        prints.
       asked: updates to trace. command: what started the run, to say what to type next.
-      stop: takes the signals over; without one it does so for this call alone.
+      stop: handles the signals; without one they are handled during this call.
 
     Raises:
-      UserError: what a user can mend, by kind; train/user_errors.py has the exit codes.
+      UserError: a mistake that a user can fix, by kind; train/user_errors.py has the exit codes.
     """
     began = time.monotonic()
     asked.updates(0, config.train.steps)
@@ -301,7 +326,8 @@ def run(
         for note in notes:
             console.print(note, soft_wrap=True)
         done = checkpoints.steps()
-        if processes.from_first(_finished(config, workdir, done)):
+        finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
+        if processes.from_first(finished):
             _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
@@ -314,18 +340,12 @@ def run(
         for line in (*warnings, *doubtful_data(program.settings, data, read)):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
+        start = Start(workdir, console, processes, asked, command, began, stop)
         report = compiled.report
         with explained(
-            report, program.mesh.local_devices[0], lambda: remedies.advice_without_compiling(report, command)
+            report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
         ):
-            _train_and_sample(
-                program, data, checkpoints, compiled, workdir, console, processes, asked, command, began, stop, prompts
-            )
-
-
-def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
-    """Whether the last of the saved steps is the run's last one, and was evaluated."""
-    return bool(saved) and saved[-1] >= config.train.steps and has_evaluation(workdir / METRICS, saved[-1])
+            _train_and_sample(start, program, data, checkpoints, compiled, prompts)
 
 
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
@@ -342,43 +362,39 @@ def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[i
 
 
 def _train_and_sample(
+    start: Start,
     program: Program,
     data: Data,
     checkpoints: Checkpoints,
     compiled: startup.Compiled,
-    workdir: Path,
-    console: Console,
-    processes: Processes,
-    asked: profile.Asked,
-    command: Command,
-    began: float,
-    stop: Stop,
     prompts: EvalPrompts,
 ) -> None:
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
-    config, device = program.config.train, program.mesh.local_devices[0]
+    console, first, report = start.console, start.processes.first, compiled.report
+    metrics_file, steps = start.workdir / METRICS, program.config.train.steps
     return_freed_memory()  # what compiling has freed
     forget_peak()
-    before = sample(device)
-    state, position = startup.start_state(program, checkpoints, console)
-    traced = asked.updates(position.step, config.steps) if processes.first else range(0)
+    before = sample(program.mesh.local_devices[0])
+    state, position = start_state(program, checkpoints, console)
+    traced = start.traced.updates(position.step, steps) if first else range(0)
     return_freed_memory()  # what restoring has freed
-    keeps_answers = processes.first and bool(prompts.texts)
-    # Of an evaluation that was cut short there may be answers, which are written again.
-    answered = position.step - (not has_evaluation(workdir / METRICS, position.step))
+    # The answers of an interrupted evaluation are written again.
+    answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
-        contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
-        contextlib.closing(MetricsLog(workdir / ANSWERS, answered, keeps_answers, ("text",))) as answers,
+        contextlib.closing(MetricsLog(metrics_file, position.step, first)) as log,
+        contextlib.closing(
+            MetricsLog(start.workdir / ANSWERS, answered, first and bool(prompts.texts), ("text",))
+        ) as answers,
         Recorders(
-            workdir,
+            start.workdir,
             position.step,
-            program.config,
-            compiled.report,
-            processes.first,
+            flatten(program.config),
+            report,
+            first,
             lambda line: console.print(line, soft_wrap=True),
         ) as recorders,
-        Display(console, config.steps, position.step) as display,
-        profile.Profile(traced, workdir, compiled.report, console) as tracer,
+        Display(console, steps, position.step) as display,
+        profile.Profile(traced, start.workdir, report, console) as tracer,
     ):
         run = Run(
             program,
@@ -389,48 +405,61 @@ def _train_and_sample(
             display,
             compiled,
             startup.peak_flops(program),
-            predicted_in_use(compiled.report, before),
+            predicted_in_use(report, before),
             tracer,
-            processes,
-            stop.names,
+            start.processes,
+            start.stop.names,
             prompts,
             answers,
         )
-        stop.watch()
+        start.stop.watch()
         with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()
-        last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, nothing is saved
-        text = "" if run.agreed else sample_text(program, data, state.model_params)
-        end = summary.End(
-            position.step + 1,
-            last,
-            config.steps,
-            time.monotonic() - began,
-            run.evaluated,
-            clock.tokens_per_s(),
-            compiled.report,
-            before,
-            sample(device),
-            checkpoints.root / str(last) if last else None,
-            workdir / PAGE,
+        _show_end(start, run, position.step + 1, before, state, clock)
+
+
+def _show_end(
+    start: Start, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
+) -> None:
+    """Prints what this start did, a sample, and the command to go on with.
+
+    before: memory of the device before the state was made.
+    """
+    program, console, checkpoints = run.program, start.console, run.checkpoints
+    last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, nothing is saved
+    text = "" if run.agreed else sample_text(program, run.data, state.model_params)
+    end = summary.End(
+        first_step,
+        last,
+        run.config.train.steps,
+        time.monotonic() - start.began,
+        run.evaluated,
+        clock.tokens_per_s(),
+        run.compiled.report,
+        before,
+        sample(program.mesh.local_devices[0]),
+        checkpoints.root / str(last) if last else None,
+        start.workdir / PAGE,
+    )
+    if run.agreed:
+        run.display.note(
+            f"{run.agreed[0]}: saved step {last}; the command below resumes from there"
+            if last
+            else f"{run.agreed[0]} before the first update: nothing is saved"
         )
-        if run.agreed:
-            display.note(
-                f"{run.agreed[0]}: saved step {last}; the command below resumes from there"
-                if last
-                else f"{run.agreed[0]} before the first update: nothing is saved"
-            )
-            summary.show(console, end.rows())
-            summary.show_commands(console, {"to resume" if last else "to start again": command.resume(workdir)})
-            return
-        if (waited := clock.waited()) >= TOLD_WAIT:
-            display.note(
-                f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
-                "data.prefetch, or read token shards (bytescope prepare)"
-            )
-        recorders.finish(config.steps, text)
-        if text:
-            display.note(f"sample:\n{text}")
         summary.show(console, end.rows())
-        summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.steps)})
+        command = start.command.resume(start.workdir)
+        summary.show_commands(console, {"to resume" if last else "to start again": command})
+        return
+    waited = clock.waited()
+    if waited >= TOLD_WAIT:
+        run.display.note(
+            f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
+            "data.prefetch, or read token shards (bytescope prepare)"
+        )
+    run.recorders.finish(end.steps, text)
+    if text:
+        run.display.note(f"sample:\n{text}")
+    summary.show(console, end.rows())
+    summary.show_commands(console, {"for more steps": start.command.extend(start.workdir, 2 * end.steps)})

@@ -35,10 +35,10 @@ _HELP = "--profile=3 traces three updates after the first two, --profile=100-103
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`.
+class ProfiledUpdates:
+    """The updates that --profile traces: `count` updates after the first two of a start, or `first` to `last`.
 
-    An empty `text` asks for nothing.
+    text: the value of the flag; "" traces nothing.
     """
 
     text: str
@@ -47,8 +47,8 @@ class Asked:
     last: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "Asked":
-        """From the value of the flag. Raises UserError for what is neither a number of updates nor a range of them."""
+    def parse(cls, text: str) -> "ProfiledUpdates":
+        """Reads the value of the flag. Raises UserError if it is neither a number nor a range of updates."""
         match = _STEPS.fullmatch(text)
         if not match:
             raise UserError(f"--profile={text} is not a number or a range of updates: {_HELP}")
@@ -59,7 +59,10 @@ class Asked:
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
-        """The updates to trace in a run that is at `start` of `steps`. Raises UserError where it will not run them."""
+        """Returns the updates to trace in a run that is at `start` of `steps`.
+
+        Raises UserError if the run does not do all of them.
+        """
         if not self.text:
             return range(0)
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
@@ -76,7 +79,7 @@ class Asked:
         return range(first, last + 1)
 
 
-NOTHING = Asked("")
+NOTHING = ProfiledUpdates("")
 
 
 def host(name: str) -> TraceAnnotation:

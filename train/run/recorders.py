@@ -1,15 +1,12 @@
-"""All recorders of a run as one: TensorBoard and wandb as the config asks, and the page of the run."""
+"""All recorders of a run as one: TensorBoard and wandb if the config asks for them, and the page of the run."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.program.config_files import flatten
-from bytescope.train.run.run_page import RunPage
 from bytescope.train.run.tensorboard import Events, scalars
 from bytescope.train.run.wandb_run import WandbRun
 
@@ -19,16 +16,16 @@ class Recorders:
 
     Args:
       workdir: the run directory. step: the step at which this start begins.
-      config: of the run, settled. report: of the compiled step.
+      config: settled config of the run, by dotted key. report: of the compiled step.
       enabled: False for a process that is not the first: it records nothing.
-      tell: says in a line what failed.
+      tell: prints a line about a failure.
     """
 
     def __init__(
         self,
         workdir: Path,
         step: int,
-        config: ConfigDict,
+        config: Mapping[str, Any],
         report: ReportRecord,
         enabled: bool,
         tell: Callable[[str], None],
@@ -37,11 +34,10 @@ class Recorders:
         if not enabled:
             return
         self._recorders.append(RunPage(workdir, tell))
-        keys = flatten(config)
-        if config.train.tensorboard:
-            self._recorders.append(Events(workdir / "events", step, keys, report))
-        if config.train.wandb:
-            self._recorders.append(WandbRun(workdir, config.train.wandb, keys, report, tell))
+        if config["train.tensorboard"]:
+            self._recorders.append(Events(workdir / "events", step, config, report))
+        if config["train.wandb"]:
+            self._recorders.append(WandbRun(workdir, config["train.wandb"], config, report, tell))
 
     def __enter__(self) -> "Recorders":
         return self
@@ -52,7 +48,7 @@ class Recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
-        """Records a row of metrics or of an evaluation; `loads`: of experts by layer, which TensorBoard alone shows."""
+        """Records a row of metrics or of an evaluation. loads: layer -> load of each expert, for TensorBoard only."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
@@ -63,3 +59,37 @@ class Recorders:
         """Records the sample of the finished run, "" for none."""
         for recorder in self._recorders:
             recorder.finish(step, sample)
+
+
+class RunPage:
+    """Writes index.html of a run directory when a start of the run ends, also after an error.
+
+    It has the methods of the other recorders. Its rows are in metrics.jsonl already.
+
+    Args:
+      workdir: the run directory. tell: prints a line about a failure.
+    """
+
+    def __init__(self, workdir: Path, tell: Callable[[str], None]):
+        self._workdir, self._tell = workdir, tell
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """No-op: a page for each row would cost too much."""
+
+    def finish(self, step: int, sample: str) -> None:
+        """No-op: the page is also written for an interrupted run."""
+
+    def close(self, failed: bool) -> None:
+        """Writes the page. A full disk prints a warning, and does not end the training."""
+        del failed  # the curves of a failed run are worth a look
+        from bytescope.train.run import run_directory_page
+
+        try:
+            run_directory_page.write(self._workdir)
+        except OSError as error:
+            self._tell(
+                f"warning: no {run_directory_page.PAGE}: {error.strerror}; "
+                f"bytescope page {self._workdir} writes it later"
+            )
+        except ReportError:  # the directory has nothing of a run yet
+            return

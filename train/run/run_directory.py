@@ -1,6 +1,6 @@
-"""What a run directory of the trainer holds, by the formats of its files alone: config.json, metrics.jsonl,
-memory.json, profile.json. What is missing or damaged is left out and said in `problems`; nothing of the trainer is
-imported.
+"""Reads a run directory for its page: config.json, metrics.jsonl, memory.json and profile.json.
+
+Whatever is missing or damaged is left out and listed in `problems`. No program or checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.records import report_record
+from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
-CONFIG, METRICS, MEMORY, PROFILE, PAGE = (
-    "config.json",
-    "metrics.jsonl",
-    report_record.IN_RUN,
-    "profile.json",
-    "index.html",
-)
+PROFILE, PAGE = "profile.json", "index.html"
 # What a breakdown must have for its page, with the types: memory.profile.breakdown.Breakdown.to_json writes it.
 _BREAKDOWN = {
     "program": str,
@@ -88,8 +83,9 @@ def read(place: str | Path) -> RunDirectory:
         files = frozenset(path.name for path in place.iterdir())
     except OSError as error:
         raise ReportError(f"cannot read {place}: {error.strerror}: give the --workdir of a run") from error
-    if not files & {CONFIG, METRICS, MEMORY}:
-        raise ReportError(f"{place} holds no run: none of {CONFIG}, {METRICS} and {MEMORY}; {_newest(place)}")
+    if not is_run(place):
+        why = f"its {CONFIG} is not one of a run" if CONFIG in files else f"none of {CONFIG}, {METRICS} and {MEMORY}"
+        raise ReportError(f"{place} holds no run: {why}; {_newest(place)}")
     problems: list[str] = []
 
     def part(name: str, reader: Callable[[Path], Any], missing: str) -> Any:
@@ -121,7 +117,7 @@ def read(place: str | Path) -> RunDirectory:
 
 def _newest(place: Path) -> str:
     """Which folder to give instead of one that holds no run itself."""
-    runs = [path.parent for path in place.glob(f"*/{CONFIG}")]
+    runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
     if not runs:
         return "give the --workdir of bytescope train"
     newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)

@@ -32,7 +32,7 @@ from bytescope.memory.view.elements import (
     versions,
 )
 from bytescope.memory.view.frame import page
-from bytescope.train.run import routing_findings
+from bytescope.train.plan.config_facts import CAPACITY
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
 # Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and
@@ -48,6 +48,9 @@ CURVES = {
     "peak": "memory.peak_bytes",
     "predicted": "memory.predicted_bytes",
 }
+# The load-balance coefficient of Switch (arXiv 2101.03961), which is suggested if a run has none. The factor by which
+# more room for rows of experts is suggested.
+BALANCE, MORE_ROOM = 0.01, 1.5
 # File or folder beside the page -> what a link to it says.
 BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
 
@@ -220,12 +223,46 @@ def _routing(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
-    """What the routers of the run did, then the largest findings of the report."""
+    """Returns the findings about routers, then the largest findings of the report."""
     own = run.report.findings if run.report else []
-    return [
-        *routing_findings.findings_of(run.rows, run.config),
-        *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS],
-    ]
+    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS]]
+
+
+def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
+    """Returns findings about experts without tokens and choices without room, at the last row with figures of routers.
+
+    config: dotted keys of the run. A finding has no bytes: whether an expert is idle depends on the data.
+    """
+    last = next((row for row in reversed(rows) if "load_max" in row), None)
+    if last is None:
+        return []
+    findings, step = [], f"at step {int(last['step']):,}"
+    idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
+    if idle:
+        weight = float(config.get("loss.balance") or 0)
+        raised = 2 * weight if weight else BALANCE
+        findings.append(
+            Finding(
+                "idle_experts",
+                0,
+                f"{idle:,} experts took no token {step}, counted over all layers: their parameters and "
+                "state are held for nothing",
+                f"raise loss.balance, now {weight:g}",
+                f"--config.loss.balance={raised:g}",
+            )
+        )
+    if dropped:
+        room = float(config.get("model.capacity_factor") or CAPACITY)
+        findings.append(
+            Finding(
+                "dropped_rows",
+                0,
+                f"{dropped:.2%} of the choices found no room {step}, and went through no expert",
+                f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
+                f"--config.model.capacity_factor={MORE_ROOM * room:g}",
+            )
+        )
+    return findings
 
 
 def _memory(report: ReportRecord) -> list[HeaderFigure]:

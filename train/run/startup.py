@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.hlo.jax_types import CompiledStage
@@ -23,21 +23,19 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
-from bytescope.model.frozen import ROUTER_BIAS, joined, parted, router_biases
+from bytescope.model.frozen import ROUTER_BIAS
 from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
-from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
-from bytescope.train.plan import remedies
+from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
-from bytescope.train.run.initial_weights import frozen_params, initial_adapters, initial_params
 from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import origin
@@ -192,6 +190,8 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     work = flops.count(compilation.jaxpr)
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
+    model_flops = round(prepared.model_flops(work.model_flops))
+    subject = subject_of(command.config or DEFAULT, command.overrides, prepared, model_flops)
     report = report_of(
         compilation,
         target=target,
@@ -199,12 +199,10 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
         facts=prepared.facts,
         names=prepared.names,
         loop=prepared.loop,
+        subject=subject,
+        seconds=True,
     )
-    named = dataclasses.replace(
-        subject_of(command.config or DEFAULT, command.overrides, prepared),
-        model_flops=round(prepared.model_flops(work.model_flops)),
-    )
-    report = with_seconds(dataclasses.replace(with_remedies(report), subject=named))
+    report = with_remedies(report)
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         summary.show(
@@ -215,7 +213,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
             ],
         )
         put(report_text.render(report), console)
-    return Compiled(compilation.executable, report, work.hardware_flops / max(named.model_flops, 1), seconds)
+    return Compiled(compilation.executable, report, work.hardware_flops / max(model_flops, 1), seconds)
 
 
 def write_report(report: ReportRecord, workdir: Path) -> Path:
@@ -235,7 +233,7 @@ def compile_or_refuse(
     """
 
     def advice() -> list[str]:
-        return remedies.advice_without_compiling(remedies.before_the_report(program), command)
+        return refusal.advice_without_compiling(refusal.report_without_compiling(program), command)
 
     try:
         with explained(None, program.mesh.local_devices[0], advice):
@@ -248,29 +246,8 @@ def compile_or_refuse(
     summary.show(console, [("report", str(page))])
     if compiled.report.fits is False:
         with told(console, "compiling what might fit", True) as tell:
-            remedies.refuse(compiled.report, program, command, tell, compiled.seconds)
+            refusal.refuse(compiled.report, program, command, tell, compiled.seconds)
     return compiled
-
-
-def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
-    """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
-    or those of `init.folder`, its adapters those of `init.adapter`. Frozen parameters are in no checkpoint: they come
-    again from where they came at first, but for the biases of routers, which updates move."""
-    restored = checkpoints.restore(
-        program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
-    )
-    if restored is None:
-        params = initial_params(program, console)
-        state = program.init() if params is None else program.init_around(params)
-        if (adapters := initial_adapters(program)) is not None:  # no optimizer's first state depends on their values
-            state = dataclasses.replace(state, params=adapters)
-        return state, Position(0, 0)
-    console.print(f"resumed at step {restored[1].step}")
-    state, position = restored
-    frozen = frozen_params(program, console)
-    if state.frozen is not None:
-        frozen = joined(parted(frozen, router_biases(frozen))[0], state.frozen)
-    return dataclasses.replace(state, frozen=frozen), position
 
 
 # Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.

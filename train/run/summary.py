@@ -25,7 +25,7 @@ BAR = 16
 VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
 
 
-class Lines:
+class SummaryLines:
     """Titles with their texts beside them; a text wraps within its column, never between a number and its unit."""
 
     def __init__(self, rows: Iterable[tuple[str, str | Text]]):
@@ -118,7 +118,7 @@ class End:
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
     """Prints titles with their texts."""
-    put(Lines(rows), console)
+    put(SummaryLines(rows), console)
 
 
 def say(console: Console, text: str) -> None:

@@ -36,13 +36,13 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """What every loss needs to know besides its arrays.
+    """The settings of a loss.
 
     positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
     vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
-    logits: dtype in which logits are held; sums over them are float32. tied: whether the head is the token table.
-    frozen: whether the head is, which then gets no gradient. cap: logits are bent to lie within -cap and cap
-    (`model.layers.soft_cap`); 0 for no such bound.
+    logits: dtype in which logits are stored; sums over them are float32. tied: whether the head is the token table.
+    frozen: whether the head is frozen, and so gets no gradient. cap: bound of the logits (`model.layers.soft_cap`); 0
+    for no bound.
     """
 
     layout: Layout
@@ -65,22 +65,22 @@ class LossSettings:
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
-    """The number of positions that carry a loss, int32."""
+    """Returns the number of unmasked targets, int32."""
     return (targets_BL != IGNORE).sum(dtype=jnp.int32)
 
 
-def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
-    if settings.vocabulary in (None, logits.shape[-1]):
-        return logits
-    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (logits.ndim - 1) + logits.shape[-1:], logits.ndim - 1)
-    return jnp.where(column < settings.vocabulary, logits, jnp.finfo(logits.dtype).min)
+def _without_padding(logits_V: jax.Array, settings: LossSettings) -> jax.Array:
+    if settings.vocabulary in (None, logits_V.shape[-1]):
+        return logits_V
+    column_V = jax.lax.broadcasted_iota(jnp.int32, (1,) * (logits_V.ndim - 1) + logits_V.shape[-1:], logits_V.ndim - 1)
+    return jnp.where(column_V < settings.vocabulary, logits_V, jnp.finfo(logits_V.dtype).min)
 
 
-def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(negative log-likelihood, log-denominator) of each position, float32; 0 where ignored."""
-    logits = logits.astype(jnp.float32)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (negative log-likelihood, log-denominator) of each position, float32 [...]; 0 for ignored targets."""
+    logits_V = logits_V.astype(jnp.float32)
+    lse = jax.nn.logsumexp(logits_V, axis=-1)
+    chosen = jnp.take_along_axis(logits_V, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
 
 
@@ -101,15 +101,15 @@ def _logits_backward(settings, residuals, d_BLV):
     )
 
 
-# The same with the gradient in the compute dtype, as that of a chunk. By autodiff the gradient of the head would have
-# the logits' dtype, and devices would sum it in that.
+# The same with the gradient in the compute dtype, as in `chunked`. By autodiff the gradient of the head would have the
+# dtype of the logits, and devices would sum it in this dtype.
 _narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
 _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """The sum over counted positions from all logits at once: 4 bytes x B x L x V, and several such arrays in the
-    backward pass."""
+    """Returns the sum over unmasked targets, from all logits at once: 4 bytes x B x L x V, and several arrays of this
+    size in the backward pass."""
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
     logits_BLV = made(x_BLD, w_head, settings)
@@ -139,21 +139,21 @@ def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
 
 def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
     x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
-    logits = jnp.einsum(f"rbcd,{settings.head}->rbcv", x_RBCD, w_head, preferred_element_type=settings.logits)
-    return _without_padding(soft_cap(logits, settings.cap), settings)
+    logits_RBCV = jnp.einsum(f"rbcd,{settings.head}->rbcv", x_RBCD, w_head, preferred_element_type=settings.logits)
+    return _without_padding(soft_cap(logits_RBCV, settings.cap), settings)
 
 
-def _times_slope(d_logits: jax.Array, logits: jax.Array, settings: LossSettings) -> jax.Array:
-    """The gradient of products from that of the capped `logits` that they became; 0 for padding."""
+def _times_slope(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
+    """Returns the gradient of the products, given the gradient of the capped logits; 0 for padding."""
     if not settings.cap:
-        return d_logits
+        return d_logits_RBCV
     # Padding is far below the cap: its square would overflow.
-    return d_logits * (1.0 - jnp.square(jnp.maximum(logits.astype(jnp.float32) / settings.cap, -1.0)))
+    return d_logits_RBCV * (1.0 - jnp.square(jnp.maximum(logits_RBCV.astype(jnp.float32) / settings.cap, -1.0)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """The sum over counted positions from the logits of a few positions at a time, forward and backward.
+    """Returns the sum over unmasked targets, from the logits of a few positions at a time, forward and backward.
 
     Under differentiation the gradients are computed in the same pass as the loss, while the logits of a chunk exist:
     three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989).
@@ -177,18 +177,18 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     def chunk(carry, xs):
         total, dw = carry
         x_RBCD, targets_RBC = xs
-        logits = _chunk_logits(x_RBCD, narrow, settings)
-        nll, lse = _nll(logits, targets_RBC)
-        vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
-        d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
-        d_logits = _times_slope(d_logits, logits, settings)
-        d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
-        dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
+        logits_RBCV = _chunk_logits(x_RBCD, narrow, settings)
+        nll_RBC, lse_RBC = _nll(logits_RBCV, targets_RBC)
+        vocabulary_V = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
+        d_logits_RBCV = jnp.exp(logits_RBCV - lse_RBC[..., None]) - (vocabulary_V == targets_RBC[..., None])
+        d_logits_RBCV = _times_slope(d_logits_RBCV, logits_RBCV, settings)
+        d_logits_RBCV = jnp.where((targets_RBC != IGNORE)[..., None], d_logits_RBCV, 0.0).astype(settings.compute)
+        dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits_RBCV, narrow)
         if settings.frozen:
-            return (total + nll.sum(), None), dx_RBCD
+            return (total + nll_RBC.sum(), None), dx_RBCD
         # One accumulator per rank: summing over ranks here would be a collective in every chunk.
-        dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits, x_RBCD, preferred_element_type=jnp.float32)
-        return (total + nll.sum(), layout(dw, sums)), dx_RBCD
+        dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits_RBCV, x_RBCD, preferred_element_type=jnp.float32)
+        return (total + nll_RBC.sum(), layout(dw, sums)), dx_RBCD
 
     start = jnp.zeros((), jnp.float32), None
     if not settings.frozen:

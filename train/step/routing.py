@@ -18,13 +18,13 @@ Routed = tuple[int, int] | None
 
 
 def no_load(layers: int, experts: int) -> Load:
-    """The sums before the first micro-batch."""
+    """Returns the load before the first micro-batch: zeros."""
     by_layer = jnp.zeros(layers, jnp.float32)
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
 def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
-    """A micro-batch's load as it is summed: its means times the counted tokens."""
+    """Returns a micro-batch's load as it is summed: its means times the unmasked targets."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
@@ -32,16 +32,17 @@ def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
 
 
 def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: float) -> jax.Array:
-    """float32: the auxiliary losses by their coefficients, each the mean over layers, times the counted tokens, since
-    the loss is a sum over these."""
+    """Returns the auxiliary losses, float32: by their coefficients, each the mean over layers, times the unmasked
+    targets, because the loss is a sum over targets.
+    """
     return (balance * load.balance.mean() + router_z * load.router_z.mean()) * tokens
 
 
 def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What an update reports of its sums, float32; {} without experts. All are scalars but EXPERT_LOAD.
+    """Returns the routing metrics of an update, float32; {} without experts. All are scalars but EXPERT_LOAD.
 
     load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
-    idle_experts: those that no token chose, over all layers. dropped_share: choices that found no room.
+    idle_experts: number of experts that no token chose, over all layers. dropped_share: choices that found no room.
     router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers; a
     pooled balance loss is one value for all layers. No metric counts padding.
     expert_load: choices of each expert over the mean of its layer [layers that have experts, experts].
@@ -68,19 +69,22 @@ EXPERT_LOAD = "expert_load"
 
 
 def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `routing_metrics` among the metrics of a step, as a row of metrics.jsonl has them."""
+    """Returns the scalars of `routing_metrics` among the metrics of a step, for a row of metrics.jsonl."""
     return {name: float(values[name]) for name in ROUTING_METRICS if name in values}
 
 
 def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, Any]:
-    """Number of a layer that has experts -> what each took over the mean [E], of the metrics of a step; {} without."""
+    """Returns layer number -> choices of each expert over the mean [E], from the metrics of a step; {} without
+    experts.
+    """
     routed = [layer for layer in range(model.n_layers) if model.has_experts(layer)]
     return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
 
 def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
-    """The frozen parameters with the routers' biases moved by `rate`: up where an expert was chosen less often than the
-    mean of its layer, down where more often (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Returns the frozen parameters with the routers' biases moved by `rate`: up if an expert was chosen less often
+    than the mean of its layer, down if more often (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
     moves_NE = rate * jnp.sign(counts_NE.mean(-1, keepdims=True) - counts_NE)
     blocks = frozen["blocks"]
     if "experts" in blocks:

@@ -18,8 +18,10 @@ Batch = dict[str, jax.Array]
 @partial(jax.tree_util.register_dataclass, data_fields=["loss", "tokens", "routing"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Sums over the micro-batches of the current update: loss in nats (float32), counted tokens (int32), and what the
-    routers of experts did, None without experts."""
+    """Sums over the micro-batches of the current update.
+
+    loss: in nats, float32. tokens: unmasked targets, int32. routing: load of the routers, None without experts.
+    """
 
     loss: jax.Array
     tokens: jax.Array
@@ -30,7 +32,7 @@ class Tally:
 
 
 def zero_tally(routed: Routed = None) -> Tally:
-    """The tally before the first micro-batch of an update; `routed`: layers with experts and experts of each."""
+    """Returns the tally before the first micro-batch of an update. routed: (layers with experts, experts of each)."""
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
 
 
@@ -43,9 +45,9 @@ def zero_tally(routed: Routed = None) -> Tally:
 class TrainState:
     """Everything that persists between steps.
 
-    step: optimizer updates so far, int32, those that a loss scale skipped included. params: pure dict of what is
-    trained, in `precision.param`. opt_state: optax' state, of these alone. loss_scale: None unless the precision has
-    one. frozen: pure dict of the other parameters, in `precision.compute`, None where all are trained.
+    step: optimizer updates so far, int32; updates that a loss scale skipped count. params: pure dict of the trained
+    parameters, in `precision.param`. opt_state: optax' state of the trained parameters. loss_scale: None unless the
+    precision has one. frozen: pure dict of the frozen parameters, in `precision.compute`; None if all are trained.
     """
 
     step: jax.Array

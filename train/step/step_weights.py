@@ -52,7 +52,7 @@ class Weights:
         return jax.lax.optimization_barrier(copy) if cast else copy
 
     def gradients(self, grads: Any) -> Any:
-        """Gradients of one micro-batch as they are kept: their dtype and sharding."""
+        """Returns the gradients of one micro-batch in the dtype and sharding in which they are kept."""
 
         def keep(grad, axes):
             if is_hosted(grad):  # already in host memory, with the same sharding
@@ -62,7 +62,7 @@ class Weights:
         return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
-        """Sums of these over micro-batches, sharded likewise; their dtype stays."""
+        """Shards sums of gradients over micro-batches like gradients; their dtype stays."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
@@ -72,7 +72,9 @@ class Weights:
         return jax.tree.unflatten(structure, updated)
 
     def specs(self) -> Any:
-        """How gradients that are reduced once per update are sharded over data-parallel ranks: as they are stored."""
+        """Returns the partitions, over data-parallel ranks, of gradients that are reduced once per update: as they
+        are stored.
+        """
 
         def own(axes):
             dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]

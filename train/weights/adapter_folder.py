@@ -11,9 +11,10 @@ from ml_collections import ConfigDict
 from bytescope.memory.errors import one_line
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import TARGETS
+from bytescope.train.source import ADAPTER_CONFIG, CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import LAYER, Family, Row
-from bytescope.train.weights.folder import ADAPTER_CONFIG, CONFIG, Folder, read_config
+from bytescope.train.weights.families import LAYER, Family, TensorRow
+from bytescope.train.weights.folder import Folder, read_config
 from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.leaves import READABLE, Leaf, parameters_of
 from bytescope.train.weights.patterns import Pattern, sizes_of
@@ -44,7 +45,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def tensor_name(matrix: str, half: str) -> str:
-    """What peft calls a half, "a" or "b", of the adapter beside a tensor of the model."""
+    """Returns peft's name of a half, "a" or "b", of the adapter of a tensor."""
     return f"base_model.model.{matrix.removesuffix('.weight')}.lora_{half.upper()}.weight"
 
 
@@ -90,15 +91,15 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
 
 
 def origin(adapter: str, base: str) -> str:
-    """Where adapters come from, in words, with the base that they name where it is another by its name: of weights of
-    equal shapes nothing else tells."""
+    """Returns in words where adapters come from, and the base model that they name if its name differs from ours: for
+    weights of equal shapes only the name can tell."""
     folder = Folder.open_adapter(adapter)
     theirs = folder.config.get("base_model_name_or_path")
     if not isinstance(theirs, str) or not theirs:
         return f"from {folder.path}"
-    name, places = PurePath(theirs).name, (Path(base).absolute(), Path(base).resolve())
+    name, folders = PurePath(theirs).name, (*Path(base).absolute().parts, *Path(base).resolve().parts)
     # A cache of downloads has the name in a folder above, behind that of its owner.
-    if any(part == name or part.endswith(f"--{name}") for place in places for part in place.parts):
+    if any(part == name or part.endswith(f"--{name}") for part in folders):
         return f"from {folder.path}"
     return f"from {folder.path}, trained over {_shown(theirs)} by their {ADAPTER_CONFIG}, here over {base}"
 
@@ -142,23 +143,23 @@ def adapter_leaves(
     return found
 
 
-def _matrices(family: Family, layers: int) -> dict[str, tuple[str, Row]]:
-    """Name on disk of each matrix that may have an adapter of its own -> our dotted path, its row."""
+def _matrices(family: Family, layers: int) -> dict[str, tuple[str, TensorRow]]:
+    """Returns name on disk of each matrix that may have an adapter -> (our dotted path, its row)."""
     rows = {ours: row for ours, row in family.rows.items() if not row.parts and ours.rpartition(".w_")[2] in TARGETS}
-    return {
-        row.tensor.replace(LAYER, str(layer)): (ours.replace(LAYER, str(layer)), row)
-        for layer in range(layers)
-        for ours, row in rows.items()
-    }
+    matrices: dict[str, tuple[str, TensorRow]] = {}
+    for layer in map(str, range(layers)):
+        for ours, row in rows.items():
+            matrices[row.tensor.replace(LAYER, layer)] = (ours.replace(LAYER, layer), row)
+    return matrices
 
 
 def _targets(folder: Folder, family: Family, layers: int) -> tuple[str, ...]:
-    """The targets of the adapters that a folder has, by the names of its tensors: `target_modules` may be patterns."""
-    known = {
-        tensor_name(name, half): path.rpartition(".w_")[2]
-        for name, (path, _) in _matrices(family, layers).items()
-        for half in "ab"
-    }
+    """Returns the targets of a folder's adapters, from the names of its tensors, since `target_modules` may be
+    patterns."""
+    known: dict[str, str] = {}
+    for name, (path, _) in _matrices(family, layers).items():
+        for half in "ab":
+            known[tensor_name(name, half)] = path.rpartition(".w_")[2]
     if surplus := sorted(set(folder.tensors) - set(known)):
         raise UserError(
             f"{folder.path} has tensor {_shown(surplus[0])}, which is no adapter of a matrix of our blocks "

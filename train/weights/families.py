@@ -1,4 +1,4 @@
-"""The table of architectures: whose config.json our model can be, and where each of its parameters lies on disk.
+"""The table of architectures that can be read: the meaning of config.json, and the tensor of each of our parameters.
 
 A row says what a family's config.json means for `config.model` (`fixed`, `activation`, `fields`), which of its settings
 our model computes (`needs`), and for each parameter of ours the tensor that has it (`rows`). To add a family: a row, in
@@ -17,8 +17,8 @@ REQUIRED = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One tensor as one parameter of ours, or a part of it.
+class TensorRow:
+    """A tensor of a family, as one of our parameters or as several that share it.
 
     tensor: its name on disk. pattern: its layout (patterns.py). parts: where several parameters share a tensor, the
     letters of each along the shared axis, in order; part: the index of this parameter in `parts`. In an axis of several
@@ -34,7 +34,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """Where config.json has one of our keys.
+    """The key of config.json for one of our keys.
 
     key: theirs, "" for none; `a|b` is the first of two that is there, and a is what is written. default: the value
     where it is absent, a row of hf_config.FORMULAS, or REQUIRED. null: the value of a key that is there and null, by
@@ -47,7 +47,7 @@ class Field:
 
     @property
     def written(self) -> str:
-        """The key that a config.json of ours has."""
+        """The key that an exported config.json has."""
         return self.key.partition("|")[0]
 
 
@@ -68,7 +68,7 @@ class Family:
 
     architecture: str
     base: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, TensorRow]
     fields: Mapping[str, Field]
     activation: tuple[str, Mapping[str, str]]
     fixed: Mapping[str, Any]
@@ -87,15 +87,15 @@ class Family:
 _LAYERS = f"model.layers.{LAYER}."
 
 
-def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, Row]:
-    """Rows of a block: (our leaf, tensor, pattern, and of a shared tensor part and parts)."""
-    return {f"blocks.{LAYER}.{ours}": Row(before + theirs, *layout) for ours, theirs, *layout in rows}
+def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, TensorRow]:
+    """Returns the rows of a block. rows: (our leaf, tensor, pattern[, part, parts of a shared tensor])."""
+    return {f"blocks.{LAYER}.{ours}": TensorRow(before + theirs, *layout) for ours, theirs, *layout in rows}
 
 
 LLAMA_ROWS = {
-    "w_token": Row("model.embed_tokens.weight", "v d -> v d"),
-    "w_head": Row("lm_head.weight", "v d -> d v"),
-    "final_norm.scale": Row("model.norm.weight", "d -> d"),
+    "w_token": TensorRow("model.embed_tokens.weight", "v d -> v d"),
+    "w_head": TensorRow("lm_head.weight", "v d -> d v"),
+    "final_norm.scale": TensorRow("model.norm.weight", "d -> d"),
     **_of_layers(
         _LAYERS,
         (
@@ -128,8 +128,8 @@ QK_NORMS = _of_layers(
 )
 
 
-def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, Row]:
-    """The router and the experts of a layer; `matrices`: names of an expert's gate, up and down."""
+def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, TensorRow]:
+    """Returns the rows of the router and the experts of a layer. matrices: names of an expert's gate, up and down."""
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
     return _of_layers(
         _LAYERS,
@@ -262,11 +262,11 @@ DEEPSEEK_FIELDS = {
 
 _QKV = ("h k", "g k", "g k")
 GPT2_ROWS = {
-    "w_token": Row("transformer.wte.weight", "v d -> v d"),
-    "w_position": Row("transformer.wpe.weight", "p d -> p d"),
-    "w_head": Row("lm_head.weight", "v d -> d v"),
-    "final_norm.scale": Row("transformer.ln_f.weight", "d -> d"),
-    "final_norm.bias": Row("transformer.ln_f.bias", "d -> d"),
+    "w_token": TensorRow("transformer.wte.weight", "v d -> v d"),
+    "w_position": TensorRow("transformer.wpe.weight", "p d -> p d"),
+    "w_head": TensorRow("lm_head.weight", "v d -> d v"),
+    "final_norm.scale": TensorRow("transformer.ln_f.weight", "d -> d"),
+    "final_norm.bias": TensorRow("transformer.ln_f.bias", "d -> d"),
     **_of_layers(
         f"transformer.h.{LAYER}.",
         (

@@ -10,10 +10,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import same_model
-from bytescope.train.weights.folder import CONFIG, read_config
-from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.folder import read_config
+from bytescope.train.weights.hf_config import describe, same_model
 
 TOKENIZER = "tokenizer.json"
 LONGEST = 2048  # tokens of a sequence where the model takes more
@@ -35,7 +35,8 @@ OWN = ("init_std", "dropout")
 
 
 def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[str] = ()) -> ConfigDict:
-    """The config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings to train it further.
+    """Returns the config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings for
+    fine-tuning.
 
     given: dotted keys of the command line, which win. leave_out: keys of config.json that the caller sees to.
 

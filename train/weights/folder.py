@@ -1,6 +1,8 @@
-"""A folder of weights as Hugging Face publishes them, its config.json, index and headers verified before any use.
+"""A folder of weights as Hugging Face publishes them: its config.json, index and headers are verified before any use.
 
-Nothing in it is run or unpickled: files are JSON and safetensors, regular, and inside the folder.
+Nothing in it is run or unpickled: files are JSON and safetensors, regular, and inside the folder. A safetensors file
+has 8 bytes with the length N of the header, little-endian; N bytes of JSON, name -> dtype, shape, data_offsets; the
+tensors, row-major and without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -21,13 +23,10 @@ import ml_dtypes
 import numpy as np
 
 from bytescope.memory.errors import one_line
+from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MAX_JSON_BYTES, SINGLE
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.header import Tensor, read_header
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
-LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
 # The format's name of an 8-bit dtype -> the NumPy dtype.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 State = tuple[int, int]  # of a file: bytes, time of its last change in ns
@@ -40,27 +39,65 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F8_E4M3": (np.uint8, 0x7F),
 }  # all bits but the sign: e4m3fn has no infinity, and one NaN of each sign
+# Bytes of an element by the format's name of a dtype.
+DTYPES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_NUMBER = 2**63 - 1  # in a header
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The object in the config.json of a folder. Raises UserError: there is none, or it is damaged."""
+    """Reads the object in the config.json of a folder. Raises UserError if it is missing or damaged."""
     return _config(_folder(path))[0]
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file. dtype: the format's name, such as "BF16". start: offset of its first byte in the file."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
 class Folder:
-    """A verified folder: `config` is the object of its config.json; `tensors`: by name; `fingerprint`: of all of it,
-    from names, sizes, headers, config.json and the ends of each file; `states`: of each file when it was verified."""
+    """A verified folder. config: the object of its config.json. tensors: by name. fingerprint: hash of names, sizes,
+    headers, config.json and the ends of each file. states: size and time of each file when it was verified."""
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     fingerprint: str
     states: Mapping[str, State]
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
-        """The folder at `path`; only its headers are read.
+        """Opens the folder at `path`; only config.json, index and headers are read.
 
         Raises:
           UserError: something is missing, truncated, damaged, or nothing that weights should be in.
@@ -69,7 +106,7 @@ class Folder:
         config, text = _config(root)
         index = _index(root)
         digest = hashlib.sha256(text)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         states: dict[str, State] = {}
         for name in sorted(set(index.values()) if index else {SINGLE}):
             file = _file(root, name)
@@ -93,14 +130,16 @@ class Folder:
 
     @classmethod
     def open_adapter(cls, path: str | Path) -> Folder:
-        """The folder of an adapter as peft saves it; `config` is that of adapter_config.json.
+        """Opens the folder of an adapter as peft saves it; `config` is the object of adapter_config.json.
 
         Raises:
           UserError: as `open`; or it holds a pickled adapter, or a model.
         """
         root = _folder(path, ADAPTER_CONFIG)
-        if not os.path.lexists(root / ADAPTER) and (found := _others(root, NO_ADAPTER)):
-            raise UserError(f"{root} has {found[0]} and no {ADAPTER}: {found[1]}")
+        if not os.path.lexists(root / ADAPTER):
+            other = _others(root, NO_ADAPTER)
+            if other:
+                raise UserError(f"{root} has {other[0]} and no {ADAPTER}: {other[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
         file = _file(root, ADAPTER)
         state = _state(file)
@@ -109,7 +148,7 @@ class Folder:
         return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """These spans of a tensor, in the dtype of the file; nothing else of it is read.
+        """Reads these spans of a tensor, in the dtype of the file.
 
         Raises:
           UserError: the file has changed since it was verified, or a value is NaN or infinite.
@@ -136,8 +175,8 @@ class Folder:
         return piece
 
     def _same(self, name: str) -> State:
-        """The state of a file, which has to be that which was verified: files are mapped, and to read behind the end of
-        one that was shortened would end the process (SIGBUS). Raises UserError otherwise."""
+        """Returns the state of a file. Raises UserError if the file has changed since it was verified: files are
+        mapped, and reading behind the end of a shortened file would end the process with SIGBUS."""
         path = self.path / name
         try:
             now = _state(path)
@@ -174,14 +213,14 @@ def _state(path: Path) -> State:
 
 @functools.lru_cache(maxsize=2)
 def _opened(path: str, state: State) -> Any:
-    """The mapped file; `state`: no older one at the same path is meant."""
+    """Maps a file. state: makes a changed file at the same path another entry of the cache."""
     from safetensors import safe_open
 
     return safe_open(path, "numpy")
 
 
 def close() -> None:
-    """Closes the files that were read last, so that their pages count no more."""
+    """Closes the files that were read last, so that their mapped pages no longer count as this process's memory."""
     _opened.cache_clear()
 
 
@@ -203,7 +242,7 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
 
 
 def _file(root: Path, name: str) -> Path:
-    """A file of the folder. Raises UserError unless it is a regular file that lies there."""
+    """Returns the path of a file in the folder. Raises UserError unless it is a regular file inside the folder."""
     if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
         raise UserError(f"{root / INDEX} names {_shown(name)}, which is not the name of a file beside it")
     path = root / name
@@ -213,22 +252,20 @@ def _file(root: Path, name: str) -> Path:
         raise UserError(f"{root} has no {_shown(name)}: download it") from None
     if not stat.S_ISREG(mode):
         raise UserError(f"{path} is no regular file: download it")
-    real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(os.path.realpath(inside)) for inside in _inside(root)):
+    real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    allowed = [real_root]
+    if real_root.parent.name == "snapshots":  # of Hugging Face's cache, which links to its blobs
+        allowed.append(Path(os.path.realpath(real_root.parents[1] / "blobs")))
+    if not any(real.is_relative_to(folder) for folder in allowed):
         raise UserError(f"{path} is a link out of the folder, to {real}: put the file itself there")
     return path
 
 
-def _inside(root: Path) -> list[Path]:
-    """Where the files of a folder may be: in it; for a snapshot of Hugging Face's cache among its blobs, too."""
-    real = Path(os.path.realpath(root))
-    return [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
-
-
 def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
-    """The object in a JSON file of the folder, and its bytes."""
+    """Reads (the object in a JSON file of the folder, the bytes of the file)."""
     path = _file(root, name)
-    if (size := path.stat().st_size) > LONGEST:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
         raise UserError(f"{path} has {size:,} bytes: no such file is that long, download it again")
     content = path.read_bytes()
     try:
@@ -241,39 +278,41 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
 
 
 def _config(root: Path) -> tuple[dict[str, Any], bytes]:
-    """The object of config.json, and its bytes; where there is none, the error says what is there instead."""
-    if not os.path.lexists(root / CONFIG) and (found := _others(root, UNREADABLE)):
-        raise UserError(f"{root} has {found[0]} and no {CONFIG}: {found[1]}")
+    """Reads (the object of config.json, its bytes). If there is no config.json, the error names what is there
+    instead."""
+    if not os.path.lexists(root / CONFIG):
+        other = _others(root, UNREADABLE)
+        if other:
+            raise UserError(f"{root} has {other[0]} and no {CONFIG}: {other[1]}")
     return _read_json(root, CONFIG)
 
 
 def _index(root: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty for a folder with one file."""
+    """Tensor name -> file name, from the index; {} for a folder with one file."""
     if not os.path.lexists(root / INDEX):
-        if not os.path.lexists(root / SINGLE):
-            raise _nothing(root)
-        return {}
+        if os.path.lexists(root / SINGLE):
+            return {}
+        other = _others(root, (*UNREADABLE, UNNAMED))
+        if other:
+            raise UserError(f"{root} has {other[0]} and no {SINGLE}: {other[1]}")
+        raise UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
     found = _read_json(root, INDEX)[0].get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise UserError(f"{root / INDEX} is damaged (weight_map is no object of file names): download it again")
     return found
 
 
-def _nothing(root: Path) -> UserError:
-    """The error of a folder without weights that can be read."""
-    if found := _others(root, (*UNREADABLE, UNNAMED)):
-        return UserError(f"{root} has {found[0]} and no {SINGLE}: {found[1]}")
-    return UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
-
-
 def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    """(file, why it is not read) of what stands in the place of weights; None where nothing does."""
+    """Returns (a file that the folder has instead of weights, why it is not read); None if there is no such file."""
     try:
         names = sorted(os.listdir(root))
     except OSError:  # not ours to read
         return None
-    found = ((name, why) for ends, why in kinds for name in names if name.endswith(ends))
-    return next(((_shown(name), why) for name, why in found), None)
+    for ends, why in kinds:
+        for name in names:
+            if name.endswith(ends):
+                return _shown(name), why
+    return None
 
 
 _PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
@@ -297,7 +336,7 @@ NO_ADAPTER = (
 UNNAMED = ((".safetensors",), f"several files need {INDEX}, and a single one that name")
 
 
-def _header(path: Path) -> tuple[dict[str, Tensor], bytes]:
+def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
     try:
         return read_header(path)
     except OSError as error:
@@ -305,7 +344,7 @@ def _header(path: Path) -> tuple[dict[str, Tensor], bytes]:
 
 
 def _ends(path: Path, begin: int) -> bytes:
-    """The first and the last bytes of a file's data: two models of one shape have the same header."""
+    """Returns the first and the last bytes of a file's data, which tell two models apart that have the same header."""
     with open(path, "rb") as file:
         file.seek(begin)
         first = file.read(SAMPLED)
@@ -315,3 +354,79 @@ def _ends(path: Path, begin: int) -> bytes:
 
 def _shown(name: Any) -> str:
     return one_line(repr(name))
+
+
+# ---- headers of files -----------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns (name -> tensor of a safetensors file, the bytes of its header).
+
+    Raises:
+      UserError: the file is truncated, longer than its header says, or the header is damaged. OSError: it cannot be
+        read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little") if len(first) == 8 else -1
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise _damaged(path, f"{size:,} bytes cannot hold a header of {max(length, 0):,}")
+        text = file.read(length)
+    if len(text) != length:
+        raise _damaged(path, "it ends within its header")
+    tensors, end = [], 0
+    for name, entry in _entries(path, text):
+        tensor, stop = _tensor(path, name, entry, 8 + length)
+        tensors.append((tensor.start, stop, tensor))
+    for start, stop, tensor in sorted(tensors, key=lambda row: row[:2]):
+        if start - 8 - length != end:
+            raise _damaged(
+                path,
+                f"the bytes of {_shown(tensor.name)} begin at {start - 8 - length:,}, not where the "
+                f"tensor before it ends, at {end:,}",
+            )
+        end = stop
+    if 8 + length + end != size:
+        raise _damaged(path, f"{size:,} bytes, and its header says {8 + length + end:,}")
+    return {tensor.name: tensor for _, _, tensor in tensors}, text
+
+
+def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{_shown(twice)} is there twice")
+        return found
+
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, "its header is no object")
+    return [(name, entry) for name, entry in found.items() if name != "__metadata__"]
+
+
+def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
+    """Returns (the tensor of a header's entry, the offset of its end from the end of the header)."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = [*shape, start, stop]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"{_shown(name)} lacks dtype, shape or data_offsets") from error
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UserError(f"{path}: {_shown(name)} has dtype {_shown(dtype)}: give float32, float16 or bfloat16 weights")
+    if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
+        raise _damaged(path, f"shape or data_offsets of {_shown(name)} are not whole numbers")
+    if math.prod(shape) * DTYPES[dtype] != stop - start:
+        raise _damaged(
+            path, f"{_shown(name)} is {dtype} {tuple(shape)}, and its data_offsets span {stop - start:,} bytes"
+        )
+    return StoredTensor(name, path.name, dtype, tuple(shape), begin + start), stop
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is truncated or damaged ({why}): download it again")

@@ -1,4 +1,4 @@
-"""What a config.json asks for, as keys of `config.model`; what our model does not compute is refused by name.
+"""Reads config.json into keys of `config.model`; features that our model does not compute are refused by name.
 
 Both spellings are read: `rope_theta` with `rope_scaling`, and since transformers 5 `rope_parameters`.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import one_line, remedy_for
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
 # No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
@@ -46,6 +45,20 @@ OTHERS = (
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
+# Keys of `config.model` that only a model with experts reads.
+EXPERT_KEYS = (
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "dense_layers",
+    "moe_every",
+    "router",
+    "router_renormalize",
+    "router_scale",
+    "router_bias",
+    "router_groups",
+    "router_top_groups",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +73,8 @@ class Described:
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json. Raises UserError for one that is not in the table; `where` names the file."""
+    """Returns the family of a config.json. Raises UserError for a family that is not in the table. where: names the
+    file."""
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     known = {key for field in family.fields.values() for key in field.key.split("|")} if family else set()
@@ -98,7 +112,7 @@ def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
 
 
 def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
-    """What the object of a config.json asks for.
+    """Reads the object of a config.json.
 
     given: dotted keys of ours that the command line sets, for which its own value does not count.
 
@@ -142,7 +156,7 @@ class _Reader:
             raise self.wrong(key, f"our model computes {' or '.join(map(str, values))} alone")
 
     def activation(self, names: str, ours: Mapping[str, str]) -> str:
-        """Our kind of MLP for their activation, which the first of `names` that is there has."""
+        """Returns our kind of MLP for their activation: the value of the first of `names` that the file has."""
         name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
         value = next(iter(ours)) if name is None else self.raw[name]
         if not isinstance(value, str) or value not in ours:
@@ -150,7 +164,7 @@ class _Reader:
         return ours[value]
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
-        """The value of one of our keys; a formula takes those before it."""
+        """Returns the value of one of our keys. keys: values of the keys before it, for formulas."""
         key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
         value, default = self.raw.get(key), field.default
         if value is None:
@@ -169,19 +183,19 @@ class _Reader:
         return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
-        """A whole number above 0."""
+        """Returns a value that must be a whole number above 0."""
         if type(value) is not int or not 0 < value <= LARGEST:
             raise self.wrong(key, f"a whole number from 1 to {LARGEST:,} expected")
         return value
 
     def number(self, key: str, value: Any, least: float = 0.0) -> float:
-        """A finite number, `least` or more."""
+        """Returns a value that must be a finite number, `least` or more."""
         if type(value) not in (int, float) or not least <= value <= 1e30:
             raise UserError(f"{self.where}: {key}={_shown(value)}: a number expected, {least:g} or more")
         return float(value)
 
     def dropout(self, family: Family) -> float:
-        """The one rate of our model, for the embedding, the probabilities and both branches."""
+        """Returns the dropout rate. Our model has one rate for the embedding, the probabilities and both branches."""
         names, absent = family.dropouts
         rates = {name: self.number(name, absent if (value := self.raw.get(name)) is None else value) for name in names}
         if len(set(rates.values())) == 1 and (family.dropout or not any(rates.values())):
@@ -194,8 +208,8 @@ class _Reader:
         )
 
     def rope(self, found: Any, theta: float) -> tuple[float, tuple[float, ...]]:
-        """(base, scaling) of rotary positions, of an object of either spelling or null; `theta`: the base where it has
-        none."""
+        """Returns (base, scaling) of rotary positions from an object with either set of key names, or null. theta: the
+        base if the object has none."""
         if not isinstance(found, Mapping | None):
             raise UserError(f"{self.where}: rotary positions {_shown(found)}: an object expected")
         found = found or {}
@@ -238,7 +252,7 @@ class _Reader:
 
 
 def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
-    """One base for all layers; `absent`: the one of files that do not say it."""
+    """One base for all layers. absent: the base if the file has none."""
     raw = reader.raw
     theta = absent if raw.get("rope_theta") is None else raw["rope_theta"]
     theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
@@ -282,12 +296,12 @@ ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
 
 
 def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """Qwen3-MoE: each n-th layer has experts, but those of a list."""
+    """Qwen3-MoE: each n-th layer has experts, except the layers of a list."""
     step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
     step = 1 if step is None else reader.count("decoder_sparse_step", step)
     if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
         raise reader.wrong("mlp_only_layers", "a list of numbers of layers expected")
-    found = expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
+    found = _expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
     if found is None:
         raise reader.wrong(
             "mlp_only_layers" if dense else "decoder_sparse_step",
@@ -343,7 +357,8 @@ TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda valu
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """For each layer whether it sees a sliding window; `default`: by its number, where the key is absent."""
+    """Returns for each layer whether it attends to a sliding window. default: number of a layer -> the same, for files
+    without the key."""
     layers, found = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if found is None:
         return [default(layer) for layer in range(layers)]
@@ -354,19 +369,19 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
 
 
 def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """The window, if a layer has one."""
+    """Returns the window if any layer has one."""
     window = reader.raw.get("sliding_window", 4096)
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
 def _if_used(reader: _Reader) -> int | None:
-    """Qwen3-MoE: all layers, where use_sliding_window says so."""
+    """Qwen3-MoE: all layers have a window if use_sliding_window is set."""
     reader.need("use_sliding_window", (False, True))
     return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
 
 
 def _last_layers(reader: _Reader) -> int | None:
-    """Qwen: the layers from max_window_layers on, where use_sliding_window says so."""
+    """Qwen: the layers from max_window_layers on have a window if use_sliding_window is set."""
     reader.need("use_sliding_window", (False, True))
     if not reader.raw.get("use_sliding_window"):
         return None
@@ -376,7 +391,7 @@ def _last_layers(reader: _Reader) -> int | None:
 
 
 def _global_every(reader: _Reader) -> int:
-    """Gemma 3: each n-th layer sees everything."""
+    """Gemma 3: each n-th layer attends to all positions."""
     pattern = reader.raw.get("sliding_window_pattern")
     every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
     slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)
@@ -400,5 +415,39 @@ WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
 
 
 def _shown(value: Any) -> str:
-    """A value of others, in one short line."""
+    """A value of the file, in one short line."""
     return one_line(repr(value))[:80]
+
+
+# ---- which layers have experts -------------------------------------------------------------------------------------
+
+
+def routed_layers(keys: Mapping[str, Any]) -> list[bool]:
+    """Returns for each layer whether it has experts, as `ModelConfig.has_experts`."""
+    dense, every = keys["dense_layers"], keys["moe_every"]
+    return [layer >= dense and (layer - dense + 1) % every == 0 for layer in range(keys["n_layers"])]
+
+
+def _expressed(routed: Sequence[bool]) -> dict[str, int] | None:
+    """Returns `dense_layers` and `moe_every` with which exactly these layers have experts; None if there are none."""
+    places = [layer for layer, has in enumerate(routed) if has]
+    if not places:
+        return None
+    gap = places[1] - places[0] if len(places) > 1 else len(routed) - places[0]
+    for dense, every in ((places[0], 1), (0, gap), (places[0] - gap + 1, gap)):
+        keys = {"dense_layers": dense, "moe_every": every}
+        if dense >= 0 and routed_layers({**keys, "n_layers": len(routed)}) == list(routed):
+            return keys
+    return None
+
+
+def same_model(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Returns whether two `config.model` describe the same model although their values of `key` differ."""
+    if not ours["experts"] and not theirs["experts"]:
+        return key in EXPERT_KEYS
+    if key == "d_expert":
+        return (ours[key] or ours["d_ff"]) == (theirs[key] or theirs["d_ff"])
+    if key in ("dense_layers", "moe_every"):
+        return routed_layers(ours) == routed_layers(theirs)
+    # The width of dense MLPs does not matter if every layer has experts.
+    return key == "d_ff" and all(routed_layers(ours)) and same_model("d_expert", ours, theirs)

@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
-from bytescope.train.weights.folder import FP8, Folder
-from bytescope.train.weights.header import DTYPES, Tensor
+from bytescope.train.weights.families import EXPERT, LAYER, Family, TensorRow
+from bytescope.train.weights.folder import DTYPES, FP8, Folder, StoredTensor
 from bytescope.train.weights.hf_config import family_of, fp8_block
 from bytescope.train.weights.patterns import Pattern, Sizes, Span, sizes_of, spans_of
 from bytescope.train.weights.stacks import PER_EXPERT
@@ -41,7 +41,7 @@ class Leaf:
     """
 
     folder: Folder
-    tensor: Tensor
+    tensor: StoredTensor
     pattern: Pattern
     sizes: Sizes
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Leaf:
     before: int = 0
     inner: str = ""
     stored: Sizes | None = None
-    scale: Tensor | None = None
+    scale: StoredTensor | None = None
     block: tuple[int, int] = (1, 1)
 
     @property
@@ -69,11 +69,13 @@ class Leaf:
 
     @property
     def outer(self) -> int:
-        """The axis of our layout along which neighbours are farthest apart on disk: its pieces are read in order."""
+        """The axis of our layout along which neighbours are farthest apart on disk; pieces along it are read in
+        order."""
         return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A slice in our layout and the dtype of the file, all of it by default; it may be a view in another order.
+        """Reads a slice, by default all, in our layout and in the dtype of the file; the result may be a transposed
+        view.
 
         Args:
           index: a slice without steps for each axis.
@@ -103,7 +105,7 @@ class Leaf:
         array = self.pattern.forward(array, spans, stored)
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
-    def _scales(self, scale: Tensor, spans: Sequence[Span]) -> np.ndarray:
+    def _scales(self, scale: StoredTensor, spans: Sequence[Span]) -> np.ndarray:
         """Returns the scale of each element in these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(scale.name, blocks).astype(np.float32)
@@ -126,10 +128,10 @@ def checkpoint_leaves(
     """
     family = family_of(
         {key: value for key, value in folder.config.items() if not packed or key != PACKED},
-        str(folder.path / "config.json"),
+        str(folder.path / CONFIG),
     )
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
-    block = fp8_block(folder.config, str(folder.path / "config.json")) if not packed else None
+    block = fp8_block(folder.config, str(folder.path / CONFIG)) if not packed else None
     found = {
         path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
         for path, (row, name) in rows_by_path(family, shapes).items()
@@ -141,7 +143,7 @@ def checkpoint_leaves(
     return found
 
 
-def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, str]]:
+def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[TensorRow, str]]:
     """Our dotted path -> its row of a family, and the tensor's name with the numbers of layer and expert.
 
     Raises:
@@ -149,25 +151,24 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, s
     """
     found = {}
     for path in paths:
-        row = family.rows.get(re.sub(r"\.\d+$", f".{EXPERT}", re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)))
+        in_table = re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)
+        in_table = re.sub(r"\.\d+$", f".{EXPERT}", in_table)
+        row = family.rows.get(in_table)
         if row is None:
             raise UserError(
                 f"{family.architecture} has no tensor for our parameter {path}: set the key of "
                 "config.model that adds it as that family has it"
             )
-        found[path] = (row, _numbered(row.tensor, path))
+        tensor, parts = row.tensor, path.split(".")
+        if parts[0] == "blocks":
+            tensor = tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1])
+        found[path] = (row, tensor)
     return found
-
-
-def _numbered(tensor: str, path: str) -> str:
-    """The name of a tensor with the numbers of layer and expert that our path has."""
-    parts = path.split(".")
-    return tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1]) if parts[0] == "blocks" else tensor
 
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Our dotted path, as `checkpoint_leaves` has it -> shape without stacking, the vocabulary padded."""
+    """Returns our dotted path, as in `checkpoint_leaves` -> shape without stacking, with the vocabulary padded."""
     kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
     found = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
     for layer in range(model.n_layers):
@@ -181,7 +182,7 @@ def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
-    """Dotted path -> shape of a model with one layer, which has experts or not."""
+    """Returns dotted path -> shape for a model with one layer, with or without experts."""
     experts = model.experts if routed else 0
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -191,7 +192,8 @@ def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
-    """The name on disk of a tensor of the table: a model that was saved without its head has no base in front."""
+    """Returns the function from a tensor's name in the table to its name on disk: a model that was saved without its
+    head leaves out the base in front."""
     based = any(name.startswith(family.base) for name in folder.tensors)
 
     def name_of(name: str) -> str:
@@ -201,13 +203,14 @@ def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
 
 
 def _leaf(
-    folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...], block: tuple[int, int] | None
+    folder: Folder, name: str, row: TensorRow, sizes: Sizes, shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
-        if ".experts." in name and (fused := next((one for one in folder.tensors if one.endswith(FUSED)), "")):
+        fused = [one for one in folder.tensors if one.endswith(FUSED)]
+        if ".experts." in name and fused:
             raise UserError(
-                f"{folder.path} has the experts of a layer in one tensor, {fused}: load it in transformers "
+                f"{folder.path} has the experts of a layer in one tensor, {fused[0]}: load it in transformers "
                 "and save it with save_pretrained, which gives each expert its own"
             )
         raise UserError(
@@ -240,7 +243,7 @@ def _leaf(
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before, inner, stored, scale, block or (1, 1))
 
 
-def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
+def _scale(folder: Folder, tensor: StoredTensor, block: tuple[int, int]) -> StoredTensor:
     """Returns the scales of an fp8 tensor. Raises UserError if they are missing or have a wrong shape or dtype."""
     name = f"{tensor.name}_scale_inv"
     scale = folder.tensors.get(name)
@@ -290,7 +293,7 @@ def _refuse_surplus(
         )
 
 
-def _equal(folder: Folder, one: Tensor, other: Tensor) -> bool:
+def _equal(folder: Folder, one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     rows = max(COMPARED // math.prod(one.shape[1:]), 1)

@@ -1,4 +1,4 @@
-"""From the files of a folder to arrays in their shardings, a piece of one tensor at a time.
+"""Loads the files of a folder into sharded arrays, a piece of one tensor at a time.
 
 Each process reads what its own devices hold, file by file in the order of the bytes, and writes it into the arrays that
 are there already: beyond those, the host holds a few pieces.
@@ -41,7 +41,7 @@ def load_params(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """The weights of a folder as a tree of jax.Array like `shapes`, cast to the dtypes there.
+    """Loads the weights of a folder as a tree of jax.Array like `shapes`, cast to its dtypes.
 
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, our parameters or some of them; those of scanned blocks stacked.
@@ -63,25 +63,25 @@ def load_leaves(
     quantized: Mapping[str, tuple[str, Matrix]] = {},
     order: Mapping[str, Sequence[int]] = {},
 ) -> Any:
-    """The same of what is where already, by our dotted path with the numbers of layer and expert."""
+    """Loads leaves, by our dotted path with the numbers of layer and expert, as `load_params` loads a folder."""
     held = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {dotted(path): _Target(like) for path, like in flat}
-    parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
-    jobs: list[_Job | QuantizedJob] = [
-        job
-        for path, _ in flat
-        if (name := dotted(path)) not in parts
-        for job in _jobs(targets[name], _held(name, held))
-    ]
+    jobs: list[_Job | QuantizedJob] = []
+    parts: set[str] = set()  # arrays of quantized weights
     for name, (base, matrix) in quantized.items():
-        own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
-        jobs += [
-            QuantizedJob(
-                leaf, base, matrix, {part: target.shards for part, target in own.items()}, next(iter(index), None)
-            )
-            for index, leaf in _held(name, held).items()
-        ]
+        shards = {part: targets[f"{name}.{part}"].shards for part in parts_of(base, matrix)}
+        parts.update(f"{name}.{part}" for part in shards)
+        for index, leaf in _held(name, held).items():
+            jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
+    for name, target in targets.items():
+        if name in parts:
+            continue
+        for shard in target.shards:
+            for index, leaf in _held(name, held).items():
+                # The leading spans of the shard are those of layers and experts.
+                if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
+                    jobs.append(_Job(leaf, shard, index))
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -96,7 +96,7 @@ def load_leaves(
 
 
 class _Target:
-    """An array of one leaf while it is filled: for each shard that differs, its copies on the devices that hold it."""
+    """An array while it is filled: for each different shard the copies on the devices that hold it."""
 
     def __init__(self, like: jax.ShapeDtypeStruct):
         self.like = like
@@ -122,7 +122,7 @@ class _Target:
 
 
 class _Shard:
-    """One part of an array: its copies on each of some devices, or where there are none yet, one in host memory."""
+    """One shard of an array: its copies on some devices, or one copy in host memory until they exist."""
 
     def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], buffers: list[jax.Array], dtype: Any):
         self.spans, self.devices, self.buffers = spans, devices, buffers
@@ -161,13 +161,13 @@ def _maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Calla
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """`whole` with `piece`, its axes in this order and cast, at `starts` int32 [ndim]; in place."""
+    """Writes `piece`, transposed to this order of axes and cast, into `whole` at `starts`, int32 [ndim]; in place."""
     return jax.lax.dynamic_update_slice(whole, piece.transpose(order).astype(whole.dtype), tuple(starts))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A leaf that belongs into one shard; `index`: where in the array's leading axes, its layer and its expert."""
+    """A leaf to write into one shard. index: its layer and expert in the leading axes of the array."""
 
     leaf: Leaf
     shard: _Shard
@@ -193,7 +193,8 @@ class _Job:
 
 
 def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:
-    """The same spans in pieces of at most `most` elements, halved along axis `outer` first, then along the longest."""
+    """Divides spans into pieces of at most `most` elements, by halving them along axis `outer` first, then along the
+    longest axis."""
     sizes = [stop - start for start, stop in spans]
     if math.prod(sizes) <= most:
         yield list(spans)
@@ -206,22 +207,12 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """A parameter's path in the tree, as jax has it, in text."""
+    """Returns a jax path of keys as a dotted path."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
-    """What fills one array. held: its parameters by their index in its leading axes."""
-    return [
-        _Job(leaf, shard, index)
-        for shard in target.shards
-        for index, leaf in held.items()
-        if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans))
-    ]
-
-
 def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    """What fills the array of this name."""
+    """Returns the leaves that fill the array of this name."""
     if name not in held:
         raise ValueError(
             f"parameter {name} has no tensor, or not all, in the folder: ask for parameters of the model alone"

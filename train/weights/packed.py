@@ -1,4 +1,4 @@
-"""Folders of weights in 4 bits, as transformers and vLLM read them: what a weight's tensors are called, and their bits.
+"""The layouts of weights in 4 bits that transformers and vLLM read: names of a weight's tensors, and their bits.
 
 Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). Eight codes are in an
 int32. The rows of LAYOUTS write them and read them back; nothing else knows where a code lies.
@@ -36,8 +36,8 @@ class Codes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """One layout.
+class PackedLayout:
+    """A layout of weights in 4 bits.
 
     config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor ->
     (dtype of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be
@@ -52,8 +52,8 @@ class Layout:
 
 
 def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """Eight neighbours along the last axis of uint8 codes in an int32: place p of a word, from the low bits, has the
-    one of number `order[p]`."""
+    """Packs eight neighbours along the last axis of uint8 codes into an int32. Place p of a word, from the low bits,
+    has code number `order[p]`."""
     groups = codes.reshape(*codes.shape[:-1], -1, PER_WORD).astype(np.uint32)
     words = np.zeros(groups.shape[:-1], np.uint32)
     for place, number in enumerate(order):
@@ -62,7 +62,7 @@ def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.
 
 
 def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
-    """The inverse of `pack_words`."""
+    """Returns the uint8 codes of words: the inverse of `pack_words`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     codes = np.empty((*words.shape, PER_WORD), np.uint8)
     for place, number in enumerate(order):
@@ -167,9 +167,9 @@ def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
     return Codes(unpack_words(tensors["weight_packed"]).T, zeros_GO, scales_GO)
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "awq": Layout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
-    "compressed-tensors": Layout(
+LAYOUTS: Mapping[str, PackedLayout] = {
+    "awq": PackedLayout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
+    "compressed-tensors": PackedLayout(
         "compressed-tensors' pack-quantized",
         _compressed_config,
         _compressed_shapes,
@@ -181,7 +181,7 @@ OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may la
 
 
 def half(scales: np.ndarray) -> np.ndarray:
-    """Scales of a folder as float16, which has to hold them.
+    """Returns the scales of a folder as float16.
 
     Raises:
       UserError: one is beyond what float16 has.
@@ -196,7 +196,7 @@ def half(scales: np.ndarray) -> np.ndarray:
     return found
 
 
-def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
+def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | None:
     """Returns (the layout, inputs per group) of a config.json; None if its weights are not in 4 bits.
 
     Raises:
@@ -240,7 +240,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
 
 
 def _weights(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors' config says of weights; {} where it says several things or none."""
+    """Returns the settings of weights in compressed-tensors' config; {} if there are none or several."""
     groups = found.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}

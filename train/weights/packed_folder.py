@@ -1,4 +1,4 @@
-"""The weights of a folder in 4 bits on devices, as they are stored: no wide copy of them is made anywhere."""
+"""Loads a folder of weights in 4 bits onto devices in 4 bits: no unquantized copy is made anywhere."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, Leaf, checkpoint_leaves, rows_by_path
 from bytescope.train.weights.load import dotted
-from bytescope.train.weights.packed import OPTIONAL, Codes, Layout, layout_of
+from bytescope.train.weights.packed import OPTIONAL, Codes, PackedLayout, layout_of
 from bytescope.train.weights.quantized import matrices_of
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedFolder:
-    """A folder whose products are in 4 bits.
+    """A folder whose weight matrices are in 4 bits.
 
     Fields:
       base: the row of FORMATS that its weights are stored as. names: our path of a weight -> its tensor's name without
-      what the layout adds. wide: all other parameters.
+      what the layout adds. unquantized: all other parameters.
     """
 
     folder: Folder
     base: str
-    layout: Layout
+    layout: PackedLayout
     group: int
     names: Mapping[str, str]
-    wide: Mapping[str, Leaf]
+    unquantized: Mapping[str, Leaf]
 
     @classmethod
     def open(cls, folder: Folder, model: ModelConfig) -> PackedFolder | None:
-        """None for a folder of wide weights.
+        """Returns the opened folder; None if its weights are not quantized.
 
         Raises:
           UserError: it is quantized in a way that is not read, or a tensor is missing, too many or misshapen.
@@ -66,7 +66,7 @@ class PackedFolder:
         return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
 
     def read(self, path: str) -> Codes:
-        """A weight. Raises UserError: the file has changed."""
+        """Reads a weight. Raises UserError if the file has changed."""
         name = self.names[path]
         parts = [
             part
@@ -77,13 +77,13 @@ class PackedFolder:
 
 
 def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Our path of each weight that is quantized -> numbers that go into its product, and that come out."""
+    """Returns our path of each quantized weight -> (its inputs, its outputs)."""
     one = matrices(model)
     return {f"blocks.{layer}.{path}": matrix.sizes for layer in range(model.n_layers) for path, matrix in one.items()}
 
 
 def matrices(model: ModelConfig) -> dict[str, Matrix]:
-    """The products of a layer that are quantized, by their path in it, such as `attention.w_q`."""
+    """Returns the quantized matrices of a layer, by their path in it, such as `attention.w_q`."""
     return matrices_of(model, "int8")  # whose blocks fit any size
 
 
@@ -103,7 +103,7 @@ def _check(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], option
 
 
 def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
-    """The tree of jax.Array like `shapes`, layers on their own, whose weights are stored as `packed.base` says.
+    """Loads a tree of jax.Array like `shapes`, without stacked layers, whose weights have the format `packed.base`.
 
     tell: called with the bytes made and the bytes to make.
 
@@ -121,7 +121,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
                 last = weight, _arrays(packed.read(weight))
             array = last[1][part].reshape(like.shape)
         else:
-            array = packed.wide[path].read().astype(like.dtype)
+            array = packed.unquantized[path].read().astype(like.dtype)
         made.append(jax.device_put(array, like.sharding))
         done += made[-1].nbytes
         tell(done, total)
@@ -130,7 +130,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
 
 
 def _arrays(one: Codes) -> dict[str, np.ndarray]:
-    """A weight as the rows int4_g* of FORMATS store it, the outputs in one dimension."""
+    """Returns the arrays of a weight as the rows int4_g* of FORMATS have them, with the outputs in one dimension."""
     codes_IO = np.ascontiguousarray(one.codes_IO)
     return {
         "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),

@@ -52,7 +52,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
-    """The spans of a basic index without steps. Raises ValueError for another one."""
+    """Returns the spans of a basic index without steps. Raises ValueError for any other index."""
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in spans):
         raise ValueError(f"index {tuple(index)} has steps: give spans")
@@ -70,7 +70,7 @@ class Pattern:
     @classmethod
     @cache
     def of(cls, text: str) -> Pattern:
-        """From its line. Raises ValueError unless both sides have the same letters, each once."""
+        """Parses a line of the table. Raises ValueError unless both sides have the same letters, each once."""
         left, _, right = text.partition("->")
         theirs = tuple(tuple(re.findall(r"\w", group)) for group in re.findall(r"\([^)]*\)|\w", left))
         ours = tuple(re.findall(r"\w", right))
@@ -90,15 +90,16 @@ class Pattern:
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape on disk."""
+        """Returns the shape on disk."""
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.theirs)
 
     def our_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape in our layout."""
+        """Returns the shape in our layout."""
         return tuple(sizes[letter] for letter in self.ours)
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
-        """Spans on disk that hold those of ours; of a group the first letter alone narrows what is read."""
+        """Returns the spans on disk that contain spans in our layout; only the first letter of a group narrows
+        them."""
         of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         found = []
         for first, *rest in self.theirs:

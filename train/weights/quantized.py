@@ -1,4 +1,5 @@
-"""Weights of a folder that are quantized as they are read: of a tensor the host holds a piece, its codes and scales."""
+"""Weights of a folder that are quantized while they are read: the host holds one piece of a tensor, its codes and
+scales."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PIECE = 4 * 2**20  # bytes on disk that are read at once
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedJob:
-    """A leaf of one layer (None: not of a stack) that is stored as codes and scales.
+    """A leaf to be stored as codes and scales. layer: its place in a stack of layers; None if it is not in a stack.
 
     shards: for each array, the shards of it that this process holds (`load.Shard`). Each process reads the whole leaf,
     since the mean of its scales is one of all.
@@ -55,7 +56,8 @@ class QuantizedJob:
         yield from read
 
     def _pieces(self, read: list[int]) -> Iterator[np.ndarray]:
-        """The leaf as [inputs, outputs], a few outputs at a time; `read` takes their bytes."""
+        """Yields the leaf as [inputs, outputs], a few outputs at a time. read: the bytes of each piece are appended
+        here."""
         matrix, (inputs, _) = self.matrix, self.matrix.sizes
         size, inner = matrix.outputs[0], int(np.prod(matrix.outputs[1:], dtype=int))
         at_once = max(PIECE // (inputs * inner * self.leaf.itemsize), 1)
@@ -70,7 +72,8 @@ class QuantizedJob:
 
 
 def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
-    """The weights of one layer that `lora.base` quantizes, by their path in it, such as `attention.w_q`."""
+    """Returns the weights of one layer that `lora.base` quantizes, by their path in the layer, such as
+    `attention.w_q`."""
     if base == "bf16":
         return {}
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, dense_layers=0, moe_every=1)
@@ -79,7 +82,7 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
 
 
 def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
-    """A leaf quantized and dequantized: the float32 weights that a step over `lora.base` multiplies with."""
+    """Returns a leaf quantized and dequantized: the float32 weights with which a step over `lora.base` computes."""
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])
     return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE))

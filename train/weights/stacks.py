@@ -1,4 +1,4 @@
-"""Where the parameter of one layer, or of one expert in it, lies among the arrays of a model."""
+"""The places of parameters of one layer, or of one expert in it, in the arrays of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PER_EXPERT = ("experts.w_gate", "experts.w_up", "experts.w_down")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A parameter within an array: `array`, its dotted path; `index` in its leading axes, which have `sizes`."""
+    """The place of a parameter. array: dotted path of the array. index: in its leading axes. sizes: of these axes."""
 
     array: str
     index: tuple[int, ...] = ()
@@ -28,8 +28,8 @@ class Place:
 
 
 def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
-    """Where the parameter of a dotted path, such as `blocks.3.experts.w_up.7`, is: with layers on their own, and with
-    scanned ones."""
+    """Returns the possible places of a parameter with a dotted path such as `blocks.3.experts.w_up.7`: with layers on
+    their own, and with scanned layers."""
     first, _, rest = path.partition(".")
     if first != BLOCKS:
         return (Place(path),)
@@ -47,14 +47,14 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _in_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
-    """(the stack of a layer, its place in it, layers of it)."""
+    """Returns (the stack of a layer, the layer's place in it, the number of its layers)."""
     stack = stack_of(model, layer)
     layers = layers_of(model, stack)
     return stack, layers.index(layer), len(layers)
 
 
 def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
-    """Arrays that are complete, by their dotted path -> index in their leading axes -> what there is of each
+    """Returns dotted path of each complete array -> index in its leading axes -> the value of `found` for this
     parameter."""
     arrays: dict[str, dict[tuple[int, ...], Any]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
@@ -68,11 +68,12 @@ def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tup
 def by_row(
     arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
 ) -> dict[str, Mapping[tuple[int, ...], Any]]:
-    """The same with the rows of stacks in `order`: stack -> the layer of each row, -1 for a row of none."""
-    rows = {
-        stack: [row for _, row in sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)]
-        for stack, layers in order.items()
-    }
+    """Returns `arrays` with their indices changed to the rows of stacks. order: stack -> the layer of each row, -1 for
+    an unused row."""
+    rows: dict[str, list[int]] = {}  # stack -> the row of each layer, in the order of the layers
+    for stack, layers in order.items():
+        used = [row for row, layer in enumerate(layers) if layer >= 0]
+        rows[stack] = sorted(used, key=layers.__getitem__)
     found = dict(arrays)
     for array, parts in arrays.items():
         stack, _, rest = array.partition(".")
@@ -82,5 +83,5 @@ def by_row(
 
 
 def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
-    """The place of a parameter among these arrays; None where it has none."""
+    """Returns the place of a parameter among these arrays; None if it has none."""
     return next((place for place in places_of(model, path) if place.array in arrays), None)

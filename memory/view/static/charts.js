@@ -5,6 +5,7 @@
 //   charts.xy("id", {                       draws into the element of that id; again: draws anew, keeps what is hidden
 //     legend: true,                         false: none; or what charts.legend gave, for several charts with one legend
 //     columns: 3, height: 300,              of several panels: at most so many beside each other, each so high (px)
+//     unzoomed: true,                       ends the zoom of an earlier drawing
 //     panels: [panel, ...]                  or the keys of a single panel right here
 //   })
 //   panel = {
@@ -263,6 +264,7 @@ const charts = window.charts = (() => {
   const xy = (id, spec) => {
     const box = $(id), state = held.get(box) || begin(box);
     state.spec = spec;
+    if (spec.unzoomed) state.zoom = state.whole = null;
     legendOf(state);
     redraw(state);
   };

@@ -23,7 +23,7 @@ from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import COLLECTIVES
 from bytescope.memory.records.report_record import Collective, Communication, ReportRecord
 from bytescope.memory.report import report_page, report_text
-from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support import programs
 from support.formats import field

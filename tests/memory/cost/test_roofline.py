@@ -145,21 +145,14 @@ def test_figures_of_targets():
 
 def test_work_by_phase():
     flops = {("forward", "bf16"): 10, ("backward", "bf16"): 15, ("backward", "tf32"): 5}
-    report = ReportRecord(
-        0,
-        0,
-        {},
-        collectives=(
-            Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
-            Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
-            Collective(
-                "c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2
-            ),
-        ),
-        transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)),
+    collectives = (
+        Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
+        Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
+        Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2),
     )
+    transfers = (Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0))
     kernel_bytes = {"forward": {"product_bytes": 3, "other_bytes": 4}}
-    found = by_phase(report, kernel_bytes, flops, (("data", 2), ("tensor", 2)), 2)
+    found = by_phase(collectives, transfers, kernel_bytes, flops, (("data", 2), ("tensor", 2)), 2)
     none = {"in_host": 0, "between_hosts": 0}
     empty = phase(collective_bytes=none, hidden_collective_bytes=none)
     assert found == {
@@ -210,10 +203,10 @@ def test_hosts_of_an_axis(axes, group, per_host, hosts):
     ],
 )
 def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
-    report = ReportRecord(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
-    found = by_phase(report, {}, {}, (("fsdp", 64),), 8)
+    collectives = (Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),)
+    found = by_phase(collectives, (), {}, {}, (("fsdp", 64),), 8)
     assert found["forward"]["collective_bytes"] == {"in_host": 0, "between_hosts": card}
-    inside = by_phase(report, {}, {}, (("fsdp", 64),), 0)
+    inside = by_phase(collectives, (), {}, {}, (("fsdp", 64),), 0)
     assert inside["forward"]["collective_bytes"] == {"in_host": wire, "between_hosts": 0}
 
 

@@ -27,7 +27,7 @@ from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint
 from bytescope.memory.units import MIB
-from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support import programs
 from support.oracles import require

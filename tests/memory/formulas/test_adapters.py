@@ -17,8 +17,7 @@ from bytescope.memory.formulas import (
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM
-from bytescope.train.plan.model_facts import question_of
-from bytescope.train.plan.state_rows import PRECISIONS
+from bytescope.train.plan.config_facts import PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat
 
 pytestmark = pytest.mark.quick

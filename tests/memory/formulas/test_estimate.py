@@ -19,8 +19,7 @@ from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent,
 from bytescope.memory.formulas.training_state import ADAM, MIXED
 from bytescope.train.plan import estimate_page
 from bytescope.train.plan.assumed_model import parse_count
-from bytescope.train.plan.model_facts import question_of
-from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
+from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
 

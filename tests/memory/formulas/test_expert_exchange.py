@@ -13,7 +13,7 @@ from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.plan.model_facts import model_facts
+from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support.facts import facts_of
 from support.toy import small_config, small_program

@@ -26,8 +26,7 @@ from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.plan.model_facts import model_facts, question_of
-from bytescope.train.plan.state_rows import PRECISIONS
+from bytescope.train.plan.config_facts import PRECISIONS, model_facts, question_of
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 

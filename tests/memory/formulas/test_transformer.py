@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
 from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM, MIXED
-from bytescope.train.plan.state_rows import OPTIMIZERS, PRECISIONS
+from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.analysis import analyze
+from bytescope import memory
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import layers_of
 from bytescope.memory.remat.layer_values import values_of
@@ -64,7 +64,7 @@ def test_tensor_parallel_values_take_what_the_compiler_gives_them(devices):
     parts = {label: whole.values[label].bytes // value.bytes for label, value in products.items()}
     assert sorted(parts.values()) == [2, *[8] * 7] and parts["dot_general.6"] == 2
     assert whole.values["dot_general.6"].where.endswith(f":{line_of('blhk,hkd->bld')}")
-    report = analyze(loss.step(layers, RematPolicy(values.wanted(products))), target="cpu:8")
+    report = memory.analyze(loss.step(layers, RematPolicy(values.wanted(products))), target="cpu:8")
     kept = sum(value.bytes for value in products.values())
     assert report.breakdown["residuals"] == values.graph.carry_bytes + kept
     assert 2 * values.graph.carry_bytes == whole.graph.carry_bytes

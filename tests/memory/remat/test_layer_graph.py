@@ -16,8 +16,7 @@ from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.named_block import named_block
 from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all
-from bytescope.train.plan.block_description import describe_block
-from bytescope.train.plan.remat_auto import fixed_policies
+from bytescope.train.plan.block_description import describe_block, fixed_policies
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
 from support.crossing import INPUT, crossing, custom, gradient

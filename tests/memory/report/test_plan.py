@@ -8,13 +8,10 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory import ReportError
-from bytescope.memory.analysis import analyze
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, PlanFigures, SearchOutcome
-from bytescope.memory.report import remat_account
-from bytescope.memory.report.remat_compiler import Built, PolicyCompiler
-from bytescope.memory.report.remat_plan import _nothing_fits, plan_remats
+from bytescope.memory.report.remat_planning import Built, PolicyCompiler, _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
 from support.models import plain as foreign
 from support.pages.sweep import check_page
@@ -58,7 +55,7 @@ def test_the_certificate_is_that_of_the_users_own_program(plans):
     plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
     traced = jax.jit(jax.value_and_grad(foreign.loss_of("scan", plan.policy))).trace(*foreign.arguments(8))
     assert flops.count(traced.jaxpr).recomputed == plan.recomputed_flops
-    assert analyze(traced, target="cpu").allocated_bytes == plan.allocated_bytes == plan.report.allocated_bytes
+    assert memory.analyze(traced, target="cpu").allocated_bytes == plan.allocated_bytes == plan.report.allocated_bytes
     applied = jax.jit(jax.value_and_grad(plan.apply(foreign.loss_of("scan")))).trace(*foreign.arguments(8))
     assert flops.count(applied.jaxpr).recomputed == plan.recomputed_flops
     plan.check()
@@ -79,7 +76,7 @@ def test_the_account(plans):
         "dots_saveable",
     ]
     assert repr(plan) == str(plan)
-    builtin = remat_account.account(dataclasses.replace(plan, name="dots_saveable", kept=()))
+    builtin = repr(dataclasses.replace(plan, name="dots_saveable", kept=()))
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
     assert len(plans[1]) == plan.compiled
 

@@ -91,7 +91,7 @@ def read_words(data: bytes, folder: Path) -> None:
     from bytescope.train.plan.assumed_model import parse_count
     from bytescope.train.plan.config_grid import policy_keys
     from bytescope.train.plan.fit import fit_space
-    from bytescope.train.run.profile import Asked
+    from bytescope.train.run.profile import ProfiledUpdates
 
     def every_policy(text: str) -> None:
         for policy in grids.split_values(text):
@@ -105,7 +105,7 @@ def read_words(data: bytes, folder: Path) -> None:
         "r": every_policy,
         "l": fit_space.choose,
         "t": levers.choose,
-        "u": Asked.parse,
+        "u": ProfiledUpdates.parse,
     }
     text = words(data)
     readers.get(text[:1], parse_bytes)(text[1:])

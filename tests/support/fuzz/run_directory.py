@@ -20,8 +20,8 @@ def metrics_rows() -> list[bytes]:
 
 def read_metrics(data: bytes, folder: Path) -> None:
     """A row that is no row is left out; nothing is refused."""
-    from bytescope.train.checkpoints.workdir import METRICS
     from bytescope.train.run.metrics import MetricsLog, has_evaluation
+    from bytescope.train.source import METRICS
 
     path = folder / METRICS
     path.write_bytes(data)

@@ -9,7 +9,7 @@ from flax import nnx
 from bytescope.model import Transformer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import describe_model, open_source
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import EngineSizes, Steps
 from support.toy import small_config
 
 NOTHING = MappingProxyType({})
@@ -48,7 +48,7 @@ def random_engine(keys=NOTHING, *, pages=24, sequences=4, chunk=16, kernel="bloc
     """An engine of random weights; `steps`: programs of another engine of the same model, which are used again."""
     model, params = random_model(keys)
     steps = steps or Steps(model, kernel, stored)
-    return Engine(steps, params, Sizes(pages, sequences, chunk, model.config.max_seq_len))
+    return Engine(steps, params, EngineSizes(pages, sequences, chunk, model.config.max_seq_len))
 
 
 def engine_of(folder, *, pages=40, sequences=4, chunk=16, length=None, fsdp=1, tensor=1):
@@ -58,7 +58,7 @@ def engine_of(folder, *, pages=40, sequences=4, chunk=16, length=None, fsdp=1, t
     return Engine(
         Steps(model, "blocks", model.precision.compute),
         source.read(model, lambda done, total: None),
-        Sizes(pages, sequences, chunk, length or source.length),
+        EngineSizes(pages, sequences, chunk, length or source.length),
     )
 
 

@@ -12,7 +12,7 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checks
 from bytescope.train.run.feed import calls
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
-from support.toy import fixed_batches, small_program
+from support.toy import first_state, fixed_batches, small_program
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def program():
 
 
 def bumped(program, amount):
-    return jax.tree.map(lambda leaf: leaf + jnp.asarray(amount, leaf.dtype), program.init())
+    return jax.tree.map(lambda leaf: leaf + jnp.asarray(amount, leaf.dtype), first_state(program))
 
 
 def open_checkpoints(path, keep=3):
@@ -88,7 +88,7 @@ def halfway(tmp_path_factory):
     def of(name):
         if name not in made:
             folder, program = tmp_path_factory.mktemp("halfway"), small_program(*LAYOUTS[name])
-            state, _ = updates(program, program.init(), 0, STEPS)
+            state, _ = updates(program, first_state(program), 0, STEPS)
             checkpoints = open_checkpoints(folder)
             checkpoints.save(state, Position(STEPS, STEPS * 16))
             checkpoints.close()
@@ -96,7 +96,7 @@ def halfway(tmp_path_factory):
         return made[name]
 
     whole = small_program(*LAYOUTS["1 device"])
-    return of, updates(whole, whole.init(), 0, 2 * STEPS)[1]
+    return of, updates(whole, first_state(whole), 0, 2 * STEPS)[1]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_accumulator_is_not_written(halfway):
 
 def test_another_model_is_refused_and_nothing_is_moved(tmp_path, program):
     checkpoints = open_checkpoints(tmp_path)
-    checkpoints.save(program.init(), Position(1, 8))
+    checkpoints.save(first_state(program), Position(1, 8))
     checkpoints.wait()
     other = small_program({"model.n_layers": 1, "model.d_ff": 64})
     with pytest.raises(UserError, match=r"another model or optimizer \(.*w_\w+'\] is float32\[.*, not float32\["):
@@ -154,16 +154,16 @@ def test_another_model_is_refused_and_nothing_is_moved(tmp_path, program):
 def test_unrolled_layers_come_back_too(tmp_path):
     program = small_program({"model.scan": False, "model.n_layers": 2})
     checkpoints = open_checkpoints(tmp_path)
-    checkpoints.save(program.init(), Position(1, 8))
+    checkpoints.save(first_state(program), Position(1, 8))
     checkpoints.wait()
-    assert_equal(checkpoints.restore(program.state, fail)[0], program.init())
+    assert_equal(checkpoints.restore(program.state, fail)[0], first_state(program))
     checkpoints.close()
 
 
 def test_newest_and_best_are_kept(tmp_path, program):
     checkpoints = open_checkpoints(tmp_path, keep=2)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)):
-        checkpoints.save(program.init(), Position(step, step), loss)
+        checkpoints.save(first_state(program), Position(step, step), loss)
     checkpoints.wait()
     assert checkpoints.steps() == [2, 4, 5]
     checkpoints.close()
@@ -220,13 +220,13 @@ def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, progr
     folder = tmp_path / "[run1]"
     checkpoints = open_checkpoints(folder)
     with pytest.raises(UserError, match="checkpoint 1 in .* cannot be read back .*nothing is saved. Choose another"):
-        checkpoints.save(program.init(), Position(1, 8))
+        checkpoints.save(first_state(program), Position(1, 8))
     assert checkpoints.steps() == [] and (folder / "damaged" / "1.1").is_dir()
     checkpoints.close()
     # Of a long one, arrays are opened when the time for values is over.
     monkeypatch.setattr(checkpoint, "READ_BACK_S", 0.0)
     checkpoints = open_checkpoints(tmp_path / "run")
-    checkpoints.save(program.init(), Position(1, 8))
+    checkpoints.save(first_state(program), Position(1, 8))
     assert checkpoints.steps() == [1]
     folder = tmp_path / "run" / "checkpoints" / "1"
     checkpoint._read_from_disk(folder, math.inf)
@@ -241,17 +241,17 @@ def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, progr
 @pytest.mark.parametrize("replaced", [False, *exhaustive(True)])
 def test_a_run_directory_that_is_moved_is_noticed_at_the_next_save(tmp_path, program, replaced):
     checkpoints = open_checkpoints(tmp_path / "run")
-    checkpoints.save(program.init(), Position(1, 8))
+    checkpoints.save(first_state(program), Position(1, 8))
     (tmp_path / "run").rename(tmp_path / "moved")
     if replaced:
         (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for write in (lambda: checkpoints.save(program.init(), Position(2, 16)), checkpoints.wait):
+    for write in (lambda: checkpoints.save(first_state(program), Position(2, 16)), checkpoints.wait):
         with pytest.raises(UserError, match="run/checkpoints was deleted or moved during the run: nothing more"):
             write()
     assert not list((tmp_path / "run").rglob("2*"))
     (tmp_path / "run").rename(tmp_path / "new") if replaced else None
     (tmp_path / "moved").rename(tmp_path / "run")
-    checkpoints.save(program.init(), Position(2, 16))
+    checkpoints.save(first_state(program), Position(2, 16))
     checkpoints.close()
     assert checkpoints.steps() == [1, 2]
 
@@ -261,7 +261,7 @@ def test_a_lack_of_memory_is_no_damage(tmp_path, program, monkeypatch):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 
     checkpoints = open_checkpoints(tmp_path)
-    checkpoints.save(program.init(), Position(1, 8))
+    checkpoints.save(first_state(program), Position(1, 8))
     monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler.restore", restore)
     for read in (lambda: checkpoints.damage(1, program.state), lambda: checkpoints.restore(program.state, fail)):
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):

@@ -15,7 +15,6 @@ from bytescope.memory.cost import flops
 from bytescope.memory.formulas.model_shape import matrices
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.workdir import (
-    METRICS,
     Identity,
     check_path,
     claim,
@@ -23,10 +22,11 @@ from bytescope.train.checkpoints.workdir import (
     interrupted_note,
     new_workdir,
 )
-from bytescope.train.export.out_folder import refuse_used
-from bytescope.train.plan.model_facts import question_of
+from bytescope.train.export.model_folder import refuse_used
+from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
+from bytescope.train.source import METRICS
 from bytescope.train.user_errors import UserError
 from support.toy import small_config, small_program
 
@@ -173,8 +173,8 @@ def test_a_damaged_identity_is_one_line(tmp_path, damage):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bytescope.train.launch.lock import take
-held = take(Path(sys.argv[1]))
+from bytescope.train.checkpoints.workdir import take_lock
+held = take_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """

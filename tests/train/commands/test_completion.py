@@ -2,13 +2,12 @@
 
 import argparse
 import re
-import shutil
 import subprocess
 
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.completion_shells import SHELLS
+from bytescope.train.commands.completion_command import SHELLS
 from bytescope.train.commands.completion_words import gather, parsers
 from bytescope.train.commands.registry import COMMANDS
 
@@ -173,17 +172,15 @@ def test_bash_in_the_middle_of_a_line(folder):
     assert offered(folder, "bash", "-c", script).splitlines() == ["char", "--config=char"]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", [pytest.param(shell, marks=pytest.mark.oracle(shell)) for shell in SHELLS])
 def test_the_syntax(shell, folder):
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
     assert offered(folder, shell, "-n", f".script.{shell}") == ""
     (folder / f".broken.{shell}").write_text((folder / f".script.{shell}").read_text() + "\nif (\n")
     with pytest.raises(subprocess.CalledProcessError):
         offered(folder, shell, "-n", f".broken.{shell}")
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.oracle("fish")
 def test_fish(folder):
     lines = (
         "bytescope report lla",
@@ -202,7 +199,7 @@ def test_fish(folder):
         {"--remat=none,full"},
         {"--config.model.n_layers="},
         {"h100:2", "h100:2x8"},
-        {"mine.py"},
+        {"mine.py", "mixtral_8x7b"},
         {"hf:"},
         {"hf:runs/"},
         {"--config=hf:runs/"},
@@ -212,11 +209,12 @@ def test_fish(folder):
 def test_every_word_is_one_that_is_taken(words):
     """A flag, key, target or name that has gone, or a value of another table, would fail here."""
     from bytescope.memory.devices import targets
-    from bytescope.train.program.config_files import WEIGHTS, describe_keys, find_file
+    from bytescope.train.program.config_files import describe_keys
+    from bytescope.train.source import WEIGHTS, ConfigPath, find_source
 
     assert set(words.commands) == set(COMMANDS) == set(words.flags)
     assert set(words.keys) == {key for key, _, _ in describe_keys()}
-    assert all(find_file(name) for name in words.configs)
+    assert all(find_source(name, ConfigPath) for name in words.configs)
     assert all(f"{WEIGHTS}*" in script(words) for script in SHELLS.values())
     for name, counted in words.targets.items():
         if name not in ("local", "cpu"):  # those ask jax

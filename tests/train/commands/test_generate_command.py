@@ -8,7 +8,7 @@ import pytest
 
 from bytescope.train import cli
 from bytescope.train.generate import answers
-from bytescope.train.generate.request import Asked
+from bytescope.train.generate.request import Request
 from bytescope.train.generate.text import Growing
 from bytescope.train.user_errors import UserError
 from support.models import checkpoints
@@ -78,7 +78,7 @@ def test_a_file_is_answered_row_by_row_and_goes_on_where_it_was(folder, prompts,
 
 @pytest.mark.quick
 def test_a_full_disk_is_one_line(tmp_path):
-    row = answers.Row(0, "a", Asked((1, 2), 3), ())
+    row = answers.PromptRow(0, "a", Request((1, 2), 3), ())
     with answers.Answers(tmp_path / "out.jsonl", [row]) as out, open("/dev/full", "wb") as full:
         out._file.close()
         out._file = full

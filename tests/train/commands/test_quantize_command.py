@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.generate.request import Asked
+from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
@@ -110,7 +110,7 @@ def test_scales_make_less_error_than_rounding_and_both_layouts_hold_the_same(mad
 
 
 def test_both_layouts_generate_the_same_tokens_here(made):
-    asked = [Asked((5, 9, 200), 12), Asked((7,), 12)]
+    asked = [Request((5, 9, 200), 12), Request((7,), 12)]
     found = [alone(engine_of(Path(name)), asked) for name in ("awq", "compressed-tensors")]
     assert found[0] == found[1] and len(found[0][0]) == 12
 
@@ -150,7 +150,7 @@ def test_the_page_is_sound_when_it_is_used(made, home, browser):
 
 
 def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch):
-    whole = quantize_work.Work._round
+    whole = quantize_work.Quantization._round
     calls = []
 
     def cut(self, *args):
@@ -159,16 +159,18 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
             raise KeyboardInterrupt
         return whole(self, *args)
 
-    monkeypatch.setattr(quantize_work.Work, "_round", cut)
+    monkeypatch.setattr(quantize_work.Quantization, "_round", cut)
     assert quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl")[0] == 130
     assert not (home / "again").exists()
-    monkeypatch.setattr(quantize_work.Work, "_round", whole)
+    monkeypatch.setattr(quantize_work.Quantization, "_round", whole)
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
     assert code == 2 and "1 layers of an unfinished folder with method=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
     assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
     calls.clear()
-    monkeypatch.setattr(quantize_work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
+    monkeypatch.setattr(
+        quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
+    )
     code, _, _ = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--json=again.json")
     assert code == 0 and len(calls) == 2 * 7  # the first layer was written
     for file in ("model.safetensors", "config.json"):
@@ -179,10 +181,10 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
 
 @pytest.mark.exhaustive
 def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys, monkeypatch):
-    whole = quantize_work.Work._round
+    whole = quantize_work.Quantization._round
     calls = []
     monkeypatch.setattr(
-        quantize_work.Work,
+        quantize_work.Quantization,
         "_round",
         lambda self, *args: calls.append(args) or (whole(self, *args) if len(calls) <= 10 else 1 / 0),
     )
@@ -194,13 +196,15 @@ def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys
     with pytest.raises(ZeroDivisionError):
         quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
     calls.clear()
-    monkeypatch.setattr(quantize_work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
+    monkeypatch.setattr(
+        quantize_work.Quantization, "_round", lambda self, *args: calls.append(args) or whole(self, *args)
+    )
     assert quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")[0] == 0 and len(calls) == 3 * 7
     assert (home / "torn" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()
 
 
 def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkeypatch):
-    whole, held = quantize_work.Work._round, []
+    whole, held = quantize_work.Quantization._round, []
 
     def square():
         return [
@@ -213,7 +217,7 @@ def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkey
         held.append(len(square()))
         return whole(self, *args)
 
-    monkeypatch.setattr(quantize_work.Work, "_round", look)
+    monkeypatch.setattr(quantize_work.Quantization, "_round", look)
     before = len(square())
     assert quantize(capsys, "wide", "looked", *SHORT, "--held-out=held.jsonl")[0] == 0
     # Inputs of q, k, v, of attention's output, of gate and up, and of down: the bytes that were told.

@@ -11,13 +11,13 @@ import pytest
 from bytescope.memory import __main__ as command
 from bytescope.memory.view.console import make_console
 from bytescope.train.data.batch_algebra import BatchAlgebra
-from bytescope.train.plan.model_facts import accumulation
+from bytescope.train.plan.config_facts import accumulation
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import feed
 from bytescope.train.run.loop import run
 from bytescope.train.step.optimizer.rules import describe_scaling, make_schedule
-from support.toy import fixed_batches, small_config
+from support.toy import first_state, fixed_batches, small_config
 
 
 def batch_of(devices=8, **keys):
@@ -96,14 +96,14 @@ def test_every_update_is_that_of_one_batch_of_its_size():
     program = build(small_config({"batch.micro": 4, **SCHEDULE, **scaling}), jax.devices()[:1])
     hosts = iter(fixed_batches(4, 32, 64, sum(COUNTS)))
     host_again = iter(fixed_batches(4, 32, 64, sum(COUNTS)))
-    state, losses, rates = program.init(), [], []
+    state, losses, rates = first_state(program), [], []
     for calls in itertools.islice(feed(program, hosts), 20):
         for batch in calls:
             state, metrics = program.step(state, batch)
         losses.append(float(metrics["loss"]))
         rates.append(float(metrics["lr"]))
     assert int(state.step) == 20 and next(hosts, None) is None
-    other, expected = plain[1].init(), []
+    other, expected = first_state(plain[1]), []
     for update, count in enumerate(COUNTS):
         read = [next(host_again) for _ in range(count)]
         batch = {name: np.concatenate([one[name] for one in read]) for name in read[0]}

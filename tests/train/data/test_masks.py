@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from bytescope.train.data import example_reader
+from bytescope.train.data import examples
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
-from bytescope.train.data.example_reader import REMEDY
+from bytescope.train.data.examples import REMEDY
 from bytescope.train.data.tokenizer import JsonTokenizer, load_tokenizer
 from bytescope.train.user_errors import UserError
 from support.text_data import config, write
@@ -298,9 +298,9 @@ def test_long_examples_are_cut_or_dropped_and_told(tmp_path):
 
 def test_memory_is_that_of_few_long_examples(tmp_path, monkeypatch):
     """Of a long example only the tokens of its row stay in memory, and few texts are encoded at a time."""
-    monkeypatch.setattr(example_reader, "AT_ONCE", 4)
-    monkeypatch.setattr(example_reader, "GROUP_CHARS", 30_000)
-    encoded, held, encode_spans, mark = [], [], JsonTokenizer.encode_spans, example_reader.mark
+    monkeypatch.setattr(examples, "AT_ONCE", 4)
+    monkeypatch.setattr(examples, "GROUP_CHARS", 30_000)
+    encoded, held, encode_spans, mark = [], [], JsonTokenizer.encode_spans, examples.mark
 
     def encode_and_count(self, texts):
         encoded.append(sum(map(len, texts)))
@@ -311,14 +311,14 @@ def test_memory_is_that_of_few_long_examples(tmp_path, monkeypatch):
         return mark(content)
 
     monkeypatch.setattr(JsonTokenizer, "encode_spans", encode_and_count)
-    monkeypatch.setattr(example_reader, "mark", mark_and_measure)
+    monkeypatch.setattr(examples, "mark", mark_and_measure)
     lines = (json.dumps(chat("hello", f"{number} {'x' * 20_000}")) + "\n" for number in range(40))
     files = find(str(write(tmp_path, {"train.jsonl": "".join(lines)}) / "train.jsonl"))
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", CHATML))
     tracemalloc.start()
-    examples = example_reader.read_examples(files, config(format="chat", seq_len=40), tokenizer)
+    found = examples.read_examples(files, config(format="chat", seq_len=40), tokenizer)
     tracemalloc.stop()
-    assert examples.cut == 40 and len(examples.tokens) == 40 * 41
+    assert found.cut == 40 and len(found.tokens) == 40 * 41
     assert held[-1] - held[3] < 10 * 20_000  # 36 examples more
     assert max(encoded) < 60_000
 

@@ -10,7 +10,7 @@ import pytest
 
 from bytescope.train.data import prepare
 from bytescope.train.data.batches import open_data
-from bytescope.train.export.out_folder import disk_told
+from bytescope.train.export.model_folder import disk_errors_explained
 from bytescope.train.user_errors import UserError
 from support.command_line import prepare as main
 from support.text_data import config, save_tokenizer, write
@@ -310,5 +310,5 @@ def test_a_read_only_folder_is_no_full_disk(tmp_path, monkeypatch, capsys):
         f"error: {tmp_path / 'o'} cannot be written (Permission denied): make that writable, or choose another --out\n"
     )
     message = "Permission denied.: make that writable, or choose another folder; nothing was"
-    with pytest.raises(UserError, match=message), disk_told(tmp_path / "o"):
+    with pytest.raises(UserError, match=message), disk_errors_explained(tmp_path / "o"):
         refuse()

@@ -15,7 +15,7 @@ from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.export.peft import module_ends
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
-from bytescope.train.run.initial_weights import fingerprint_of_adapter, initial_adapters
+from bytescope.train.run.initial_state import fingerprint_of_adapter, initial_adapters
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints

@@ -7,10 +7,11 @@ import pytest
 from bytescope.model.paged import page_pool
 from bytescope.model.paged.paged_kernels import KERNELS
 from bytescope.train import cli
-from bytescope.train.generate import budget_arguments
-from bytescope.train.generate import budget_page as page
-from bytescope.train.generate.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
+from bytescope.train.generate import generate_flags
+from bytescope.train.generate.budget import SLACK, Budget, GenerationPlan, lengths_of, settle
+from bytescope.train.generate.budget_view import budget_page
 from bytescope.train.generate.model_source import DTYPES
+from bytescope.train.user_errors import DoesNotFit
 from support.browser import body
 from support.described import described
 from support.oracles import require
@@ -46,8 +47,8 @@ def test_figures():
 
 @pytest.mark.quick
 def test_flags_name_what_there_is():
-    assert budget_arguments.PAGE == page_pool.PAGE
-    assert set(budget_arguments.KERNELS) == set(KERNELS) and set(budget_arguments.DTYPES) == set(DTYPES)
+    assert generate_flags.PAGE == page_pool.PAGE
+    assert set(generate_flags.KERNELS) == set(KERNELS) and set(generate_flags.DTYPES) == set(DTYPES)
 
 
 @pytest.mark.quick
@@ -78,7 +79,7 @@ def test_no_room_is_told_before_anything_is_compiled():
 
 @pytest.mark.exhaustive
 def test_the_page_is_sound_when_it_is_used(browser):
-    check_page(browser, page.render(Planned("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
+    check_page(browser, budget_page(GenerationPlan("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

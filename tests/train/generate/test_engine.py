@@ -14,8 +14,8 @@ from bytescope.model.paged.page_pool import PAGE, PagePool, View
 from bytescope.model.paged.paged_kernels import gather, takes, triton
 from bytescope.train.generate.engine import PATIENCE
 from bytescope.train.generate.model_source import describe_model
-from bytescope.train.generate.request import Asked
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.request import Request
+from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.user_errors import UserError
 from support.described import described
 from support.exhaustive import exhaustive
@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     engine = engine_of(checkpoints.save(made, tmp_path / family))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, checkpoints.VOCAB, length).tolist() for length in (3, 11, 37, 20)]
-    answers = together(engine, [Asked(tuple(prompt), 64) for prompt in prompts])
+    answers = together(engine, [Request(tuple(prompt), 64) for prompt in prompts])
     for prompt, answer in zip(prompts, answers):
         with torch.no_grad():
             theirs = made.generate(
@@ -80,7 +80,7 @@ def test_the_kernel_for_gpus_compiles_for_one():
     model = describe_model(
         small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}), described("h100")
     )
-    steps, sizes = Steps(model, "triton", jnp.bfloat16), Sizes(100, 8, 64, 256)
+    steps, sizes = Steps(model, "triton", jnp.bfloat16), EngineSizes(100, 8, 64, 256)
     compilation = steps.compilation(sizes, 8, 1, False)
     assert b"paged_attention" in (compilation.proto or compilation.module)
     with pytest.raises(UserError, match="it is for one GPU"):
@@ -95,7 +95,7 @@ def requests(count, rng, longest=40, most=12, vocab=64):
         own = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, longest)))
         prompt = common + own[:20] if number % 3 == 0 else own
         found.append(
-            Asked(
+            Request(
                 prompt,
                 rng.randint(1, most),
                 temperature=0.9 * (number % 2),
@@ -133,7 +133,7 @@ def test_pages_are_hardly_wasted():
     rng = random.Random(3)
     engine = random_engine({"model.n_layers": 1, "model.max_seq_len": 512}, pages=257, sequences=32, chunk=64)
     for _ in range(200):
-        engine.submit(Asked(tuple(rng.randrange(64) for _ in range(rng.randint(16, 450))), rng.randint(1, 60)))
+        engine.submit(Request(tuple(rng.randrange(64) for _ in range(rng.randint(16, 450))), rng.randint(1, 60)))
     held = stored = 0
     while engine.busy:
         engine.step()
@@ -145,17 +145,17 @@ def test_pages_are_hardly_wasted():
 def test_a_beginning_is_computed_once():
     engine = random_engine()
     prompt = tuple(range(40))
-    first = alone(engine, [Asked(prompt, 4)])
+    first = alone(engine, [Request(prompt, 4)])
     steps = engine.count
-    assert alone(engine, [Asked(prompt, 4)]) == first
+    assert alone(engine, [Request(prompt, 4)]) == first
     assert engine.pages.reused == 2 * PAGE and engine.count - steps == steps - 2  # of three pieces one is left
 
 
 def test_prompts_do_not_hold_up_the_others():
     engine = random_engine()
-    first = engine.submit(Asked((1, 2, 3), 20))
+    first = engine.submit(Request((1, 2, 3), 20))
     engine.step()
-    engine.submit(Asked(tuple(range(110)), 2))  # seven pieces
+    engine.submit(Request(tuple(range(110)), 2))  # seven pieces
     grown = []
     for _ in range(10):
         engine.step()
@@ -181,7 +181,7 @@ def test_eight_bits_are_close(stored, close):
 @pytest.mark.oracle("transformers")
 def test_devices_share_a_model(tmp_path):
     folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "llama")
-    asked = [Asked((5, 6, 7), 12), Asked(tuple(range(2, 30)), 12)]
+    asked = [Request((5, 6, 7), 12), Request(tuple(range(2, 30)), 12)]
     alike = together(engine_of(folder), asked)
     shared = engine_of(folder, fsdp=2, tensor=2)
     assert together(shared, asked) == alike
@@ -192,24 +192,24 @@ def test_devices_share_a_model(tmp_path):
 def test_what_never_fits_is_refused_when_it_comes():
     engine = random_engine(pages=4)
     for asked, message in (
-        (Asked((), 3), "empty prompt"),
-        (Asked((1,), 128), "128 positions"),
-        (Asked((1,) * 40, 20), "need 4 pages of 16, and the pool has 3"),
+        (Request((), 3), "empty prompt"),
+        (Request((1,), 128), "128 positions"),
+        (Request((1,) * 40, 20), "need 4 pages of 16, and the pool has 3"),
     ):
         with pytest.raises(UserError, match=message):
             engine.submit(asked)
-    assert together(engine, [Asked((1,) * 40, 8)]) and not engine.busy
+    assert together(engine, [Request((1,) * 40, 8)]) and not engine.busy
 
 
 def test_stops_and_ends():
     engine = random_engine()
-    whole = alone(engine, [Asked((1, 2, 3), 8)])[0]
+    whole = alone(engine, [Request((1, 2, 3), 8)])[0]
     stop = whole[3]
-    one = engine.submit(Asked((1, 2, 3), 8, stops=frozenset([stop])))
+    one = engine.submit(Request((1, 2, 3), 8, stops=frozenset([stop])))
     while engine.busy:
         engine.step()
     assert one.ended == "stop" and one.answer == whole[: whole.index(stop)]
-    two = engine.submit(Asked((1, 2, 3), 8))
+    two = engine.submit(Request((1, 2, 3), 8))
     engine.step()
     engine.finish(two)
     assert two.ended == "text" and not engine.busy and engine.pages.used == 0

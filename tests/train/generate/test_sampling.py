@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bytescope.train.generate.request import Asked
+from bytescope.train.generate.request import Request
 from bytescope.train.generate.sampling import Draws, choose, filtered
 from support.models.generating import random_engine, together
 
@@ -76,8 +76,8 @@ def test_draws_follow_the_distribution(setting):
 
 
 def test_a_seed_draws_the_same_whatever_is_beside_it():
-    asked = [Asked((1, 2, 3), 10, temperature=1.0, seed=5)] * 2 + [Asked((9, 8), 10, temperature=1.0, seed=5)]
+    asked = [Request((1, 2, 3), 10, temperature=1.0, seed=5)] * 2 + [Request((9, 8), 10, temperature=1.0, seed=5)]
     engine = random_engine()
     first, second, other = together(engine, asked)
     assert first == second != other
-    assert together(random_engine(), [Asked((1, 2, 3), 10, temperature=1.0, seed=6)])[0] != first
+    assert together(random_engine(), [Request((1, 2, 3), 10, temperature=1.0, seed=6)])[0] != first

@@ -22,7 +22,7 @@ from bytescope.train.generate.training_sample import (
     sample_prompt,
 )
 from support.exhaustive import exhaustive
-from support.toy import small_config, small_program
+from support.toy import first_state, small_config, small_program
 
 SMALL = {
     "model.n_layers": 2,
@@ -49,7 +49,7 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
 )
 def test_tokens_are_those_of_whole_passes(keys, devices):
     program = small_program({**LENGTH, **keys}, devices)
-    params = program.init().model_params
+    params = first_state(program).model_params
     assert over_pages(program)
     for prompt, count in (([5, 6, 7], 12), (list(range(60)), 6)):
         found = generate(program, params, prompt, count, 0.0)
@@ -59,14 +59,14 @@ def test_tokens_are_those_of_whole_passes(keys, devices):
 
 def test_draws_are_repeated():
     program = small_program({**LENGTH, "model.n_layers": 1})
-    params = program.init().model_params
+    params = first_state(program).model_params
     drawn, greedy, again = (generate(program, params, [5, 6, 7], 20, heat) for heat in (1.0, 0.0, 1.0))
     assert drawn == again != greedy
 
 
 def test_prompts_are_answered_together():
     program = small_program(LENGTH)
-    params = program.init().model_params
+    params = first_state(program).model_params
     prompts = [np.arange(length).tolist() for length in (1, 9, 30, 4, 44, 47, 2, 3, 17, 60)]
     sampler = Sampler(program, 12, 60, len(prompts))
     one = Sampler(program, 12, 60)

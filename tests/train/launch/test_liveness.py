@@ -1,4 +1,4 @@
-"""The line between processes: who came, in what order values come, and how all end as one."""
+"""The link between processes: who came, in what order values come, how all end as one, and which straggler is named."""
 
 import contextlib
 import socket
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescope.train.launch.liveness import Link
-from bytescope.train.launch.rendezvous import meet, own_address
-from bytescope.train.launch.token import Token, matches
+from bytescope.train.launch.liveness import SILENT_S, Link, Stalls
+from bytescope.train.launch.rendezvous import Token, meet, own_address, token_matches
 from bytescope.train.user_errors import Lost, UserError
 from support.ports import free_port
 
@@ -126,8 +125,8 @@ def test_one_with_another_token_is_told_why(tmp_path, monkeypatch):
             first.result()
     monkeypatch.setenv("BYTESCOPE_TOKEN", "secret")
     assert Token(None, port).make() == Token(tmp_path, port).read() == "secret" and not (tmp_path / "runs").exists()
-    assert matches("secret", "secret") and matches("any", "") and not matches("", "secret")
-    assert not matches("é", "secret")
+    assert token_matches("secret", "secret") and token_matches("any", "") and not token_matches("", "secret")
+    assert not token_matches("é", "secret")
 
 
 def test_a_place_that_cannot_be_written_asks_for_no_token(tmp_path):
@@ -220,7 +219,7 @@ def test_a_connection_that_breaks_is_a_death():
 
 def test_a_process_that_says_nothing_is_named(capsys, monkeypatch):
     """Process 1 is there, and reads and says nothing after its first word, as one that is stopped."""
-    monkeypatch.setattr("bytescope.train.launch.stalls.SILENT_S", 0.5)
+    monkeypatch.setattr("bytescope.train.launch.liveness.SILENT_S", 0.5)
     monkeypatch.setattr("bytescope.train.launch.liveness.BEAT_S", 0.05)
     peers = meet_all(3)
     peers[1][0].send("at", "waiting for the data of step 7 on node1")
@@ -239,3 +238,89 @@ def test_a_process_that_says_nothing_is_named(capsys, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(Link.close, links.values()))
     assert codes == []
+
+
+# ---- the straggler ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+def seconds(clock, stalls, count, beating=()):
+    """So many seconds, in each of which the beating processes say where they are and `stalls` looks."""
+    for _ in range(count):
+        clock.now += 1
+        for index, where in dict(beating).items():
+            stalls.hear(index, where)
+        stalls.look()
+
+
+def test_a_silent_process_is_named_once_with_its_host_and_what_it_did(clock, told):
+    """After a quarter of the timeout, since silence has no other reason."""
+    stalls = Stalls(0, 120.0, told.append, clock)
+    stalls.at("in step 7")
+    stalls.hear(1, "waiting for the data of step 7 on node1")
+    seconds(clock, stalls, 90, {2: "in step 7 on node2"})
+    assert told == [
+        "no step for 31 s: process 1 has been silent for 31 s, last seen waiting for the data of step 7 on node1"
+    ]
+    stalls.at("in step 8")
+    seconds(clock, stalls, 1)
+    assert told[1:] == ["it goes on, after 90 s without a step"]
+    seconds(clock, stalls, 20, {1: "in step 8 on node1"})
+    assert len(told) == 2
+
+
+def test_of_those_that_are_alive_the_one_elsewhere_is_named_by_process_0(clock, told):
+    beating = {1: "in step 7 on a", 2: "waiting for the data of step 7 on b", 3: "in step 7 on c"}
+    stalls = Stalls(0, 30.0, told.append, clock)
+    stalls.at("in step 7")
+    seconds(clock, stalls, 40, beating)
+    assert told == ["no step for 31 s: process 2 is waiting for the data of step 7 on b; 3 of 4 are in step 7"]
+    told.clear()
+    other = Stalls(3, 30.0, told.append, clock)
+    other.at("in step 7")
+    seconds(clock, other, 40, {0: "in step 7 on z"})
+    assert told == []
+
+
+def test_all_in_the_same_place(clock, told):
+    stalls = Stalls(0, 30.0, told.append, clock)
+    stalls.at("in step 7")
+    seconds(clock, stalls, 40, {1: "in step 7 on a"})
+    assert told == ["no step for 31 s: all 2 processes are alive, in step 7"]
+
+
+def test_who_was_stopped_itself_says_so_and_accuses_nobody(clock, told):
+    stalls = Stalls(0, 30.0, told.append, clock)
+    stalls.at("in step 7")
+    seconds(clock, stalls, 3, {1: "in step 7 on a"})
+    clock.now += 60
+    stalls.look()
+    assert told == ["this process was itself stopped for 60 s, in step 7"]
+    assert not stalls.silent()
+
+
+@pytest.mark.parametrize(("timeout", "doing"), [(0.0, "in step 7"), (30.0, "")])
+def test_nothing_is_told_where_nothing_is_asked_or_waited_for(clock, told, timeout, doing):
+    stalls = Stalls(0, timeout, told.append, clock)
+    stalls.at(doing)
+    stalls.hear(1, f"in step 7 on {socket.gethostname()}")
+    seconds(clock, stalls, int(40 + SILENT_S))
+    assert told == []

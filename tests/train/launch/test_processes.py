@@ -19,7 +19,7 @@ from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
 from support.models import weights
 from support.ports import free_port
-from support.toy import small_program
+from support.toy import first_state, small_program
 
 CONFIG = """
 from bytescope.configs import tiny
@@ -360,7 +360,7 @@ def test_the_sample_is_the_same_on_every_mesh(mesh):
     texts = []
     for overrides, devices in (({}, 1), (mesh, 4)):
         program = small_program(overrides, devices)
-        texts.append(generate(program, program.init().params, [1, 2, 3], 12, 0.8))
+        texts.append(generate(program, first_state(program).params, [1, 2, 3], 12, 0.8))
     assert texts[0] == texts[1] and len(set(texts[0])) > 4
 
 
@@ -382,7 +382,7 @@ def test_of_a_prompt_longer_than_the_window_its_end_is_read(tokens, count, kept)
 
 def test_what_follows_a_long_prompt_depends_on_its_end_alone():
     program = small_program({}, 1)
-    length, params = program.batch.seq_len, program.init().params
+    length, params = program.batch.seq_len, first_state(program).params
     end = [token % 50 for token in range(length - 12)]
     texts = {first: generate(program, params, [first] * length + end, 12, 0.8) for first in (3, 4)}
     assert texts[3] == texts[4] == generate(program, params, end, 12, 0.8) and len(texts[3]) == 12

@@ -16,7 +16,7 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.pipeline.layer_order import reordered
 from bytescope.train.program.step_checks import check_collectives
 from bytescope.train.run.feed import put
-from bytescope.train.run.startup import start_state
+from bytescope.train.run.initial_state import start_state
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, run_losses, small_program
 

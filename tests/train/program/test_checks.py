@@ -1,7 +1,9 @@
 """Values that no run can want are refused at the start, in a line with the value and what is valid."""
 
+import re
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from bytescope.model import ModelConfig
@@ -9,7 +11,10 @@ from bytescope.train.commands.train_command import parse
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
 from bytescope.train.launch.processes import find
+from bytescope.train.plan import remat_auto
+from bytescope.train.program import program_settings
 from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_settings
+from bytescope.train.program.program import build
 from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.valid_values import DECAYS, POSITIVE
 from bytescope.train.user_errors import UserError
@@ -110,3 +115,33 @@ def test_data_that_hardly_fit_the_run_are_said_and_run():
     (line,) = lines(9000, 8000, **{"model.vocab_size": 50_304})
     assert "data.tokenizer=bytes makes 256 different tokens, and model.vocab_size=50304: set data.tokenizer" in line
     assert lines(9000, 8000, IdTokenizer(64), **{"model.vocab_size": 50_304}) == []
+
+
+# In the order in which they are checked: each is refused for the first of two neighbors.
+IN_ORDER = [
+    ({"train.steps": 0}, "train.steps=0"),
+    ({"mesh.fsdp": 3}, "mesh.fsdp=3 does not divide"),
+    ({"model.mlp_chunk": 7}, "model.mlp_chunk=7 does not divide"),
+    ({"model.n_heads": 3}, "model.n_heads=3 is not a multiple"),
+    ({"batch.micro": 0}, "batch.micro=0"),
+    ({"remat.layers": "(0-9:full)"}, "remat.layers=0-9:full overlaps"),
+    ({"xla.gemm": "triton"}, "xla.gemm=triton is for XLA's GPU compiler"),
+    ({"pipeline.virtual": 2}, "pipeline.virtual=2 with mesh.stage=1"),
+    ({"lora.rank": 4, "lora.targets": "(x)"}, "lora.targets=x"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(IN_ORDER) - 1))
+def test_of_several_mistakes_the_first_check_decides(number):
+    (first, message), (second, _) = IN_ORDER[number], IN_ORDER[number + 1]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        build(small_config({**second, **first}), jax.devices()[:1])
+
+
+def test_a_config_is_read_and_checked_once_on_its_way_to_a_program(monkeypatch):
+    calls = []
+    for module, name in ((remat_auto, "read_settings"), (program_settings, "check_values"), (remat_auto, "check")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    remat_auto.settled_program(small_config(), jax.devices()[:1])
+    assert calls == ["read_settings", "check_values", "check"]

@@ -5,8 +5,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.train.program.config_files import SHIPPED, find_file, flatten, load, override, split_overrides
+from bytescope.train.program.config_files import flatten, load, override, split_overrides
 from bytescope.train.program.program import build
+from bytescope.train.source import SHIPPED
 from bytescope.train.user_errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -93,9 +94,9 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(FROM_BASE + "    c.train.steps = 5\n    return c\n")
     assert load(str(mine)).train.steps == 5
-    assert find_file("char").samefile(find_file("configs/char.py"))
+    assert load("char") == load("configs/char.py")
     with pytest.raises(UserError, match="did you mean llama_8b"):
-        find_file("lama_8b")
+        load("lama_8b")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.units import human, parse_bytes
 from bytescope.train import cli
-from bytescope.train.program.config_files import find_file, flatten, load, shipped
+from bytescope.train.program.config_files import flatten, load
 from bytescope.train.program.program import build
+from bytescope.train.source import ConfigPath, find_source, shipped
 
 NAMES = [path.stem for path in shipped()]
 TRAINED = ["char", "gpt2_small", "tiny", "tiny_moe"]  # what two cores can train for a while, the GPT-2 shrunk
@@ -54,7 +55,7 @@ class Record:
 
 def read(name: str) -> Record:
     """The record of a shipped config, from its docstring alone."""
-    text = ast.get_docstring(ast.parse(find_file(name).read_text()))
+    text = ast.get_docstring(ast.parse(find_source(name, ConfigPath).path.read_text()))
     commands = re.findall(r"^    (bytescope .+)$", re.sub(r"\\\n\s*", "", text), re.M)
     prose = " ".join(text.split())
     memory = MEMORY.search(prose)

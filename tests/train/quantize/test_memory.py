@@ -8,9 +8,9 @@ from bytescope.memory.devices import targets
 from bytescope.model.quantized import groups
 from bytescope.model.quantized.quantized_formats import BASES, FORMATS
 from bytescope.train.commands import quantize_command
-from bytescope.train.generate.budget_arguments import WEIGHTS
+from bytescope.train.generate.generate_flags import STORED_WEIGHTS
 from bytescope.train.generate.model_source import describe_model
-from bytescope.train.generate.steps import Sizes, Steps
+from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.quantize.quantize_work import METHODS
 from bytescope.train.weights.packed import BITS, LAYOUTS, SIZES
 from support.models.generating import TINY
@@ -25,7 +25,7 @@ def step_bytes(layers, base):
     """(bytes of the weights, bytes that a step takes beyond weights and pool)."""
     config = small_config({**TINY, **SHAPE, "model.n_layers": layers})
     steps = Steps(describe_model(config, jax.devices()[:1], dtype="float32", base=base), "blocks", "float32")
-    sizes = Sizes(8, 2, 16, 64)
+    sizes = EngineSizes(8, 2, 16, 64)
     return steps.weight_bytes, steps.extra_bytes(sizes, steps.report(sizes, 2, 1, False, targets.parse("local")))
 
 
@@ -53,7 +53,7 @@ def test_a_step_decodes_no_layer_before_it_is_its_turn(measured):
 def test_choices_of_the_parsers_are_the_rows_of_the_tables():
     assert quantize_command.GROUPS == groups.SIZES == SIZES and quantize_command.BITS == BITS
     assert set(quantize_command.FORMATS) == set(LAYOUTS) and set(quantize_command.METHODS) == set(METHODS)
-    assert set(WEIGHTS) == {name for name, row in FORMATS.items() if row}
+    assert set(STORED_WEIGHTS) == {name for name, row in FORMATS.items() if row}
     assert set(FORMATS) - set(BASES) == {f"int4_g{size}" for size in SIZES}
 
 

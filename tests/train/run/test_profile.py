@@ -12,7 +12,7 @@ from rich.console import Console
 from bytescope.memory.__main__ import main as memory_main
 from bytescope.memory.profile import xplane
 from bytescope.train.run import loop
-from bytescope.train.run.profile import Asked
+from bytescope.train.run.profile import ProfiledUpdates
 from bytescope.train.user_errors import UserError
 from support.command_line import train as main
 from support.toy import small_config
@@ -44,7 +44,7 @@ def train(folder, source, asked="", steps=6, extend=False):
         workdir=folder,
         extend=extend,
         console=Console(file=out, width=100),
-        asked=Asked.parse(asked) if asked else Asked(""),
+        asked=ProfiledUpdates.parse(asked) if asked else ProfiledUpdates(""),
     )
     return out.getvalue()
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_traces_its_own_updates(runs, tmp_path):
     ("text", "found"), [("3", range(13, 16)), ("1", range(13, 14)), ("11-20", range(11, 21)), ("12-12", range(12, 13))]
 )
 def test_updates_of_a_start(text, found):
-    assert Asked.parse(text).updates(10, 20) == found
+    assert ProfiledUpdates.parse(text).updates(10, 20) == found
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.checkpoints.workdir import METRICS
+from bytescope.train.program.config_files import flatten
 from bytescope.train.run import loop, wandb_run
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.tensorboard import scalars
+from bytescope.train.source import METRICS
 from bytescope.train.user_errors import UserError
 from support.formats import shown, wandb_records
 from support.toy import small_config
@@ -46,7 +47,7 @@ def row(step, **more):
 
 def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys):
     """One start of a run from `step` that writes rows and evaluations as the loop does."""
-    config = small_config({f"train.{key}": value for key, value in keys.items()})
+    config = flatten(small_config({f"train.{key}": value for key, value in keys.items()}))
     with Recorders(folder, step, config, REPORT, enabled, (told if told is not None else []).append) as recorders:
         for at in range(step + 1, upto + 1):
             recorders.write(row(at))
@@ -89,7 +90,7 @@ def test_predicted_memory_config_and_sample_stand_beside_the_curves(tmp_path):
 
 
 def test_what_experts_took_is_a_histogram_for_each_layer(tmp_path):
-    with Recorders(tmp_path, 0, small_config(), REPORT, True, print) as recorders:
+    with Recorders(tmp_path, 0, flatten(small_config()), REPORT, True, print) as recorders:
         recorders.write(row(1), {2: np.float32([0.5, 1.5]), 11: np.float32([2.0, 0.0])})
     found = shown(tmp_path / "events")
     assert found["experts/load_layer_002"] == [(1, [0.0, 0.5, 1.5])]
@@ -116,7 +117,7 @@ def test_a_killed_start_leaves_no_second_point(tmp_path, resumed):
 
 
 def test_events_are_on_the_disk_at_once_and_a_full_disk_is_an_error(tmp_path):
-    config = small_config()
+    config = flatten(small_config())
     recorders = Recorders(tmp_path, 0, config, REPORT, True, print)
     recorders.write(row(1))
     assert shown(tmp_path / "events")["train/loss"] == [(1, 8.0)]

@@ -11,7 +11,7 @@ from rich.console import Console
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.packing import ExampleSource
 from bytescope.train.run.feed import put
-from bytescope.train.run.startup import start_state
+from bytescope.train.run.initial_state import start_state
 from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, made_state, run_losses, small_program

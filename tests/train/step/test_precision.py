@@ -19,7 +19,7 @@ from bytescope.train.step.optimizer.rules import OPTIMIZERS
 from support.described import described
 from support.exhaustive import exhaustive
 from support.hlo_text import collectives
-from support.toy import run_losses, small_config, small_program
+from support.toy import first_state, run_losses, small_config, small_program
 
 ROLES = ("param", "compute", "reduce", "accumulator", "norm", "logits")
 
@@ -258,7 +258,7 @@ def test_rounding_is_the_same_on_every_mesh():
     )
     rounded = []
     for program in (alone, many):
-        params = program.init().params
+        params = first_state(program).params
         updates = jax.tree.map(lambda leaf: 1e-4 * jnp.ones(leaf.shape), params)
         apply = jax.jit(
             functools.partial(apply_updates, precision=precision),

@@ -14,8 +14,8 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.program import config_files as configs
 from bytescope.train.program.program import build
-from bytescope.train.run import loop, startup
-from bytescope.train.run.initial_weights import fingerprint_of_adapter, fingerprint_of_weights
+from bytescope.train.run import initial_state, loop, startup
+from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import origin
 from bytescope.train.weights.folder import Folder
@@ -92,7 +92,7 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     said = io.StringIO()
     startup.show_program(Console(file=said, width=300), program, "text")
     assert f"adapters   from {path}\n" in said.getvalue()
-    state, position = startup.start_state(program, checkpoints, Console(file=io.StringIO()))
+    state, position = initial_state.start_state(program, checkpoints, Console(file=io.StringIO()))
     assert position == Position(0, 0)
     theirs, ours = tensors(path), state.params["blocks"]["attention"]["w_o_a"]
     first = theirs["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"]
@@ -251,7 +251,7 @@ def test_a_run_that_died_goes_on_bit_by_bit_and_reads_no_adapter_again(folder, t
     with pytest.raises(RuntimeError, match="dead"):
         run(config, tmp_path / "run")
     monkeypatch.setattr(loop.MetricsLog, "write", real)
-    monkeypatch.setattr(startup, "initial_adapters", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(initial_state, "initial_adapters", lambda *_: pytest.fail("read again"))
     assert [entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     assert run(config, tmp_path / "run") == whole
     assert len(set(whole[0])) == 4

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.source import CONFIG, INDEX, SINGLE
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.folder import CONFIG, INDEX, SINGLE, Folder
-from bytescope.train.weights.header import read_header
+from bytescope.train.weights.folder import Folder, read_header
 from support.models import weights
 
 pytestmark = pytest.mark.quick

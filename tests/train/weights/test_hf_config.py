@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bytescope.train.program import config_files as configs
+from bytescope.train.source import title_of
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.hf_config import describe
@@ -378,8 +379,8 @@ def test_a_folder_is_a_config_and_the_command_line_wins(tmp_path):
     assert config.init.folder == str(folder) and config.optimizer.learning_rate == 1e-4
     assert (config.data.seq_len, config.remat.policy, config.model.d_model) == (2048, "full", 576)
     assert config.data.tokenizer == str(folder / "tokenizer.json")
-    assert configs.title_of(f"hf:{folder}/") == "SmolLM2-1.7B v2" and configs.title_of("configs/char.py") == "char"
-    assert configs.title_of("hf:/hub/models--org--SmolLM2-135M/snapshots/93efa2") == "SmolLM2-135M"
+    assert title_of(f"hf:{folder}/") == "SmolLM2-1.7B v2" and title_of("configs/char.py") == "char"
+    assert title_of("hf:/hub/models--org--SmolLM2-135M/snapshots/93efa2") == "SmolLM2-135M"
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "config.json").write_text(json.dumps({**SMOLLM2, "vocab_size": 256}))
     assert configs.load(f"hf:{tmp_path / 'bytes'}").data.tokenizer == "bytes"
@@ -390,7 +391,7 @@ def test_a_home_and_a_relative_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert configs.load("hf:~/m").init.folder == str(tmp_path / "m")
     monkeypatch.chdir(tmp_path / "m")
-    assert configs.load("hf:.").model.d_model == 576 and configs.title_of("hf:.") == "m"
+    assert configs.load("hf:.").model.d_model == 576 and title_of("hf:.") == "m"
     with pytest.raises(UserError, match="or hf:~/m for the weights there"):
         configs.load("~/m")
 

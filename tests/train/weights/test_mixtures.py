@@ -17,10 +17,9 @@ from bytescope.train.program import config_files as configs
 from bytescope.train.program.program import build
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights import load as loading
-from bytescope.train.weights.expert_keys import routed_layers
 from bytescope.train.weights.finetune import check_agreement
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.hf_config import describe, routed_layers
 from bytescope.train.weights.leaves import checkpoint_leaves
 from bytescope.train.weights.load import load_params
 from support.exhaustive import exhaustive

@@ -1,3 +1,5 @@
-"""From a budget and the batch of an update to the configuration to run: `walk` goes from variant to variant, `space` is
-what it may change, `step` one variant that was tried, `reach` the ranks and lengths that adapters go to, `result` the
-JSON of all of it. Start with `walk.Walk`."""
+"""Finds the configuration to run, from a budget and the batch of an update.
+
+Start with `fit_walk.Walk`, which goes from variant to variant. `fit_space` is what it may change, `fit_step` one
+variant that was tried, `fit_reach` the ranks and lengths that adapters go to, `fit_result` the JSON of all of it.
+"""

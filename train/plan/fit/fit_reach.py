@@ -1,13 +1,12 @@
 """How far adapters go on a target: for each rank the longest sequences and the largest micro-batch that fit, compiled.
 
-Everything is recomputed and the frozen weights are as small as the levers allow. Lengths are of one sequence at once,
-with the inputs of blocks on the device, and in host memory where that lever is free; micro-batches are of the config's
-length, and divide its update. Ranks are tried smallest first. More of a rank or a length never takes fewer bytes:
-adapters, their moments, their gradients and what they keep of a token are all linear in rank
-(`memory.formulas.adapter_formulas`). So what fits the smaller rank bounds the next, and is tried first: if it fits, the
-next
-is settled by one compile. Else the bytes a token that were compiled so far lead to the length that fits, until the
-next longer one was compiled too and does not.
+Everything is recomputed, and the frozen weights are as small as the levers allow. Lengths are tried with one sequence
+at a time, with block inputs on the device and, if that lever is free, in host memory; micro-batches have the config's
+length and divide its update. Ranks are tried smallest first. A larger rank or length never needs fewer bytes: adapters,
+their moments, their gradients and the tensors that they keep per token are all linear in the rank
+(`memory.formulas.adapter_formulas`). So the length that fits a smaller rank bounds the next rank and is tried first; if
+it fits, one compile settles the next rank. Otherwise the compiled bytes per token lead to the length that fits, until
+the next longer one has been compiled and does not fit.
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.remat.remat_search import FULL
+from bytescope.train.plan.config_grid import remat_keys
 from bytescope.train.plan.fit.fit_step import Step, judged
 from bytescope.train.plan.fit.fit_walk import Walk
-from bytescope.train.plan.remat_keys import remat_keys
 from bytescope.train.plan.trials import Stopped
 
-# Ranks that are tried beside the config's.
+# Ranks that are tried in addition to the config's.
 RANKS = (8, 16, 64, 256)
-# Lengths are multiples of this, in tokens, or of the config's where that is shorter; so many are tried for one answer.
-GRAIN, MOST_TRIED = 1024, 12
-# The policy that keeps the inputs of blocks in host memory.
+# Lengths are multiples of this number of tokens, or of the config's length if that is shorter. Maximum number of
+# lengths that are tried for one answer.
+GRAIN, MAX_TRIED = 1024, 12
+# The policy that keeps block inputs in host memory.
 OFFLOAD = "offload"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The most of a length or a micro-batch that fits at a rank, and its figures.
+    """The largest length or micro-batch that fits at a rank, and its figures; if none fits, the smallest.
 
     Fields:
-        rank, length, micro, base: its adapters, tokens of a sequence, sequences at once and how frozen weights are
-        stored. policy: what it recomputes. most: which of "length" and "micro" was raised. step: the variant as the
-        walk judges one; tokens: of its update. beyond: the least that was tried and does not fit, 0 where this is the
-        most that the model or the update have. Where not even the least fits, it is the least.
+        rank: of the adapters. length: tokens of a sequence. micro: sequences at a time. base: how frozen weights are
+            stored. policy: of remat. most: which of "length" and "micro" was raised.
+        step: the variant as the walk judges it. tokens: of its update.
+        beyond: the smallest value that was tried and does not fit, 0 if the model or the update has no more.
     """
 
     rank: int
@@ -54,12 +54,12 @@ class Reached:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted, over all devices."""
+        """Predicted tokens per second over all devices."""
         return self.tokens / self.step.seconds if self.step.seconds else 0.0
 
     @property
     def verdict(self) -> str:
-        """What is the most, and what is too much, in a few words; what is missing where it does not fit."""
+        """The limit in a few words; the missing bytes if the variant does not fit."""
         if not self.step.fits:
             return self.step.verdict
         if self.most == "micro":
@@ -67,26 +67,24 @@ class Reached:
         return f"{self.beyond:,} do not fit" if self.beyond else "the longest of the model"
 
     def to_json(self, flags: str) -> dict[str, Any]:
-        """The row as JSON values; `flags`: what sets its keys."""
-        found = self.step.to_json()
-        own = {
-            key: getattr(self, key)
-            for key in ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
-        }
-        return {
-            **own,
-            "flags": flags,
-            **{key: found[key] for key in ("allocated_bytes", "host_bytes", "predicted_seconds", "fits")},
-        }
+        """Returns the row as JSON values. flags: set its keys."""
+        step = self.step.to_json()
+        own = ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
+        row = {name: getattr(self, name) for name in own}
+        row["flags"] = flags
+        for name in ("allocated_bytes", "host_bytes", "predicted_seconds", "fits"):
+            row[name] = step[name]
+        return row
 
 
 @dataclasses.dataclass
 class Bracket:
-    """Between the longest that fits and the shortest that does not, in tokens.
+    """The longest length that fits and the shortest that does not, in tokens, and the length to try next.
 
     Fields:
-        fits, fails: those two; 0 and one step beyond the model's longest before any was tried. at: what to try next, 0
-        where the two are neighbours. grain: the step. slope: bytes a token, 0 where unknown. tried: lengths so far.
+        fits, fails: these two lengths; before any trial 0, and one step beyond the model's maximum.
+        at: the length to try next, 0 if the two are neighbours. grain: the step. slope: bytes per token, 0 if unknown.
+        tried: length -> bytes.
     """
 
     fits: int
@@ -97,29 +95,32 @@ class Bracket:
     tried: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def learn(self, step: Step, budget: int) -> None:
-        """Takes the variant of length `at`, and says what to try next."""
+        """Records the variant of length `at`, and sets `at` to the next length."""
         length, size = self.at, step.allocated
         if self.tried:
             last, before = list(self.tried.items())[-1]
             self.slope = (size - before) / (length - last)
         self.tried[length] = size
-        self.fits, self.fails = (length, self.fails) if step.fits else (self.fits, length)
-        if self.fails - self.fits <= self.grain or len(self.tried) == MOST_TRIED:
+        if step.fits:
+            self.fits = length
+        else:
+            self.fails = length
+        if self.fails - self.fits <= self.grain or len(self.tried) == MAX_TRIED:
             self.at = 0
             return
         guess = 2 * length if step.fits else (self.fits + length) // 2
-        if self.slope > 0 and step.fits == (size <= budget):  # else host memory is the limit
+        if self.slope > 0 and step.fits == (size <= budget):  # otherwise host memory is the limit
             guess = length + int((budget - size) / self.slope)
         guess = guess // self.grain * self.grain
         self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
 
     def larger(self) -> Bracket:
-        """Where a larger rank begins: at the longest that fits here."""
+        """Returns the start for a larger rank: the longest length that fits here."""
         return Bracket(0, self.fails, self.fits, self.grain, self.slope)
 
 
 class Reach:
-    """Tries ranks, lengths and micro-batches after a walk: `found` has all that was compiled, `rows` the answers."""
+    """Tries ranks, lengths and micro-batches after a walk: `found` has all compiled variants, `rows` the answers."""
 
     def __init__(self, walk: Walk):
         self.walk, self.trials, self.space = walk, walk.trials, walk.space
@@ -128,7 +129,7 @@ class Reach:
         self.stopped = ""
 
     def run(self) -> None:
-        """Tries what the limits on compiles and time allow."""
+        """Tries as much as the limits on compiles and time allow."""
         if self.walk.stopped or self.walk.tightest is None:
             return
         own = self.space.flat["lora.rank"]
@@ -146,15 +147,15 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """The answers by rank, the fastest that fit first."""
+        """The answers by rank, variants that fit first, the fastest of them first."""
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
-        """The rows as JSON values."""
+        """Returns the rows as JSON values."""
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
     def _micros(self, ranks: Sequence[int]) -> None:
-        """The largest micro-batch of each rank, of those that divide the update."""
+        """Finds the largest micro-batch of each rank that divides the update."""
         smallest = self._smallest()
         sizes, beyond = self.space.micros(smallest), 0
         for rank in ranks:
@@ -173,7 +174,7 @@ class Reach:
             self._answer(tried, beyond)
 
     def _lengths(self, ranks: Sequence[int], policy: str) -> None:
-        """The longest sequences of each rank, one at once."""
+        """Finds the longest sequences of each rank, one at a time."""
         own, most = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
         grain = min(GRAIN, own)
         bracket = Bracket(0, most // grain * grain + grain, own // grain * grain, grain)
@@ -187,9 +188,8 @@ class Reach:
         for rank in ranks:
             tried = {}
             while bracket.at:
-                row = self._compiled(
-                    {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}, policy, "length"
-                )
+                variant = {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}
+                row = self._compiled(variant, policy, "length")
                 if row is None:
                     return
                 tried[bracket.at] = row
@@ -198,8 +198,8 @@ class Reach:
             bracket = bracket.larger()
 
     def _smallest(self) -> dict[str, str]:
-        """The keys, but for recomputation, of the variant with the smallest frozen weights that was tried; without
-        stages, which need several micro-batches."""
+        """Returns the keys, without remat, of the smallest variant that was tried with the smallest frozen weights, if
+        possible without stages, which need several micro-batches."""
         ran = [step for step in self.walk.steps if step.ok]
         ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
         narrow = [step for step in ran if step.keys.get("lora.base") == "nf4"] or ran
@@ -207,7 +207,7 @@ class Reach:
         return {key: text for key, text in keys.items() if not key.startswith("remat.")}
 
     def _compiled(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
-        """A variant and its figures; None for one that cannot run."""
+        """Compiles a variant and returns its figures; None if it cannot run."""
         answer = self.trials.compile([keys])[0]
         if answer["status"] != "ok":
             return None
@@ -227,7 +227,9 @@ class Reach:
         return row
 
     def _answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
-        """Adds the most of a rank that fits, else the least that was tried; nothing where nothing was."""
-        fits = [size for size, row in tried.items() if row.step.fits]
-        if tried:
-            self.answers.append(dataclasses.replace(tried[max(fits) if fits else min(tried)], beyond=beyond))
+        """Adds the largest size of a rank that fits; if none fits, the smallest that was tried."""
+        if not tried:
+            return
+        fitting = [size for size, row in tried.items() if row.step.fits]
+        size = max(fitting) if fitting else min(tried)
+        self.answers.append(dataclasses.replace(tried[size], beyond=beyond))

@@ -6,20 +6,20 @@ Its keys (sizes are bytes on ONE device):
 - `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_seconds` with
   `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and `verdict`; null where a
   variant cannot run.
-- `ties`: the `what` of variants that fit and are predicted to be as fast as the best. `rates`: where those of the
-  predicted seconds are from, in one line.
-- `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
-  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
-- `reach`: of adapters, the longest sequences and the largest micro-batches that fit at each rank: `rank`, `length`,
-  `micro`, `base`, `policy`, `most` (what is the most here: "length" or "micro"), `beyond` (the least of it that does
-  not fit, 0 where the model or the update has no more), `allocated_bytes`, `host_bytes`, `predicted_seconds`,
-  `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
-- `layouts`: each mesh that was tried, the choice's first: `layout`, its best variant's `what`, `allocated_bytes`,
-  `predicted_seconds`, `fits`, `verdict`; `slower`: the share of the choice's seconds that it takes more; at
-  least so much where `least_seconds` is known, which no variant of the mesh is expected to beat.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
-  that the flags above hold the given ones; `programs`: how many were compiled, those
-  in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
+- `ties`: the `what` of variants that fit and are predicted to be as fast as the best. `rates`: the source of the rates
+  behind the predicted seconds, in one line.
+- `certificate`: if nothing fits, the variant nearest to the budget: `keys`, `flags`, `what`, `allocated_bytes`,
+  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null if something fits.
+- `reach`: for adapters, the longest sequences and the largest micro-batches that fit at each rank: `rank`, `length`,
+  `micro`, `base`, `policy`, `most` (which one was raised: "length" or "micro"), `beyond` (its smallest value that was
+  tried and does not fit, 0 if the model or the update has no more), `allocated_bytes`, `host_bytes`,
+  `predicted_seconds`, `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
+- `layouts`: each mesh that was tried, the choice's first: `layout`, and of its best variant `what`, `allocated_bytes`,
+  `predicted_seconds`, `fits`, `verdict`; `slower`: how much longer it takes than the choice, as a share of the choice's
+  seconds; if `least_seconds`, a lower bound for every variant of the mesh, is known, `slower` is a lower bound too.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`. `config`, `given`, `target`, `versions`: as in a comparison; the
+  flags above include the given ones. `programs`: number of programs compiled, without those in the cache. `seconds`.
+  `stopped`: why the search ended early, "" if it did not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.train.plan.config_grid import ConfigRow, given_flags
-from bytescope.train.plan.fit.fit_layouts import standings
 from bytescope.train.plan.fit.fit_reach import Reach
+from bytescope.train.plan.fit.fit_space import layout
+from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.fit.fit_walk import Walk
 
 
@@ -42,18 +43,17 @@ def to_json(
     measured: Mapping[str, Any] | None = None,
     reach: Reach | None = None,
 ) -> dict[str, Any]:
-    """A walk that has ended as JSON values; see the module for the keys.
+    """Returns a walk that has ended as JSON values; see the module for the keys.
 
-    flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run. reach: what
-    was tried besides, of adapters.
+    flags: config keys -> the flags that set them. measured: figures of the best variant, if it was run. reach: the
+    ranks and lengths that were tried for adapters.
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
-        row = ConfigRow.from_answer(dict(walk.best.keys), walk.best.answer)
-        best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
-            "flags": flags(walk.best.keys),
-            "what": walk.best.what,
-        }
+        best = dataclasses.asdict(ConfigRow.from_answer(dict(walk.best.keys), walk.best.answer))
+        best |= {"flags": flags(walk.best.keys), "what": walk.best.what}
+        if measured:
+            best["measured"] = dict(measured)
     elif walk.tightest is not None:
         certificate = walk.tightest.certificate(flags(walk.tightest.keys), walk.budget, host)
     return {
@@ -75,3 +75,64 @@ def to_json(
         "reach": reach.to_json(flags) if reach else [],
         "layouts": [standing.to_json() for standing in standings(walk)],
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """One mesh, and its best variant.
+
+    Fields:
+        layout: the mesh in words.
+        step: the fastest variant that fits; if none fits, the smallest; if none runs, one that cannot run.
+        least: lower bound of seconds per update for every variant of the mesh; 0 if the search tried more policies than
+            full recomputation, because then `step` has the seconds.
+        slower: how much longer the mesh takes than the choice, as a share of the choice's seconds; a lower bound if
+            `least` is one. None without a choice, or without seconds.
+    """
+
+    layout: str
+    step: Step
+    least: float = 0.0
+    slower: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row of `layouts`."""
+        step = self.step.to_json()
+        return {
+            "layout": self.layout,
+            "least_seconds": self.least or None,
+            "slower": self.slower,
+            **{key: step[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")},
+        }
+
+
+def standings(walk: Walk) -> list[Standing]:
+    """Returns the meshes that a walk tried: the choice's first, then the fastest; those that do not fit come last."""
+    by_layout: dict[str, list[Step]] = {}
+    for step in walk.steps:
+        by_layout.setdefault(layout(step.keys, walk.space), []).append(step)
+
+    def order(standing: Standing) -> tuple[bool, bool, bool, float]:
+        step = standing.step
+        size = (standing.slower or 0.0) if step.fits else step.allocated
+        return step is not walk.best, not step.ok, not step.fits, size
+
+    return sorted((_standing(words, steps, walk) for words, steps in by_layout.items()), key=order)
+
+
+def _standing(words: str, steps: list[Step], walk: Walk) -> Standing:
+    ran = [step for step in steps if step.ok]
+    fitting = [step for step in ran if step.fits]
+    if not ran:
+        return Standing(words, steps[0])
+    if walk.best in fitting:
+        return Standing(words, walk.best, slower=0.0)
+    if fitting:
+        step = min(fitting, key=lambda step: step.seconds)
+    else:
+        step = min(ran, key=lambda step: step.allocated)
+    least = 0.0
+    if "remat" in walk.space.levers and not any(step.stage in ("remat", "neighbour") for step in ran):
+        least = min(walk.bound(step) for step in ran)
+    slower = (least or step.seconds) / walk.best.seconds - 1 if walk.best else None
+    return Standing(words, step, least, slower)

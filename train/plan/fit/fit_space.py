@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.train.plan.fit.fit_stages import stage_meshes, takes
+from bytescope.train.plan.config_facts import BATCH_AXES
 from bytescope.train.plan.lever_catalogue import SAVINGS
-from bytescope.train.plan.model_facts import BATCH_AXES
 
 Keys = dict[str, str]
 
@@ -25,7 +24,7 @@ LEVERS: Mapping[str, str] = {
     "base": "how weights frozen under LoRA adapters are stored (lora.base): 16 bits, 8 bits, NF4",
 }
 
-# Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
+# Start of a key -> the lever that changes it. If such a key is given, the lever is not used.
 HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
@@ -38,6 +37,9 @@ ONE_AXIS = {
     "mesh.sequence_parallel": "false",
     "pipeline.virtual": "1",
 }
+# Numbers of pipeline stages that are tried in addition to one stage per host, and chunks of layers per stage. Several
+# chunks have the smallest bubble, the V schedule has the smallest stash (train/pipeline).
+STAGES, CHUNKS = (2, 4, 8), 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Squeeze:
     """Savings that make a step smaller in addition to recomputation.
 
     Fields:
-        what: in words. savings: rows of the catalogue, later ones over earlier ones.
+        what: in words. savings: rows of the catalogue; later ones override keys of earlier ones.
         blocks_to_host: whether tensors of blocks may go to host memory though no saving moves state there.
-        beside: whether it is tried where one before it fits, too: the room that it leaves may be worth its time.
+        beside: whether it is tried even if an earlier one fits, because the memory that it frees may save time.
     """
 
     what: str
@@ -67,7 +69,9 @@ class Squeeze:
     def levers(self) -> tuple[str, ...]:
         """The levers that all have to be allowed."""
         groups = [SAVINGS[name].group for name in self.savings]
-        return tuple(dict.fromkeys([*groups, *(["offload"] if self.blocks_to_host else [])]))
+        if self.blocks_to_host:
+            groups.append("offload")
+        return tuple(dict.fromkeys(groups))
 
     @property
     def activations(self) -> bool:
@@ -80,7 +84,7 @@ class Squeeze:
         return any(SAVINGS[name].one_micro_batch for name in self.savings)
 
 
-# In the order in which they are tried: what costs transfers before what changes the arithmetic.
+# In the order in which they are tried: transfers before changes of the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
     Squeeze("activations in host memory", blocks_to_host=True),
@@ -98,7 +102,7 @@ SQUEEZES = (
         ("bf16_params", "fused_backward", "adafactor"),
     ),
 )
-# Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
+# With adapters, the frozen weights are the only large state to narrow or to move. Decoding them takes time.
 ADAPTER_SQUEEZES = (
     Squeeze("recomputation"),
     Squeeze("frozen weights in 8 bits", ("int8_base",), beside=True),
@@ -132,72 +136,67 @@ class Space:
         return self.tokens // self.flat["data.seq_len"]
 
     def meshes(self) -> list[Keys]:
-        """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
-        other strategies, experts shared by all devices, by those of a host or half of them, tensor parallelism within
-        a host, and stages. Those that cannot have the batch are left out."""
+        """Returns the meshes to try, as keys, without those that cannot have the batch.
+
+        The config's own ({}) comes first, then ZeRO-3 over all devices, with hosts as replicas, the other strategies,
+        experts shared by all devices, by those of a host or by half of them, tensor parallelism within a host, and
+        pipeline stages.
+        """
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
-        hosts, found = self.n_devices // self.per_host, list[Keys]([{}])
-        found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"})
+        hosts, zero3 = self.n_devices // self.per_host, {**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"}
+        candidates: list[Keys] = [{}, zero3]
         if hosts > 1:
-            found.append(
-                {**ONE_AXIS, "mesh.strategy": "zero3", "mesh.data": str(hosts), "mesh.fsdp": str(self.per_host)}
-            )
-        found += [{**ONE_AXIS, "mesh.strategy": name, "mesh.fsdp": "-1"} for name in ("zero2", "zero1", "ddp")]
-        experts, sizes = self.flat["model.experts"], (self.n_devices, self.per_host, self.per_host // 2)
-        found += [
-            {**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1", "mesh.expert": str(size)}
-            for size in sizes
-            if experts and size > 1 and experts % size == 0
-        ]
+            candidates.append({**zero3, "mesh.data": str(hosts), "mesh.fsdp": str(self.per_host)})
+        candidates += [{**zero3, "mesh.strategy": strategy} for strategy in ("zero2", "zero1", "ddp")]
+        experts = self.flat["model.experts"]
+        for size in (self.n_devices, self.per_host, self.per_host // 2):
+            if experts and size > 1 and experts % size == 0:
+                candidates.append({**zero3, "mesh.expert": str(size)})
         heads = math.gcd(self.flat["model.n_heads"], self.flat["model.n_kv_heads"])
-        found += [
-            {
-                **ONE_AXIS,
-                "mesh.strategy": "zero3",
-                "mesh.fsdp": "-1",
-                "mesh.tensor": str(size),
-                "mesh.sequence_parallel": "true",
-            }
-            for size in (2, 4, 8)
-            if self.per_host % size == 0 and heads % size == 0
-        ]
-        found += [{**ONE_AXIS, **keys} for keys in stage_meshes(self.flat, self.given, self.n_devices, self.per_host)]
+        for size in (2, 4, 8):
+            if self.per_host % size == 0 and heads % size == 0:
+                candidates.append({**zero3, "mesh.tensor": str(size), "mesh.sequence_parallel": "true"})
+        for keys in stage_meshes(self.flat, self.given, self.n_devices, self.per_host):
+            candidates.append({**ONE_AXIS, **keys})
         different: dict[tuple[Any, ...], Keys] = {}
-        for keys in found:
-            different.setdefault(tuple(sorted(self._axes(keys).items())), keys)
+        for keys in candidates:
+            different.setdefault(tuple(sorted(self.axes(keys).items())), keys)
         return [keys for keys in different.values() if self.micros(keys)]
 
-    def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Sizes of the mesh's axes without -1, and its strategy: "ddp" wherever nothing is sharded."""
-
-        def value(name: str) -> Any:
-            text = keys.get("mesh." + name)
-            return self.flat["mesh." + name] if text is None else text
-
-        sizes = {axis: int(value(axis)) for axis in AXES}
+    def axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the sizes of the mesh's axes without -1, its strategy ("ddp" if nothing is sharded), the schedule of
+        its stages, and whether sequences are sharded too."""
+        mesh: dict[str, Any] = {}
+        for name in (*AXES, "strategy", "sequence_parallel"):
+            key = f"mesh.{name}"
+            mesh[name] = keys[key] if key in keys else self.flat[key]
+        sizes = {axis: int(mesh[axis]) for axis in AXES}
         rest = math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: size if size > 0 else max(self.n_devices // rest, 1) for axis, size in sizes.items()}
         shared = sizes["fsdp"] * sizes["expert"] * sizes["context"] > 1
         return {
             **sizes,
-            "strategy": value("strategy") if shared else "ddp",
+            "strategy": mesh["strategy"] if shared else "ddp",
             "schedule": self.schedule(keys),
-            "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false",
+            "sequence_parallel": str(mesh["sequence_parallel"]).lower() if sizes["tensor"] > 1 else "false",
         }
 
     def schedule(self, mesh: Mapping[str, str]) -> str:
-        """The schedule of a mesh with stages, given as keys; "" of one without."""
+        """Returns the schedule of a mesh, given as keys; "" without stages."""
         stages = mesh.get("mesh.stage") or self.flat["mesh.stage"]
-        return mesh.get("pipeline.schedule") or self.flat["pipeline.schedule"] if int(stages) > 1 else ""
+        if int(stages) <= 1:
+            return ""
+        return mesh.get("pipeline.schedule") or self.flat["pipeline.schedule"]
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
-        """Data-parallel ranks of a mesh, given as keys."""
-        axes = self._axes(mesh)
+        """Returns the number of data-parallel ranks of a mesh, given as keys."""
+        axes = self.axes(mesh)
         return math.prod(axes[axis] for axis in BATCH_AXES)
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
-        """Micro-batches that divide the update on a mesh, smallest first; [] for a mesh that cannot have the batch."""
+        """Returns the micro-batches that divide the update on a mesh, smallest first; [] if the mesh cannot have the
+        batch."""
         ranks, schedule = self.ranks(mesh), self.schedule(mesh)
         if self.sequences % ranks:
             return []
@@ -208,53 +207,97 @@ class Space:
         else:
             sizes = [size for size in range(1, each + 1) if each % size == 0]
         if schedule and mesh:
-            stages = self._axes(mesh)["stage"]
-            sizes = [size for size in sizes if takes(schedule, stages, each // size)]
-        own = self.flat["batch.micro"]
-        return sizes if "micro" in self.levers else [size for size in sizes if size == own]
+            stages = self.axes(mesh)["stage"]
+            sizes = [size for size in sizes if runs_schedule(schedule, stages, each // size)]
+        if "micro" in self.levers:
+            return sizes
+        return [size for size in sizes if size == self.flat["batch.micro"]]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
-        """The keys of a micro-batch on a mesh. It is accumulated within one step, which holds one accumulator and
+        """Returns the keys of a micro-batch on a mesh. It is accumulated within one step, which has one accumulator and
         updates once."""
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}
-        once = steps == 1 and not self.schedule(mesh)
-        return keys if "batch.mode" in self.given or once else {**keys, "batch.mode": "scan"}
+        if "batch.mode" not in self.given and (steps > 1 or self.schedule(mesh)):
+            keys["batch.mode"] = "scan"
+        return keys
 
     def squeezes(self) -> list[Squeeze]:
-        """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
-        AdamW."""
+        """Returns the squeezes that the levers allow and no given key contradicts. Only AdamW is replaced by another
+        optimizer."""
         adam = str(self.flat["optimizer.name"]).startswith("adamw")
-        table = ADAPTER_SQUEEZES if self.flat["lora.rank"] else SQUEEZES
-        return [
-            squeeze
-            for squeeze in table
-            if set(squeeze.levers) <= self.levers
-            and not self.given.intersection(squeeze.keys)
-            and (adam or "optimizer.name" not in squeeze.keys)
-        ]
+        allowed = []
+        for squeeze in ADAPTER_SQUEEZES if self.flat["lora.rank"] else SQUEEZES:
+            keeps_optimizer = adam or "optimizer.name" not in squeeze.keys
+            if set(squeeze.levers) <= self.levers and not self.given.intersection(squeeze.keys) and keeps_optimizer:
+                allowed.append(squeeze)
+        return allowed
 
     def baseline(self) -> Keys:
-        """The keys of every variant: bf16 compute over float32 master parameters, where the config is float32
+        """Returns the keys of every variant: bf16 compute over float32 master parameters, if the config is float32
         throughout and the lever `precision` is free; else none."""
-        wide = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
-        return {"precision.preset": "bf16"} if wide and self.narrow and "precision" in self.levers else {}
+        fp32 = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
+        return {"precision.preset": "bf16"} if fp32 and self.narrow and "precision" in self.levers else {}
+
+
+def stage_meshes(
+    flat: Mapping[str, Any], given: Collection[str], n_devices: int, per_host: int
+) -> Iterator[dict[str, str]]:
+    """Yields the keys of each mesh with pipeline stages; none if the config, or a key of the command line, cannot be
+    combined with stages.
+
+    2, 4 and 8 stages are tried, and one on each host; on several hosts also one on each host with tensor parallelism
+    inside it.
+    """
+    scheduled = "pipeline.schedule" in given or "pipeline.virtual" in given
+    if scheduled or ("batch.mode" in given and flat["batch.mode"] != "scan"):
+        return
+    some_layers_dense = flat["model.experts"] and flat["model.moe_every"] > 1
+    if not flat["model.scan"] or flat["optimizer.fused_backward"] or flat["offload.params"] or some_layers_dense:
+        return  # the trainer refuses stages for these
+    hosts, layers = n_devices // per_host, flat["model.n_layers"]
+    sizes = sorted(size for size in {*STAGES, hosts} - {1} if n_devices % size == 0 and size <= layers)
+    for size in sizes:
+        chunks = CHUNKS if CHUNKS * size <= layers else 1
+        yield _stage_mesh(size, "interleaved" if chunks > 1 else "1f1b", chunks)
+    in_chunks = [size for size in sizes if CHUNKS * size <= layers]
+    if in_chunks:
+        yield _stage_mesh(in_chunks[-1], "v", CHUNKS)
+    heads = math.gcd(flat["model.n_heads"], flat["model.n_kv_heads"])
+    if hosts in in_chunks and hosts > 1 and heads % per_host == 0:
+        mesh = _stage_mesh(hosts, "interleaved", CHUNKS)
+        yield {**mesh, "mesh.tensor": str(per_host), "mesh.sequence_parallel": "true"}
+
+
+def _stage_mesh(size: int, schedule: str, chunks: int) -> dict[str, str]:
+    return {
+        "mesh.stage": str(size),
+        "mesh.strategy": "zero3",
+        "mesh.fsdp": "-1",
+        "pipeline.schedule": schedule,
+        "pipeline.virtual": str(chunks),
+    }
+
+
+def runs_schedule(schedule: str, stages: int, micro_batches: int) -> bool:
+    """Returns whether a schedule runs so many micro-batches an update without being mostly idle."""
+    return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Data-parallel ranks of a config, dotted key -> value, on so many devices."""
+    """Returns the number of data-parallel ranks of a config, dotted key -> value, on so many devices."""
     return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
 
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Tokens per update of a config, dotted key -> value, over all devices."""
+    """Returns the tokens per update of a config, dotted key -> value, over all devices."""
     if flat["batch.tokens"]:
         return flat["batch.tokens"]
     return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
 
 
 def choose(text: str | None) -> frozenset[str]:
-    """The levers named in `a,b,c`, all of them for None. Raises ReportError for one that does not exist."""
+    """Returns the levers named in `a,b,c`, all levers for None. Raises ReportError for one that does not exist."""
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
@@ -271,7 +314,7 @@ def space_of(
     tokens: int | None,
     narrow: bool = True,
 ) -> Space:
-    """The space of a config on a target.
+    """Returns the space of a config on a target.
 
     Args:
         flat: the config, dotted key -> value. given: keys of the command line. levers: names of LEVERS.
@@ -297,11 +340,12 @@ def space_of(
 
 
 def _indivisible(space: Space) -> str:
-    """What to say of a batch that no mesh can have: the value, and the nearest that works."""
+    """Returns the error for a batch that no mesh can have, with the nearest batch that works."""
     ranks = space.ranks({})
-    fixed = {
-        "batch." + name: space.flat["batch." + name] for name in ("micro", "accumulation") if name not in space.levers
-    }
+    fixed = {}
+    for name in ("micro", "accumulation"):
+        if name not in space.levers:
+            fixed[f"batch.{name}"] = space.flat[f"batch.{name}"]
     works = ranks * space.flat["data.seq_len"] * math.prod(fixed.values())
     text = f"{space.tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
     if fixed:
@@ -311,20 +355,19 @@ def _indivisible(space: Space) -> str:
 
 
 def layout(keys: Mapping[str, str], space: Space) -> str:
-    """The mesh of a variant in a few words: its strategy, its axes, the schedule of its stages."""
-    axes = space._axes(keys)
-    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in AXES if axes[axis] > 1)
-    if any(axes[axis] > 1 for axis in AXES if axis not in ("stage", "tensor")):
+    """Returns the mesh of a variant in a few words: its strategy, its axes, the schedule of its stages."""
+    axes = space.axes(keys)
+    split = [axis for axis in AXES if axes[axis] > 1]
+    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in split)
+    if any(axis not in ("stage", "tensor") for axis in split):
         mesh = f"{axes['strategy']} {mesh}"
     return " ".join(filter(None, (mesh or "one device", axes["schedule"])))
 
 
 def words(keys: Mapping[str, str], space: Space) -> str:
-    """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
-    parts = [
-        layout(keys, space),
-        f"{keys.get('batch.micro', space.flat['batch.micro'])} x {keys.get('batch.accumulation', '?')}",
-    ]
+    """Returns a variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
+    micro, accumulation = keys.get("batch.micro", space.flat["batch.micro"]), keys.get("batch.accumulation", "?")
+    parts = [layout(keys, space), f"{micro} x {accumulation}"]
     for key, value in keys.items():
         if key in ("precision.preset", "optimizer.name", "lora.base"):
             parts.append(f"{key.rpartition('.')[2]}={value}")

@@ -21,8 +21,8 @@ class Step:
     Fields:
         stage: a key of `train.plan.fit.fit_progress.STAGES`. what: the variant in words. keys: dotted key -> text.
         answer: the worker's (`memory.compare.worker`); its `status` is "ok", or why the variant cannot run.
-        fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
-        prediction: its seconds; None for a variant that cannot run.
+        fits: whether it is within the budgets of device and host. verdict: the same, or the missing bytes, in words.
+        prediction: of its seconds; None for a variant that cannot run.
     """
 
     stage: str
@@ -35,36 +35,32 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """Whether the variant runs, so that it has figures."""
+        """Returns whether the variant runs, and so has figures."""
         return self.answer["status"] == "ok"
 
     @property
     def seconds(self) -> float:
-        """Per update, predicted; infinite for a variant that cannot run."""
+        """Predicted seconds per update; infinite for a variant that cannot run."""
         return self.prediction.seconds if self.prediction else math.inf
 
     @property
     def spread(self) -> tuple[float | None, float | None]:
-        """The least and the most that the seconds are expected to come to; None for a variant that cannot run."""
+        """The interval of the predicted seconds; (None, None) for a variant that cannot run."""
         return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
 
     @property
     def thrift(self) -> tuple[float, int, bool]:
-        """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
-        return thrift(
-            ConfigRow.from_answer(
-                self.keys,
-                {key: self.answer.get(key) for key in ("recompute_flops_fraction", "allocated_bytes", "host_bytes")},
-            )
-        )
+        """The order of variants that are predicted to be equally fast, smallest first (`compare_rows.thrift`)."""
+        names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
+        return thrift(ConfigRow.from_answer(self.keys, {name: self.answer.get(name) for name in names}))
 
     @property
     def allocated(self) -> int:
-        """Allocated bytes on one device, 0 for a variant that cannot run."""
+        """Allocated bytes on one device; 0 for a variant that cannot run."""
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The step as a row of a fit's `walk` (see `train.plan.fit.fit_result`)."""
+        """Returns the step as a row of a fit's `walk` (see `train.plan.fit.fit_result`)."""
         low, high = self.spread
         return {
             "stage": self.stage,
@@ -79,9 +75,9 @@ class Step:
         }
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
-        """The step as a fit's `certificate`, where nothing fits: what it holds, and what is missing.
+        """Returns the step as a fit's `certificate`, which shows that nothing fits: its memory, and the missing bytes.
 
-        flags: what runs it. budget, host_budget: bytes of one device and of its share of host memory.
+        flags: run the step. budget, host_budget: bytes of one device and of its share of host memory.
         """
         return {
             "keys": dict(self.keys),
@@ -98,7 +94,7 @@ class Step:
 def judged(
     stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int, trials: Trials
 ) -> Step:
-    """The step of a variant that runs, compared with the budgets of device and host."""
+    """Returns the step of a variant that runs, compared with the budgets of device and host."""
     over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
     verdict = "fits"
     if over > 0:

@@ -10,8 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_score import WITHIN, Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_score import WITHIN, ScoredRun
 
 # How far bytes may be from the measured ones, as ours/measured.
 BYTES_WITHIN = {"within 10 %": (0.9, 1.1), "within 15 %": (0.85, 1.15)}
@@ -47,25 +47,25 @@ class Cohort:
     bytes_most: float | None
 
 
-def by_cohort(scored: Iterable[Scored]) -> list[Cohort]:
-    """By `Row.cohort`, in the order of their names; rows without one are left out."""
+def by_cohort(scored: Iterable[ScoredRun]) -> list[Cohort]:
+    """By `MeasuredRow.cohort`, in the order of their names; rows without one are left out."""
     return _by(scored, lambda row: row.cohort)
 
 
-def by_source(scored: Iterable[Scored]) -> list[Cohort]:
+def by_source(scored: Iterable[ScoredRun]) -> list[Cohort]:
     """By source, of rows that have a cohort."""
     return _by(scored, lambda row: row.source_id if row.cohort else "")
 
 
-def _by(scored: Iterable[Scored], key: Callable[[Row], str]) -> list[Cohort]:
-    found: dict[str, list[Scored]] = {}
+def _by(scored: Iterable[ScoredRun], key: Callable[[MeasuredRow], str]) -> list[Cohort]:
+    found: dict[str, list[ScoredRun]] = {}
     for one in scored:
         if name := key(one.row):
             found.setdefault(name, []).append(one)
     return [_cohort(name, some) for name, some in sorted(found.items())]
 
 
-def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
+def _cohort(name: str, some: Sequence[ScoredRun]) -> Cohort:
     seconds = [(_program(one), one.ratio) for one in some if one.ratio]
     held = [(_program(one), one.bytes_ratio) for one in some if one.bytes_ratio]
     return Cohort(
@@ -85,7 +85,7 @@ def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
     )
 
 
-def _program(one: Scored) -> str:
+def _program(one: ScoredRun) -> str:
     return one.program or f"row {one.row.id}"
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.train.plan.validation.decoder import Fact, Setup, facts, refused, row_of, shape
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import Fact, MeasuredRow, Setup, facts, refused, row_of, shape
 
 NAME = "jax"
 # The first of these words that the column `gpu` has -> chip, devices of a host.
@@ -48,12 +47,12 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[MeasuredRow, ...]:
     """Every row of the table, in its order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
-def _row(number: int, fact: Fact) -> Row:
+def _row(number: int, fact: Fact) -> MeasuredRow:
     chip, per_host = next((found for word, found in _CHIPS.items() if word in fact["gpu"]), ("", 8))
     gpus = int(fact["n_gpus"] or 0)
     said = refused(fact) or SETUPS.get(fact["source_id"], _because("no decoder of ours"))(fact)

@@ -30,8 +30,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from bytescope.train.plan.validation.decoder import facts, target
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import MeasuredRow, facts, target
 
 NAME = "playbook"
 _SOURCE = "huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
@@ -60,7 +59,7 @@ _SLOW = 1.3
 _SQUEEZED = {"404", "450", "463", "464"}
 # The policy that keeps what nanotron's autograd does.
 _KEPT = "selective"
-# Row -> why its measured bytes are not compared.
+# MeasuredRow -> why its measured bytes are not compared.
 _BYTES_DOUBTED = {
     "450": "25.6 GiB is less than the 60.7 that nanotron needs there by its source (what layers keep of 262,144 tokens "
     "48.0, logits 8.0, parameters and their state 4.6), and half of what half the micro-batch took"
@@ -70,17 +69,17 @@ Fact = Mapping[str, str]
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[MeasuredRow, ...]:
     """Every row of the table, in its order; its id is its number."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
-def _row(number: int, fact: Fact) -> Row:
+def _row(number: int, fact: Fact) -> MeasuredRow:
     gpus, reason = int(fact["gpus"]), _reason(fact)
     stages = int(fact["pp"])
     slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # of a stage, its bubble included
     launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
-    return Row(
+    return MeasuredRow(
         set=NAME,
         id=str(number),
         model=fact["model"],

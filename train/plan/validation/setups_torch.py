@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from bytescope.train.plan.validation.decoder import Fact, Setup, facts, refused, row_of, shape
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import Fact, MeasuredRow, Setup, facts, refused, row_of, shape
 
 NAME = "torch"
 # What the column `gpu` begins with -> chip.
@@ -36,12 +35,12 @@ DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[MeasuredRow, ...]:
     """Every row of the table, in its order."""
     return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
-def _row(number: int, fact: Fact) -> Row:
+def _row(number: int, fact: Fact) -> MeasuredRow:
     chip = next((chip for word, chip in _CHIPS.items() if fact["gpu"].startswith(word)), "")
     gpus = int(fact["n_gpus"]) if fact["n_gpus"].isdigit() else 0
     said = refused(fact) or SETUPS.get(fact["source_id"], _because("its setup is not stated"))(fact)

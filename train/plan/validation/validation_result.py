@@ -10,16 +10,16 @@ from typing import Any
 from bytescope.memory.seconds import step_prediction
 from bytescope.train.plan.validation import cohorts, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_runs import Runs
-from bytescope.train.plan.validation.validation_score import Group, Scored
+from bytescope.train.plan.validation.validation_score import Group, ScoredRun
 
 # What sets the pace where the measured framework launches more slowly than the device computes.
 HOST = "launches of the host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class ValidationResult:
     """One set, compared.
 
     Fields:
@@ -33,9 +33,9 @@ class Result:
     """
 
     set: str
-    scored: tuple[Scored, ...]
+    scored: tuple[ScoredRun, ...]
     groups: tuple[Group, ...]
-    unsaid: tuple[tuple[str, tuple[Row, ...]], ...]
+    unsaid: tuple[tuple[str, tuple[MeasuredRow, ...]], ...]
     left: tuple[str, ...]
     compiled: int
     rates: str
@@ -61,7 +61,7 @@ class Result:
         }
 
 
-def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
+def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
     """The rows of a set beside their predictions, at the rates that are in use now."""
     scored, why, rates = [], {row.id: row.reason for row in rows if row.reason} | dict(runs.failed), []
     for row in rows:
@@ -76,7 +76,7 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
         rates.append(found.rates)
     here = (answer for key, answer in runs.answers.items() if key not in runs.elsewhere)
     versions: Mapping[str, str] = next((answer.get("versions", {}) for answer in here), {})
-    return Result(
+    return ValidationResult(
         name,
         tuple(scored),
         tuple(validation_score.groups(scored)),
@@ -104,25 +104,25 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-def scored_of(row: Row, answer: Mapping[str, Any], found: step_prediction.StepPrediction) -> Scored:
+def scored_of(row: MeasuredRow, answer: Mapping[str, Any], found: step_prediction.StepPrediction) -> ScoredRun:
     """A row beside its prediction, launches of its framework included."""
     seconds = validation_score.launched(found.seconds, row)
     held = answer.get("allocated_bytes")
     low, high = (validation_score.launched(end, row) for end in (found.low, found.high))
-    return Scored(
+    return ScoredRun(
         row, found.seconds, seconds, low, high, held, HOST if seconds > found.seconds else found.bound_by, found.by_term
     )
 
 
-def _by_reason(rows: Sequence[Row], why: Mapping[str, str]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    found: dict[str, list[Row]] = {}
+def _by_reason(rows: Sequence[MeasuredRow], why: Mapping[str, str]) -> tuple[tuple[str, tuple[MeasuredRow, ...]], ...]:
+    found: dict[str, list[MeasuredRow]] = {}
     for row in rows:
         if row.id in why:
             found.setdefault(why[row.id], []).append(row)
     return tuple(sorted(((reason, tuple(some)) for reason, some in found.items()), key=lambda each: -len(each[1])))
 
 
-def row_json(one: Scored) -> dict[str, Any]:
+def row_json(one: ScoredRun) -> dict[str, Any]:
     """A scored row as plain values; seconds of an update, bytes of one device."""
     return {
         **_facts(one.row),
@@ -142,7 +142,7 @@ def row_json(one: Scored) -> dict[str, Any]:
     }
 
 
-def _facts(row: Row) -> dict[str, Any]:
+def _facts(row: MeasuredRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "model": row.model,

@@ -16,7 +16,7 @@ from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Hex digits of a digest in a file's name: enough to tell programs and versions apart.
 _DIGITS = 16
@@ -24,7 +24,7 @@ _DIGITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The results of measured rows, by `Row.id`.
+    """The results of measured rows, by `MeasuredRow.id`.
 
     Fields:
         answers: row -> the worker's answer (`memory.compare.worker.answer_to`), with schedule and bytes of its program.
@@ -42,8 +42,8 @@ class Runs:
     elsewhere: tuple[str, ...] = ()
 
 
-def jobs_of(rows: Sequence[Row], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
-    """(jobs, reasons why a config is refused), both by `Row.id`, of the rows without a reason of their own.
+def jobs_of(rows: Sequence[MeasuredRow], factory: ProgramFactory) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
+    """(jobs, reasons why a config is refused), both by `MeasuredRow.id`, of the rows without a reason of their own.
 
     A job's name, that of its file, is the set's with two digests: of the resolved config, the target and the sources
     that make an answer, and of these with the versions.
@@ -68,7 +68,7 @@ def jobs_of(rows: Sequence[Row], factory: ProgramFactory) -> tuple[dict[str, wor
 
 
 def run(
-    rows: Sequence[Row],
+    rows: Sequence[MeasuredRow],
     factory: ProgramFactory,
     folder: Path,
     *,
@@ -118,9 +118,9 @@ def run(
 
 
 def finished(
-    rows: Sequence[Row], factory: ProgramFactory, folder: Path
+    rows: Sequence[MeasuredRow], factory: ProgramFactory, folder: Path
 ) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
-    """(names of the programs, answers), both by `Row.id`, of what the folder has; nothing is compiled."""
+    """(names of the programs, answers), both by `MeasuredRow.id`, of what the folder has; nothing is compiled."""
     jobs, _ = jobs_of(rows, factory)
     answers = {key: row_cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}
     return {key: job.name for key, job in jobs.items()}, {key: answer for key, answer in answers.items() if answer}

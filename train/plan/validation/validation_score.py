@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Pairs are told apart that differ by more than this factor; those below _NEAR are near each other and hard to order.
 APART, _NEAR = 1.05, 1.5
@@ -24,7 +24,7 @@ WITHIN = (0.85, 1.15)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredRun:
     """A measured row beside our prediction.
 
     Fields:
@@ -35,7 +35,7 @@ class Scored:
             its own.
     """
 
-    row: Row
+    row: MeasuredRow
     device_seconds: float
     predicted_seconds: float
     low: float
@@ -107,16 +107,16 @@ class Group:
         return f"{self.model} in stages" if self.staged else self.model
 
 
-def launched(seconds: float, row: Row) -> float:
+def launched(seconds: float, row: MeasuredRow) -> float:
     """Seconds with the launches of the measured framework: the host launches while the device computes, so that the
     slower of both sets the pace."""
     return max(seconds, row.launch_seconds)
 
 
-def groups(scored: Iterable[Scored]) -> list[Group]:
+def groups(scored: Iterable[ScoredRun]) -> list[Group]:
     """The scores by model, GPUs and whether there are stages, in their order; rows without measured seconds count for
     their bytes alone."""
-    found: dict[tuple[str, int, bool], list[Scored]] = {}
+    found: dict[tuple[str, int, bool], list[ScoredRun]] = {}
     for one in scored:
         found.setdefault((one.row.model, one.row.gpus, one.row.stages > 1), []).append(one)
     return [
@@ -125,7 +125,7 @@ def groups(scored: Iterable[Scored]) -> list[Group]:
     ]
 
 
-def _group(model: str, gpus: int, some: Sequence[Scored], all_stages: Sequence[Scored]) -> Group:
+def _group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun]) -> Group:
     """all_stages: of a group with stages, the runs of the model on as many GPUs with any number of them."""
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio or 0.0 for one in timed)
@@ -163,7 +163,7 @@ def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | No
     return sum(map(holds, values)) / len(values) if values else None
 
 
-def pairs_of(timed: Sequence[Scored], across: bool = False) -> Pairs:
+def pairs_of(timed: Sequence[ScoredRun], across: bool = False) -> Pairs:
     """How many pairs are in the right order, by prediction and by the tensor split: of runs with as many stages, or
     `across` different numbers of them."""
     apart: list[tuple[float, float, float]] = []  # (factor between them, by prediction, by tensor)

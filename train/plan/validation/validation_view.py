@@ -1,7 +1,7 @@
 """A validation on the terminal and as a page: predicted against measured, scores, and what is not compared.
 
-Both show the JSON of a validation (`validation_result.Result.to_json`): the terminal the scores, the rows predicted
-worst and the reasons, the page one mark a run and every table. The page is one HTML file that opens offline;
+Both show the JSON of a validation (`validation_result.ValidationResult.to_json`). The terminal shows the scores, the worst
+rows and the reasons; the page shows a mark for each run and every table. The page is one HTML file that opens offline;
 `static/validation.js` draws its chart.
 """
 
@@ -375,7 +375,7 @@ def _unsaid(found: Mapping[str, Any]) -> RenderableType | None:
 
 
 def render_page(found: Mapping[str, Any]) -> str:
-    """The page of a validation's JSON (`validation_result.Result.to_json`), as text."""
+    """The page of a validation's JSON (`validation_result.ValidationResult.to_json`), as text."""
     rates = f"rates: {found['rates']}" if found["rates"] else ""
     long = len(rates) > _LINE  # of several chips
     return page(

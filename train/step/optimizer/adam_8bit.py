@@ -99,9 +99,9 @@ def _spread(scale: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
-    """(codes in the shape of `x`, float32 scales): the scale of a block is its largest magnitude.
+    """Returns (codes in the shape of `x`, float32 scales). The scale of a block is its largest magnitude.
 
-    `block`: its shape, which divides that of `x`. `encode`: `encode_signed` or `encode_unsigned`.
+    block: shape of a block, which divides the shape of `x`. encode: `encode_signed` or `encode_unsigned`.
     """
     blocks = _blocks(x, block)
     scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))

@@ -21,7 +21,7 @@ AT_ONCE = 2**30  # bytes that are initialized together on the way to host memory
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding over the mesh, in pinned host memory."""
+    """Returns the same sharding over the mesh, in pinned host memory."""
     moved = sharding.with_memory_kind(KIND)
     # Devices that are only described list no memories, and their shardings silently drop the kind. A mesh without
     # devices keeps it; the program takes its devices from its other arguments.
@@ -64,7 +64,7 @@ def fetch(tree: Any) -> Any:
 
 
 def stow(tree: Any, like: Any) -> Any:
-    """The tree with its leaves in the memory of those of `like`."""
+    """Moves each leaf of the tree to the memory of the same leaf of `like`."""
     return jax.tree.map(stored_like, tree, like)
 
 

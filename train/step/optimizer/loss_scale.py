@@ -17,8 +17,8 @@ import optax
 
 from bytescope.train.step.optimizer.rules import grad_norm
 
-# Below the least, halving again does not help: the overflow is not in the gradient. The greatest is far within float32.
-LEAST, GREATEST = 2.0**-14, 2.0**64
+# Below MIN_SCALE, halving again does not help: the overflow is not in the gradient. MAX_SCALE is far within float32.
+MIN_SCALE, MAX_SCALE = 2.0**-14, 2.0**64
 SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 
 
@@ -50,15 +50,15 @@ class Scaling:
         return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def factor(self, state: LossScale) -> jax.Array:
-        """What the summed loss is multiplied by, float32."""
+        """Returns the factor of the summed loss, float32."""
         return state.scale / 2.0 ** math.ceil(math.log2(self.positions))
 
     def after(self, state: LossScale, finite: jax.Array) -> LossScale:
-        """The state after an update whose gradients were `finite` or not (a boolean array of no dimensions)."""
+        """Returns the state after an update whose gradients were `finite` or not (a boolean scalar)."""
         good = jnp.where(finite, state.good + 1, 0)
         grown = good >= self.growth_every
         scale = jnp.where(
-            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, GREATEST), state.scale), 0.5 * state.scale
+            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, MAX_SCALE), state.scale), 0.5 * state.scale
         )
         return LossScale(scale, jnp.where(grown, 0, good), state.skipped + ~finite)
 

@@ -15,12 +15,12 @@ from bytescope.model.adapters import TARGETS
 
 
 class MatrixAxes(NamedTuple):
-    """How a parameter is a matrix.
+    """The axes of a parameter as a matrix.
 
     inputs, outputs: how many of the last axes are the rows and the columns.
-    block: axes along which blocks of 8-bit state extend, in order: those that ZeRO does not shard, but in a table the
-    width, so that a rare token does not share a block with a frequent one.
-    hidden: whether it is between embedding and head; muon takes only such.
+    block: axes along which blocks of 8-bit state extend, in order. They are axes that ZeRO does not shard; in a table
+    the axis is the width, so that a rare token does not share a block with a frequent one.
+    hidden: whether the matrix is between embedding and head; muon updates only hidden matrices.
     """
 
     inputs: int

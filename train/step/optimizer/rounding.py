@@ -13,9 +13,10 @@ _MULTIPLIER, _MIX = np.uint32(747_796_405), np.uint32(277_803_737)
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
-    """Random uint32 of `shape` that depend on the position of each element and on `key` alone: the same on every mesh.
+    """Returns random uint32 of `shape`. They depend only on the position of each element and on `key`: they are the
+    same on every mesh.
 
-    `first`: for a piece of a larger array, its first row along the first axis.
+    first: for a piece of a larger array, its first row along the first axis.
 
     The position, times an odd stride and from a start that `key` gives, goes through the permutation of PCG-RXS-M-XS
     (O'Neill 2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into its readers, so that no array of bits need
@@ -57,7 +58,7 @@ def apply_update(
 
 
 def apply_updates(params: Any, updates: Any, precision: Precision, key: jax.Array) -> Any:
-    """`apply_update` for every parameter of the tree; `updates` is a tree like it, `key` that of this update."""
+    """Applies `apply_update` to every parameter of the tree. updates: a tree like `params`. key: of this update."""
     leaves, tree = jax.tree.flatten(params)
     return jax.tree.unflatten(
         tree,

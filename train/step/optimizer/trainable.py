@@ -15,10 +15,10 @@ from bytescope.train.parallel.layout import Layout
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) -> frozenset[str]:
-    """Those of the dotted paths `names` that the patterns of `optimizer.freeze` match.
+    """Returns the dotted paths among `names` that the patterns of `optimizer.freeze` match.
 
-    A pattern is a shell's: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. In unrolled layers the number of the
-    layer may be left out, for all of them. scan: whether the layers are one stack, and so frozen together.
+    A pattern is a shell pattern: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. In unrolled layers the number of
+    the layer may be left out, which means all layers. scan: whether the layers are one stack, and so frozen together.
 
     Raises:
       ValueError: a pattern that matches nothing, or everything.
@@ -47,11 +47,11 @@ def _of_any_layer(name: str) -> str:
 
 
 def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
-    """The sharding of a frozen parameter: that with which a step would compute.
+    """Returns the sharding of a frozen parameter: the sharding in which a step computes with it.
 
-    Under zero3 it is sharded as the trained ones are, and gathered layer by layer. Under zero1 and zero2 those are
-    gathered once per step into a copy; of a frozen one there is nothing but this copy. What zero2 keeps sharded, the
-    token table and vectors, stays so.
+    Under zero3 it is sharded like trained parameters, and gathered layer by layer. Under zero1 and zero2 a step gathers
+    trained parameters into a copy; a frozen parameter is stored only as this copy. The token table and vectors, which
+    zero2 keeps sharded, stay sharded.
     """
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
@@ -59,8 +59,7 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
 
 
 def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str]) -> None:
-    """Raises ValueError for a quantized weight that is not among the parameters `frozen`, and where devices that share
-    the inputs of one would share a block of them."""
+    """Raises ValueError for a quantized weight that is not in `frozen`, or whose blocks would be split over devices."""
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
         if f"{name}.codes" not in frozen:

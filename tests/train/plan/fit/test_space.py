@@ -30,7 +30,7 @@ def names(one):
                 *(f"{axis[0]}{axes[axis]}" for axis in ("data", "fsdp", "expert", "tensor") if axes[axis] > 1),
             ]
         )
-        for axes in map(one._axes, one.meshes())
+        for axes in map(one.axes, one.meshes())
     ]
 
 
@@ -71,7 +71,7 @@ def test_experts_are_shared_by_a_host_or_half_of_it():
 
 def staged(one):
     """The meshes with stages: stages, fsdp, tensor, schedule, chunks."""
-    found = [(one._axes(keys), keys) for keys in one.meshes()]
+    found = [(one.axes(keys), keys) for keys in one.meshes()]
     return [
         (axes["stage"], axes["fsdp"], axes["tensor"], axes["schedule"], keys["pipeline.virtual"])
         for axes, keys in found
@@ -108,7 +108,7 @@ def test_stages_have_at_least_as_many_micro_batches():
     by_stages = {
         axes["stage"]: one.micros(keys)
         for keys in one.meshes()
-        if (axes := one._axes(keys))["schedule"] == "interleaved"
+        if (axes := one.axes(keys))["schedule"] == "interleaved"
     }
     assert by_stages == {2: [1, 2, 3, 6], 4: [1, 2, 3, 6], 8: [1, 2, 3, 6]}
     assert (

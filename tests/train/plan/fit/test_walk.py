@@ -275,7 +275,7 @@ def test_time_that_is_over_stops_it(monkeypatch):
 
 def test_a_name_more_that_fits_and_is_faster_is_adopted(monkeypatch):
     """A search that is cut off leaves room: the neighbours use it, one name after the other."""
-    monkeypatch.setattr(walks, "MOST_PLANS", 1)
+    monkeypatch.setattr(walks, "MAX_PLANS", 1)
     done = walk(29, "remat,accumulation")
     adopted = [step for step in done.steps if step.stage == "neighbour"]
     assert [remat(step) for step in adopted if "fastest" in step.verdict] == ["0-4:a"]

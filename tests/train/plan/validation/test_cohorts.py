@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from bytescope.train.plan.validation import cohorts
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_score import ScoredRun
 
 pytestmark = pytest.mark.quick
 
 
 def scored(number, ratio, program="", cohort="A, newest", source="pax", held=None, ours=None):
-    row = Row(
+    row = MeasuredRow(
         "s",
         str(number),
         f"m{number}",
@@ -28,7 +28,7 @@ def scored(number, ratio, program="", cohort="A, newest", source="pax", held=Non
         cohort=cohort,
         bytes_are="allocated" if held else "",
     )
-    return Scored(row, 2.0 * ratio, 2.0 * ratio, 0.0, 0.0, ours, program=program)
+    return ScoredRun(row, 2.0 * ratio, 2.0 * ratio, 0.0, 0.0, ours, program=program)
 
 
 def test_rows_of_one_program_weigh_one_together():

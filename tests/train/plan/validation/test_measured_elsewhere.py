@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.train.plan.validation import decoder, published_sets, setups_jax, setups_torch
+from bytescope.train.plan.validation import measured_rows, setups_jax, setups_torch
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ def test_every_row_is_said_or_has_its_reason():
 
 
 def test_sets_by_name():
-    assert published_sets.rows("jax") == setups_jax.rows() and published_sets.rows("torch") == setups_torch.rows()
+    assert measured_rows.rows("jax") == setups_jax.rows() and measured_rows.rows("torch") == setups_torch.rows()
 
 
 def test_devices_of_a_target_are_those_of_the_row():
@@ -122,7 +122,7 @@ def test_llm_foundry_reduces_by_its_precision():
     mixed = next(row for row in said if row.setup.startswith("amp_bf16"))
     assert "precision.reduce" not in pure.overrides and mixed.overrides["precision.reduce"] == "float32"
     assert mixed.chip == "h100"
-    batches = [int(fact["gbs"] or 0) for fact in decoder.facts("torch")]
+    batches = [int(fact["gbs"] or 0) for fact in measured_rows.facts("torch")]
     for row in said:
         micro = int(row.overrides["batch.micro"]) * int(row.overrides["batch.accumulation"])
         assert row.gpus * micro == batches[int(row.id)], row

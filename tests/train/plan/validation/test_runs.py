@@ -10,7 +10,7 @@ from bytescope.memory.compare import worker_pool
 from bytescope.memory.seconds import step_schedule
 from bytescope.train import cli
 from bytescope.train.plan.validation import validation_result, validation_runs
-from bytescope.train.plan.validation.measured_rows import Row
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 pytestmark = pytest.mark.quick
 
@@ -78,7 +78,7 @@ class Pool:
 
 
 def row(number, config="tiny", **more):
-    return Row("s", str(number), "m", "h100", 8, {}, config, "h100:8", 0.5, 120, "A", "there", **more)
+    return MeasuredRow("s", str(number), "m", "h100", 8, {}, config, "h100:8", 0.5, 120, "A", "there", **more)
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from bytescope.train.plan.validation import validation_score
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_score import ScoredRun
 
 pytestmark = pytest.mark.quick
 
 
 def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None, stages=1):
-    row = Row(
+    row = MeasuredRow(
         "s",
         f"{measured}",
         model,
@@ -30,7 +30,7 @@ def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=
         launch_seconds=launch,
         host_bound=bound,
     )
-    return Scored(row, predicted, validation_score.launched(predicted, row), predicted, predicted, ours)
+    return ScoredRun(row, predicted, validation_score.launched(predicted, row), predicted, predicted, ours)
 
 
 def test_pairs_count_those_apart_and_ties_by_half():

@@ -8,9 +8,9 @@ import pytest
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.validation import cohorts, validation_score
 from bytescope.train.plan.validation import validation_view as view
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_result import Result
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.plan.validation.validation_score import ScoredRun
 from support.browser import Page, one_file
 from support.pages.sweep import check_page
 
@@ -21,7 +21,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
-    row = Row(
+    row = MeasuredRow(
         "s",
         str(number),
         "llama",
@@ -42,7 +42,7 @@ def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
         differs=differs,
     )
     seconds = validation_score.launched(predicted, row)
-    return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
+    return ScoredRun(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
@@ -54,7 +54,7 @@ def found(left=()):
         one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"),
     )
     unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
-    return Result(
+    return ValidationResult(
         "playbook", scored, tuple(validation_score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"}
     )
 

@@ -139,7 +139,9 @@ def device_bytes(tree):
 
 
 @described
-@pytest.mark.parametrize(("name", "target"), [("adamw_8bit", "h200"), *exhaustive(("adafactor", "h100:8"))])
+@pytest.mark.parametrize(
+    ("name", "target"), [("adamw_8bit", "h200"), *exhaustive(("adamw", "h100:8"), ("adafactor", "h200"))]
+)
 def test_host_bytes_are_the_moments(name, target):
     assert name in OPTIMIZERS
     program, report = report_on({**OPTIMIZER, "optimizer.name": name, "mesh.fsdp": -1}, target)

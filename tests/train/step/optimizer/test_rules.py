@@ -11,14 +11,14 @@ import pytest
 
 from bytescope.memory.formulas.training_state import state_bytes_per_parameter
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.plan.state_rows import OPTIMIZERS as FORMULAS
-from bytescope.train.plan.state_rows import PRECISIONS
+from bytescope.train.plan.config_facts import OPTIMIZERS as FORMULAS
+from bytescope.train.plan.config_facts import PRECISIONS
 from bytescope.train.program.config_files import load
 from bytescope.train.program.program import build
 from bytescope.train.run.feed import calls
 from bytescope.train.step.optimizer.rules import OPTIMIZERS
 from support.exhaustive import exhaustive
-from support.toy import fixed_batches, small_program
+from support.toy import first_state, fixed_batches, small_program
 
 # Matrices of 4096 elements and more, so that 8-bit moments are some.
 SHAPE = {"model.d_model": 64, "model.d_head": 16, "model.n_kv_heads": 4, "model.d_ff": 128, "model.n_layers": 2}
@@ -60,7 +60,7 @@ def program_of(name, layout="one device", **more):
 
 def losses(program, step, steps):
     """Loss of each update, float64 [steps]."""
-    state, seen = program.init(), []
+    state, seen = first_state(program), []
     for host in fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, steps):
         for batch in calls(program, host):
             state, metrics = step(state, batch)
@@ -314,7 +314,7 @@ def test_muon_leaves_tables_norms_and_head_to_adamw():
 def test_state_survives_a_checkpoint_and_another_mesh(tmp_path):
     one = program_of("adamw_8bit")
     (batch,) = calls(one, next(fixed_batches(16, 32, 64, 1)))
-    state, _ = one.step(one.init(), batch)
+    state, _ = one.step(first_state(one), batch)
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(state, Position(1, 16))
     checkpoints.wait()

@@ -1,18 +1,27 @@
-"""Records to examples: the tokens of each, and which of them are learned."""
+"""Examples for fine-tuning: the records of `data.source` as rows of tokens, with the tokens that are learned.
+
+`open_examples` reads the records, decides which are held out, and packs rows; `read_examples` makes tokens of records.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
+from bytescope.train.data.corpus import find
 from bytescope.train.data.example_content import CONTENTS, Chat, Pair
-from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
+from bytescope.train.data.packing import ExampleSource
+from bytescope.train.data.records import Malformed, RecordFiles, Skipped, choose_held_out, left_out, mark, read
 from bytescope.train.data.settings import DataConfig
-from bytescope.train.data.special_tokens import Guard
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
 from bytescope.train.user_errors import UserError
 
@@ -24,6 +33,107 @@ REMEDY = (
 ANSWER = "qzq"  # of a conversation that shows what the template writes behind an answer
 # ids [n] and whether each is learned, bool [n]; or why there are none.
 Tokens = tuple[np.ndarray, np.ndarray] | Malformed
+# Around the number of a special token in a message, while the template is rendered: Unicode keeps these out of text.
+IN_MESSAGE = ("\ufdd2", "\ufdd3")
+
+
+def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSource, ExampleSource, str, str]:
+    """Returns (rows that train, rows that are held out, fingerprint of both, a line for people).
+
+    Raises UserError, one line with the remedy, if something is missing, malformed, or too small.
+    """
+    sets = [read_examples(_find(config, "source"), config, tokenizer)]
+    if config.eval_source:
+        sets.append(read_examples(_find(config, "eval_source"), config, tokenizer))
+        held_out = np.flatnonzero(sets[1].named if sets[1].named.any() else ~sets[1].named)
+        trained = ~sets[0].named if not sets[0].named.all() else np.ones_like(sets[0].named)
+    else:
+        chosen = choose_held_out(sets[0].marks, sets[0].named)
+        trained, held_out = ~chosen, np.flatnonzero(chosen)
+    kept = trained & ~np.isin(sets[0].marks, sets[-1].marks[held_out])
+    copies = int(trained.sum() - kept.sum())
+    parts = (
+        _source(sets[0], np.flatnonzero(kept), config, tokenizer),
+        _source(sets[-1], held_out, config, tokenizer),
+    )
+    notes = "; ".join(left_out(sum(found.malformed for found in sets), copies))
+    for part, what in zip(parts, ("train on", "hold out"), strict=True):
+        if not len(part):
+            raise UserError(
+                f"data.source={config.source!r} holds no example to {what} with a learned token"
+                f"{f' ({notes})' if notes else ''}: give more, raise data.seq_len if answers come late, or "
+                "set data.eval_source"
+            )
+    return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
+
+
+def _find(config: DataConfig, key: str) -> RecordFiles:
+    source = getattr(config, key)
+    found = find(source, f"data.{key}")
+    if not isinstance(found, RecordFiles):
+        raise UserError(
+            f"data.{key}={source!r} holds no records, which data.format={config.format} reads: give "
+            ".jsonl, .jsonl.gz or .parquet files, or a folder saved by datasets"
+        )
+    return found
+
+
+def _source(found: ExampleSet, chosen: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> ExampleSource:
+    return ExampleSource(
+        found.tokens,
+        found.learned,
+        found.starts,
+        chosen,
+        seq_len=config.seq_len,
+        packing=config.packing,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _fingerprint(
+    config: DataConfig, tokenizer: Tokenizer, sets: Sequence[ExampleSet], parts: Sequence[ExampleSource]
+) -> str:
+    how = (config.format, config.loss_on, config.packing, config.too_long, config.special_tokens)
+    digest = blake2b(repr((tokenizer.identity, how)).encode(), digest_size=8)
+    for found in sets:
+        for array in (found.tokens, found.learned, found.starts, found.marks):
+            digest.update(np.ascontiguousarray(array).data)
+    for part in parts:
+        digest.update(np.ascontiguousarray(part.order).data)
+    return digest.hexdigest()
+
+
+def _describe(
+    config: DataConfig, tokenizer: Tokenizer, sets: Sequence[ExampleSet], parts: Sequence[ExampleSource], copies: int
+) -> str:
+    notes = [f"{tokenizer.name}, vocabulary {tokenizer.vocab_size:,}"]
+    if config.format == "chat":
+        notes.append(f"chat template of {find_template(tokenizer, config.chat_template).title}")
+    elif not end_of_text(tokenizer):
+        notes.append("no token ends a completion (the tokenizer has no end-of-text token)")
+    if config.special_tokens == "parse":
+        notes.append("special tokens written in the text are parsed")
+    for count, what in (
+        (sum(found.cut for found in sets), f"longer than {config.seq_len:,} tokens cut at the end"),
+        (sum(found.dropped for found in sets), f"longer than {config.seq_len:,} tokens dropped"),
+        (sum(found.unlearned for found in sets), "without a learned token left out"),
+    ):
+        if count:
+            notes.append(f"{count:,} {'example' if count == 1 else 'examples'} {what}")
+    train, held_out = parts
+    of = f" of {config.eval_source}" if config.eval_source else ""
+    return (
+        f"{config.source}: {_counts(train)}, {'packed into' if config.packing else 'in'} {len(train):,} rows of "
+        f"{config.seq_len:,} ({100 * train.filled:.1f} % filled); held out {_counts(held_out)}{of}; "
+        f"{'; '.join([*notes, *left_out(sum(found.malformed for found in sets), copies)])}"
+    )
+
+
+def _counts(part: ExampleSource) -> str:
+    return (
+        f"{part.examples:,} {'example' if part.examples == 1 else 'examples'}, {part.tokens:,} tokens, "
+        f"{part.learned:,} learned"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +165,8 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
     with TOKENS_OF[config.format](config, tokenizer) as tokens_of:
         contents = _contents(files, config.format, skipped)
         while chunk := list(islice(contents, AT_ONCE)):
-            for (place, named, content), found in zip(chunk, tokens_of([row[2] for row in chunk]), strict=True):
+            encoded = tokens_of([content for _, _, content in chunk])
+            for (place, named, content), found in zip(chunk, encoded, strict=True):
                 if isinstance(found, Malformed):
                     skipped.add(place, found)
                     continue
@@ -87,7 +198,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
-    """(place, whether the file is held out, content) of each record."""
+    """Yields (place, whether the file is held out, content) of each record."""
     fields, content_of = CONTENTS[name]
     for record in read(files, fields, skipped):
         try:
@@ -98,8 +209,8 @@ def _contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple
 
 @contextlib.contextmanager
 def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """Gives (pairs) -> tokens: prompt, completion, the token that ends a text; one that begins it where the tokenizer
-    puts it. The completion and its end are learned."""
+    """Gives the function from pairs to tokens: the tokenizer's begin token if it has one, prompt, completion, end
+    token. The completion and the end token are learned."""
     begin, end = tokenizer.around[0], end_of_text(tokenizer)
 
     def of(pair: Pair, prompt: np.ndarray, ids: np.ndarray) -> Tokens:
@@ -122,8 +233,8 @@ def _pair_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The id that ends a text: as tokenizer_config.json says, else what the tokenizer puts there itself, else the token
-    whose name says so; () if there is none."""
+    """Returns the id that ends a text: from tokenizer_config.json, else the one that the tokenizer adds itself, else a
+    token with a usual name; () if there is none."""
     if not isinstance(tokenizer, JsonTokenizer):
         return () if tokenizer.separator is None else (tokenizer.separator,)
     names = [named_tokens(tokenizer_config(tokenizer)).get("eos_token"), *ENDS]
@@ -136,9 +247,13 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """Gives (conversations) -> tokens, of the text that the chat template makes of each."""
+    """Gives the function from conversations to the tokens of their rendered text."""
     template = find_template(tokenizer, config.chat_template)
-    guard = Guard(tokenizer) if isinstance(tokenizer, JsonTokenizer) and config.special_tokens == "text" else None
+    guard = (
+        SpecialTokenGuard(tokenizer)
+        if isinstance(tokenizer, JsonTokenizer) and config.special_tokens == "text"
+        else None
+    )
     parsing = tokenizer.parsing() if isinstance(tokenizer, JsonTokenizer) else tokenizer
     begin = tokenizer.around[0] if template.source == CHATML else ()  # other templates write it where they want it
     everything = config.loss_on == "all"
@@ -158,7 +273,7 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
                 ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
             return ids, inside | everything
 
-        def guarded(guard: Guard, text: Rendered) -> Tokens:
+        def guarded(guard: SpecialTokenGuard, text: Rendered) -> Tokens:
             try:
                 (ids, spans), *before = guard.encode_spans([text.text, *text.before])
             except UserError as error:  # this tokenizer cannot tell them apart
@@ -203,7 +318,7 @@ def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
-    """The special token that the template puts behind an answer; "" if it puts none."""
+    """Returns the special token that the template puts behind an answer; "" if there is none."""
     probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
     (found,) = renderer.render([probe], before=True, up_to=False)
     if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
@@ -214,7 +329,7 @@ def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
 
 
 def _answers(text: Rendered, ids: np.ndarray, before: Sequence[np.ndarray], turn_end: str) -> list[tuple[int, int]]:
-    """[from, to) of the characters of each answer and of the token that ends its turn.
+    """Returns [from, to) of the characters of each answer, including the token that ends its turn.
 
     What comes before an answer is rendered as it is for generation, and must be the beginning of the whole, in text and
     in ids: else the model would be trained on other tokens than it is asked with. Raises Malformed if it is not.
@@ -241,3 +356,60 @@ TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContex
     "chat": _chat_tokens,
     "pairs": _pair_tokens,
 }
+
+
+class SpecialTokenGuard:
+    """Keeps special tokens in messages text: a message that says <|im_end|> ends nothing.
+
+    `protect` replaces the special tokens in messages before a template is rendered, and `encode_spans` encodes the
+    rendered text with their characters as text.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer):
+        self._names = sorted(tokenizer.special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._either = re.compile(f"{IN_MESSAGE[0]}([0-9]+){IN_MESSAGE[1]}|({self._pattern.pattern})")
+        self._of = tokenizer
+        self._renamed: tuple[JsonTokenizer, dict[str, str]] | None = None
+
+    def protect(self, chat: Chat) -> Chat:
+        """Returns the conversation without special tokens in its messages; the same object if it has none."""
+        found = dataclasses.replace(chat, messages=self._replaced(chat.messages), tools=self._replaced(chat.tools))
+        return chat if found == chat else found
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(lambda m: f"{IN_MESSAGE[0]}{self._names.index(m[0])}{IN_MESSAGE[1]}", value)
+        if isinstance(value, list):
+            return [self._replaced(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self._replaced(one) for key, one in value.items()}
+        return value
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids and spans of each text as JsonTokenizer.encode_spans; replaced tokens are text again."""
+        tokenizer, names = self._renamed = self._renamed or self._of.renamed()
+        found = []
+        for text in texts:
+            written, begins, ends = [], [], []  # the characters that are encoded, and where in `text` each comes from
+            at = 0
+            for match in self._either.finditer(text):
+                part = text[at : match.start()]
+                into = self._names[int(match[1])] if match[1] else names[match[2]]
+                written += [part, into]
+                begins += [*range(at, match.start()), *[match.start()] * len(into)]
+                ends += [*range(at + 1, match.start() + 1), *[match.end()] * len(into)]
+                at = match.end()
+            written.append(text[at:])
+            begins += range(at, len(text))
+            ends += range(at + 1, len(text) + 1)
+            ((ids, spans),) = tokenizer.encode_spans(["".join(written)])
+            places = []
+            for first, stop in spans.tolist():
+                if first < stop:
+                    places.append((begins[first], ends[stop - 1]))
+                else:  # a token of no characters
+                    place = begins[first] if first < len(begins) else len(text)
+                    places.append((place, place))
+            found.append((ids, np.array(places, np.int64).reshape(-1, 2)))
+        return found

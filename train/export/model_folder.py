@@ -1,25 +1,69 @@
-"""Safetensors files of planned tensors: headers and room for all of them first, then each tensor at its place.
+"""The folder of a model that a command writes: refused if it is in use, filled with safetensors files, moved to OUT.
 
-Format: see train/weights/header.py. Files and index are named as transformers names them.
+Headers and room for all tensors come first, then each tensor at its place. Format: see train/weights/folder.py. Files
+and index are named as transformers names them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from bytescope.train.weights.folder import INDEX, SINGLE
+from bytescope.memory.errors import disk_remedy
+from bytescope.train.checkpoints.workdir import require_utf8
+from bytescope.train.source import INDEX, SINGLE, holds_model
+from bytescope.train.user_errors import UserError
 
 ALIGNED = 8  # bytes that a header's length is a multiple of
 
 
-class Planned(Protocol):
-    """A tensor to write; `dtype`: the format's name."""
+def refuse_used(out: Path, force: bool) -> None:
+    """Raises UserError if `out` exists and is neither an empty folder nor, with `force`, a folder with a model; and for
+    a path that is not valid UTF-8."""
+    require_utf8(out)
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UserError(f"{out} is no folder: give a new or empty one")
+    if not any(out.iterdir()):
+        return
+    if not force:
+        raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
+    if not holds_model(out):
+        raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
+
+
+def move_into_place(partial: Path, out: Path) -> None:
+    """Moves the finished folder to `out`; an old folder there is deleted after the new one is in place."""
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors_explained(out: Path, left: str = "nothing was left there") -> Iterator[None]:
+    """Turns an error of the disk into a UserError of one line. left: the end of the message, what is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or out} cannot be written or read ({error.strerror or error}): "
+            f"{disk_remedy(error)}choose another folder; {left}"
+        ) from error
+
+
+class TensorToWrite(Protocol):
+    """What `Files` needs to know of a tensor. dtype: the name of the safetensors format, such as "BF16"."""
 
     @property
     def name(self) -> str: ...
@@ -32,18 +76,18 @@ class Planned(Protocol):
 
 
 class Files:
-    """The files of a model in `folder`, each of at most `most` bytes of tensors unless one tensor has more.
+    """The safetensors files of a model, each with at most `most` bytes of tensors unless one tensor is larger.
 
-    Their room is taken at once, so that a full disk shows before anything is computed.
+    All room on the disk is taken at once, so that a full disk is an error before anything is computed.
 
     Args:
-      begin: make them; else they are as `found` has it.
+      begin: make the files; False if they are there already (see `found`).
 
     Raises:
       OSError: the disk is full, or cannot be written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Planned], most: int, begin: bool = True):
+    def __init__(self, folder: Path, tensors: Sequence[TensorToWrite], most: int, begin: bool = True):
         self._folder = folder
         self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, and its first byte there
         shards = _split(tensors, most)
@@ -58,13 +102,13 @@ class Files:
             self._begin(tensors)
 
     @classmethod
-    def found(cls, folder: Path, tensors: Sequence[Planned], most: int) -> Files | None:
-        """The files of these tensors that are there already, begun as here; None where one is not."""
+    def found(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
+        """Returns the files of these tensors if all are in `folder` with these headers and sizes, else None."""
         files = cls(folder, tensors, most, begin=False)
         return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
 
-    def _place(self, name: str, shard: Sequence[Planned]) -> tuple[bytes, int]:
-        """(what a file begins with, its bytes in all)."""
+    def _place(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
+        """Returns (the beginning of a file up to its tensors, the size of the file)."""
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for tensor in shard:
@@ -80,7 +124,7 @@ class Files:
             self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
         return len(header).to_bytes(8, "little") + header, 8 + len(header) + end
 
-    def _begin(self, tensors: Sequence[Planned]) -> None:
+    def _begin(self, tensors: Sequence[TensorToWrite]) -> None:
         for name, (header, size) in self._begins.items():
             with open(self._folder / name, "wb") as file:
                 file.write(header)
@@ -96,8 +140,8 @@ class Files:
             }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, tensor: Planned, pieces: Iterable[np.ndarray]) -> None:
-        """Writes a tensor whose bytes are those of its pieces. Raises OSError: the disk cannot be written."""
+    def write(self, tensor: TensorToWrite, pieces: Iterable[np.ndarray]) -> None:
+        """Writes the pieces of a tensor one after the other. Raises OSError: the disk cannot be written."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "r+b") as file:
             file.seek(start)
@@ -106,31 +150,31 @@ class Files:
             if (written := file.tell() - start) != tensor.nbytes:
                 raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
 
-    def read(self, tensor: Planned, dtype: np.dtype) -> np.ndarray:
-        """A tensor that was written. Raises OSError: the disk cannot be read."""
+    def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
+        """Reads a tensor that was written. Raises OSError: the disk cannot be read."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
             file.seek(start)
             return np.frombuffer(file.read(tensor.nbytes), dtype).reshape(tensor.shape)
 
     def sync(self) -> None:
-        """Returns when all of it is on the disk."""
+        """Waits until all files are on the disk."""
         for name in self.names:
             with open(self._folder / name, "rb") as file:
                 os.fsync(file.fileno())
 
 
 def _is_begun(path: Path, begin: bytes, size: int) -> bool:
-    """Whether a file is there that begins so and has this size."""
+    """Whether a file exists that has this beginning and this size."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
         return file.read(len(begin)) == begin
 
 
-def _split(tensors: Sequence[Planned], most: int) -> list[list[Planned]]:
-    """The tensors in files, in order."""
-    shards: list[list[Planned]] = [[]]
+def _split(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:
+    """Divides the tensors into files, in order."""
+    shards: list[list[TensorToWrite]] = [[]]
     room = most
     for tensor in tensors:
         if shards[-1] and tensor.nbytes > room:

@@ -1,4 +1,7 @@
-"""The functions and settings of a step: gradients of micro-batches, and the update."""
+"""One training step: gradients of micro-batches, two ways to accumulate them, the update, and an evaluation.
+
+ACCUMULATION has the step that the loop calls; `StepParts` are the functions and settings that it is made of.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +25,7 @@ from bytescope.train.step.step_weights import Weights
 
 ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
 
-# (params, batch, dropout keys, frozen) -> (what is differentiated, (cross-entropy, what the routers did))
+# (params, batch, dropout keys, frozen) -> (total that is differentiated, (cross-entropy, load of the routers))
 Loss = Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]
 
 
@@ -30,18 +33,19 @@ Loss = Callable[..., tuple[jax.Array, tuple[jax.Array, Load | None]]]
 class StepParts:
     """The functions and settings of a step.
 
-    loss: (params, batch, dropout_key_B, frozen) -> (what is differentiated, (float32 sum in nats, what the routers of
-      experts did)). optimizer: optax' transformation, or MultiSteps
-      of it. schedule: number of the update -> learning rate. seed: of dropout and rounding.
-    local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
+    loss: (params, batch, dropout_key_B, frozen) -> (total that is differentiated, (cross-entropy as a float32 sum in
+      nats, load of the routers)).
+    optimizer: optax' transformation, or optax.MultiSteps of it. schedule: number of the update -> learning rate.
+    seed: of dropout and rounding.
+    local_loss: `loss` of one data-parallel rank's sequences, if gradients are reduced once per update, else None.
     scaling: the rule of the loss scale, if there is one.
-    partwise: the optimizer's update layer by layer, where it is asked for (train/step/optimizer/partwise.py).
-    pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) through the stages of a
-      pipeline (train/pipeline/gradients.py), None without.
-    routed: layers with experts and experts of each, None without. bias_rate: step of the routers' biases per update, 0
-      for biases that stay as they are.
+    partwise: the update layer by layer, if it is asked for (train/step/optimizer/partwise.py).
     fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
       updated inside the backward pass (train/step/fused_backward.py).
+    routed: (layers with experts, experts of each), None without experts. bias_rate: step of the routers' biases per
+      update, 0 for constant biases.
+    pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) through the stages of a
+      pipeline (train/pipeline/gradients.py), None without stages.
     """
 
     loss: Loss
@@ -63,27 +67,28 @@ class StepParts:
         return self.weights.precision
 
     def objective(self, params: Any, batch: Batch, dropout_key_B: jax.Array | None, frozen: Any = None) -> jax.Array:
-        """What is differentiated, the first of `loss`."""
+        """Returns the total of `loss` that is differentiated."""
         return self.loss(params, batch, dropout_key_B, frozen)[0]
 
     def rounding_key(self, state: TrainState) -> jax.Array:
-        """The key of this update's rounding of parameters."""
+        """Returns the key of this update's rounding of parameters."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
-        """A key per sequence [rows], from the step and the place of the sequence in the global batch alone."""
+        """Returns a key for each sequence [rows]. It depends only on the step and on the sequence's place in the global
+        batch."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
     def factor(self, state: TrainState) -> jax.Array | None:
-        """What the loss is multiplied by before the backward pass, float32; None without a loss scale."""
+        """Returns the factor of the loss before the backward pass, float32; None without a loss scale."""
         if self.scaling is None:
             return None
         assert state.loss_scale is not None
         return self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
-        """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
+        """Returns sums over the A micro-batches [A, B, L]: the tally, and the gradients."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.pipeline is not None:
             return self.pipeline(weights, batch, key_AB, factor, state.frozen)
@@ -93,7 +98,7 @@ class StepParts:
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
-        """(parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
+        """Returns (parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
         with jax.named_scope("optimizer"):
             if isinstance(state.opt_state, optax.MultiStepsState):  # it would narrow its sum to the gradients' dtype
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
@@ -111,7 +116,7 @@ class StepParts:
             return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
-        """The frozen parameters after an update: the routers' biases moved toward balance; only if `done`."""
+        """Returns the frozen parameters after an update; if `done`, the routers' biases are moved toward balance."""
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
@@ -122,8 +127,8 @@ class StepParts:
     def metrics(
         self, state: TrainState, tally: Tally, opt_state: Any, loss_scale: LossScale | None
     ) -> dict[str, jax.Array]:
-        """What a step reports: mean loss in nats per token, counted tokens, gradient norm before clipping, learning
-        rate and, with a loss scale, the scale and the updates skipped so far; with experts those of `routing_metrics`.
+        """Returns the metrics of a step: mean loss in nats per token, unmasked targets, gradient norm before clipping,
+        learning rate; with a loss scale, the scale and the number of skipped updates; with experts, `routing_metrics`.
         """
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
         if EXPERT_LOAD in own:  # every process reads it
@@ -150,7 +155,7 @@ def _sums(
     *,
     local: bool = False,
 ) -> tuple[Tally, Any]:
-    """Tally and gradients of all micro-batches; unless `local`, gradients are reduced over the ranks as they are made.
+    """Returns tally and gradients of all micro-batches; unless `local`, each gradient is reduced over the ranks.
 
     The gradients are those of the loss times `factor`; the tally is without it.
     """
@@ -182,7 +187,7 @@ def _sums(
 def _sums_by_rank(
     parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
 ) -> tuple[Tally, Any]:
-    """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
+    """Returns the result of `_sums` with one reduction, after the last micro-batch: each rank sums its gradients."""
 
     def ranks(weights, batch, key_AB, factor, frozen):
         tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
@@ -199,3 +204,67 @@ def _sums_by_rank(
         axis_names=set(layout.local.manual),
         check_vma=False,
     )(weights, batch, key_AB, factor, frozen)
+
+
+def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns (new state, metrics) after one micro-batch, which has the arrays of `batch_names`, int32 [B, L].
+
+    With MultiSteps only every k-th call updates the parameters; its metrics are those of the update.
+    """
+    rows = batch["inputs"].shape[0]
+    multi = isinstance(state.opt_state, optax.MultiStepsState)
+    micro = state.opt_state.mini_step if multi else 0
+    keys = parts.dropout_keys(state.step, micro * rows, rows)
+    tally, grads = parts.gradients(state, jax.tree.map(lambda x: x[None], batch), keys[None])
+    tally = state.tally + tally if multi else tally
+    params, opt_state, loss_scale = parts.update(state, tally, grads)
+    metrics = parts.metrics(state, tally, opt_state, loss_scale)
+    if not multi:
+        return TrainState(
+            state.step + 1,
+            params,
+            opt_state,
+            zero_tally(parts.routed),
+            loss_scale,
+            parts.move_biases(state.frozen, tally),
+        ), metrics
+    done = opt_state.mini_step == 0
+    frozen = parts.move_biases(state.frozen, tally, done)
+    kept = jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), tally)
+    return TrainState(state.step + done.astype(jnp.int32), params, opt_state, kept, loss_scale, frozen), metrics
+
+
+def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns (new state, metrics) after a global batch [A, B, L]: micro-batches are accumulated inside the step."""
+    micro_steps, rows = batch["inputs"].shape[:2]
+    key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
+    tally, grads = parts.gradients(state, batch, key_AB)
+    params, opt_state, loss_scale = parts.update(state, tally, grads)
+    metrics = parts.metrics(state, tally, opt_state, loss_scale)
+    return TrainState(
+        state.step + 1, params, opt_state, zero_tally(parts.routed), loss_scale, parts.move_biases(state.frozen, tally)
+    ), metrics
+
+
+def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns (new state, metrics) after a global batch [B, L] or [1, B, L]: the backward pass updates each layer."""
+    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+    keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
+    tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
+    assert parts.fused is not None
+    loss, params, opt_state = parts.fused(
+        state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state), state.frozen
+    )
+    return TrainState(state.step + 1, params, opt_state, zero_tally(), frozen=state.frozen), parts.metrics(
+        state, Tally(loss, tokens), opt_state, None
+    )
+
+
+def eval_step(parts: StepParts, params: Any, batch: Batch, frozen: Any = None) -> Tally:
+    """Returns the loss sum and unmasked targets of one held-out micro-batch [B, L], without dropout."""
+    _, (total, _) = parts.loss(parts.weights.copy(params), batch, None, frozen)
+    return Tally(total, count_tokens(batch["targets"]))
+
+
+# mode -> (the step, whether optax.MultiSteps wraps the optimizer)
+ACCUMULATION = {"multisteps": (train_step, True), "scan": (scan_step, False)}

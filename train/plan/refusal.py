@@ -1,6 +1,6 @@
-"""Advice for a step that does not fit here: variants with one lever more, compiled; the `fit` command to copy.
+"""Refuses a run whose step does not fit: the error, with advice that was found by compiling variants of the program.
 
-The levers and the words are in `advice`; here the variants of a run's own program are compiled.
+The levers and the words are in `advice.py`, which compiles nothing.
 """
 
 import dataclasses
@@ -31,45 +31,42 @@ def refuse(
     tell: Callable[[str], None] = lambda line: None,
     each_s: float = 0.0,
 ) -> NoReturn:
-    """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
+    """Raises DoesNotFit for a step that needs more memory than a device has, before anything is allocated.
 
-    The advice includes the cheapest change that fits, found by compiling (train/plan/advice.py), if the
-    program runs in one process (several processes must compile together) and the host has COMPILE_BYTES.
+    The advice includes the cheapest change that fits, found by compiling, if the program runs in one process (several
+    processes must compile together) and the host has COMPILE_BYTES.
 
     Args:
       command: what the run was started with, for the `fit` command. tell: called with a line before each compile.
       each_s: seconds that compiling the step took.
     """
-    found, levers = [], advice.open_levers(report)
+    levers, tried = advice.open_levers(report), []
     devices = list(program.mesh.devices.flat)
 
-    def bytes_of(keys: advice.Keys) -> int:
-        variant = build(with_keys(program.config, dict(keys)), devices)
-        return report_of(
-            variant.compile_for_report(),
-            target=targets.parse("local"),
-            config=flatten(variant.config),
-            loop=loop_overhead(variant),
-        ).predicted_bytes
+    def compiled_bytes(keys: advice.Keys) -> int:
+        variant = build(with_keys(program.config, keys), devices)
+        compilation = variant.compile_for_report()
+        config, loop = flatten(variant.config), loop_overhead(variant)
+        return report_of(compilation, target=targets.parse("local"), config=config, loop=loop).predicted_bytes
 
-    if len({device.process_index for device in devices}) == 1 and free_host_bytes() >= COMPILE_BYTES:
-        found = advice.tried(report, levers, bytes_of, tell, each_s)
-    raise DoesNotFit(too_big(report), advice.lines(report, levers, found, fit(report, command)))
+    in_one_process = len({device.process_index for device in devices}) == 1
+    if in_one_process and free_host_bytes() >= COMPILE_BYTES:
+        tried = advice.tried(report, levers, compiled_bytes, tell, each_s)
+    raise DoesNotFit(too_big(report), advice.lines(report, levers, tried, _fit_command(report, command)))
 
 
 def advice_without_compiling(report: ReportRecord, command: Command) -> list[str]:
-    """The advice for a device that ran out of memory: what is left to try, in the order of its cost."""
-    return advice.lines(report, advice.open_levers(report), [], fit(report, command))
+    """Returns the advice for a device that ran out of memory: the levers left to try, cheapest first."""
+    return advice.lines(report, advice.open_levers(report), [], _fit_command(report, command))
 
 
-def before_the_report(program: Program) -> ReportRecord:
-    """A report that knows the config and the devices alone, for a compiler that ran out of memory."""
+def report_without_compiling(program: Program) -> ReportRecord:
+    """Returns a report that has only the config and the devices, for a compiler that ran out of memory."""
     target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)  # alike in several processes
     return ReportRecord(
         0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes
     )
 
 
-def fit(report: ReportRecord, command: Command) -> str:
-    """The `bytescope fit` for the task of a run, on this machine."""
+def _fit_command(report: ReportRecord, command: Command) -> str:
     return advice.fit_command(command.config or DEFAULT, "local", command.overrides, report)

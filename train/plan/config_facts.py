@@ -1,11 +1,17 @@
 """A config as `memory` takes it: the facts beside a program, and the question of the calculator.
 
 In: the flat config (dotted key -> value) and how the trainer settled it. Out: `ModelFacts` for reports and formulas, a
-`Question` for `bytescope estimate`. The names of the tables are in state_rows.py.
+`Question` for `bytescope estimate`.
+
+The tables say how the formulas of memory/formulas count each precision, optimizer, strategy and kernel, under the name
+that the config uses. `mixed`, `mixed_fp32_grads`, `pure_bf16` and `sgd` are rows of `bytescope estimate` only. To add
+an optimizer or a precision: a row here, with its source, beside the trainer's own. A test compares the rows with the
+arrays of the trainer's programs. The command line lists these names, so this module imports no jax.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,24 +20,12 @@ from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
+from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import held_share, simulate
 from bytescope.train.pipeline.schedules import make_schedule
-from bytescope.train.plan.state_rows import (
-    ATTENTION_KINDS,
-    GATED,
-    GATHERED,
-    KERNELS,
-    NAMED_POLICIES,
-    NESTED_POLICIES,
-    OPTIMIZERS,
-    PRECISIONS,
-    PRODUCT_POLICIES,
-    SENT_GRADIENTS,
-    ZERO_STAGES,
-)
 
-# Axis of the mesh -> what its devices are to a step, in the order in which the axes lie over the devices.
+# Axis of the mesh -> the role of its devices in a step, in the order of the axes over the devices.
 ROLES = {
     "stage": "stage",
     "data": "replica",
@@ -46,29 +40,98 @@ BATCH_AXES = tuple(axis for axis, role in ROLES.items() if role in BATCH_ROLES)
 CAPACITY = 1.25
 # (offload.optimizer, offload.params) -> row of the formulas.
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
-# The pipeline whose stages all hold the same, and its chunks of a stage.
+# The schedule whose stages all have the same stash, and its chunks per stage.
 EVEN_SCHEDULE, EVEN_CHUNKS = "v", 2
+
+# ---- tables of names ------------------------------------------------------------------------------------------------
+
+_SUMMED = MIXED._replace(
+    name="mixed_fp32_grads", summary="mixed, with float32 gradients in addition", gradients=MIXED.gradients + 4
+)
+# Float32 copies of the gradients raise the 16 bytes per parameter to 20, as in Megatron-style runs. Gradient
+# accumulators of other kinds are left out.
+PRECISIONS: Mapping[str, PrecisionBytes] = {
+    row.name: row
+    for row in (
+        PrecisionBytes("fp32", "everything float32", 4, 4, 0, 4, 4),
+        PrecisionBytes("bf16", "float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
+        MIXED,
+        _SUMMED,
+        PrecisionBytes("pure_bf16", "everything 16-bit", 2, 2, 0, 2, 2),
+        PrecisionBytes(
+            "bf16_params", "16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2
+        ),
+        PrecisionBytes("fp16", "float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
+        # One float32 scale for 128 elements of an activation (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+        PrecisionBytes("fp8", "bf16 with 8-bit operands of products", 4, 4, 0, 4, 2, 1 + 4 / 128),
+        MIXED._replace(name="bf16_grads"),
+        _SUMMED._replace(name="fp32_grads"),
+    )
+}
+
+OPTIMIZERS: Mapping[str, OptimizerBytes] = {
+    row.name: row
+    for row in (
+        OptimizerBytes("sgd", "no state", 0),
+        OptimizerBytes("momentum", "one velocity", 1),
+        ADAM,
+        OptimizerBytes("adamw_bf16", "two moments, the first in bfloat16", 2, (2 + 4) / 2),
+        # A float32 scale for each 128 moments (64 in heads of 64); norms and biases in float32 left out.
+        OptimizerBytes("adamw_8bit", "two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
+        # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
+        OptimizerBytes("adafactor", "factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
+        OptimizerBytes("adagrad", "one sum of squares (Duchi et al. 2011)", 1),
+        OptimizerBytes("rmsprop", "one second moment (Tieleman & Hinton 2012)", 1),
+        OptimizerBytes("lion", "one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
+        # AdamW's second moment of tables, norms and biases is left out.
+        OptimizerBytes("muon", "one momentum (Jordan et al. 2024)", 1),
+    )
+}
+
+# mesh.strategy -> stage of ZeRO.
+ZERO_STAGES: Mapping[str, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+# model.attention -> kernel of the formulas; all but the naive one keep no scores. "": follows from the device.
+KERNELS: Mapping[str, str] = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# model.attention_kind that have formulas.
+ATTENTION_KINDS = ("gqa", "mla")
+# model.mlp with a gate: three matrices.
+GATED = ("swiglu", "geglu")
+
+# precision.preset -> bytes of a gradient on its way to other devices, where it differs from the dtype of the products;
+# collectives under other presets than those of GATHERED have no formula.
+SENT_GRADIENTS: Mapping[str, int] = {"bf16_grads": 2, "fp32_grads": 4}
+GATHERED = ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")
+
+# Rows of remat.policy whose kept tensors follow from shapes: those that keep names, and those that keep the products
+# with weights, on the device or in host memory. The others have no formula.
+NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
+PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
+# Those that checkpoint groups of layers around the layers.
+NESTED_POLICIES = ("sqrt",)
+
+# ---- facts and question ---------------------------------------------------------------------------------------------
 
 
 def model_facts(
     flat: Mapping[str, Any], settled: Mapping[str, Any] | None = None, *, platform: str = "", devices: int = 0
 ) -> ModelFacts:
-    """The facts of a config's step.
+    """Returns the facts of a config's step.
 
     Args:
         flat: dotted key -> value.
-        settled: what the program made of it (`Adapter.settled`): kernel, mesh and `segments`. None: as the config says.
-        platform: of the target. devices: for an axis of the mesh that is -1 and not settled; 0 counts it as 1.
+        settled: values that the program settled: kernel, mesh and `segments` (`config_factory.settle`). None: the
+            config's own.
+        platform: of the target. devices: total number, for an axis of the mesh that is -1 and not settled; 0: unknown,
+            the axis counts as 1.
     """
     config = {**flat, **(settled or {})}
     mesh = mesh_of(config, devices)
-    ranks = 1
-    for axis in BATCH_AXES:
-        ranks *= mesh[axis]
+    ranks = math.prod(mesh[axis] for axis in BATCH_AXES)
     preset, model, stages = config["precision.preset"], model_of(config), mesh["stage"]
-    # With adapters or frozen parameters only a part has gradients to reduce.
-    changed = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
-    changed = changed or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
+    other_dtypes = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    # With adapters or frozen parameters only a part of the parameters has gradients to reduce.
+    changed = other_dtypes or bool(config.get("lora.rank") or config.get("optimizer.freeze"))
     steps = accumulation(config, ranks)
     schedule = None
     if stages > 1:
@@ -102,15 +165,16 @@ def model_facts(
 
 
 def question_of(flat: Mapping[str, Any]) -> Question:
-    """The question that a config (dotted key -> value) asks of the calculator; -1 in its mesh counts as 1 device.
+    """Returns a config (dotted key -> value) as a question to the calculator; -1 in its mesh counts as 1 device.
 
-    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
-    latter holds its shard of the activations is left to the caller.
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. The question does
+    not say that each of the `context` ranks has only its shard of the activations.
 
     Raises:
-      ReportError: a config that names what the formulas do not know.
+      ReportError: the formulas do not cover the config.
     """
-    if why := _without_formula(flat):
+    why = _without_formula(flat)
+    if why:
         raise ReportError(why)
     mesh, schedule = mesh_of(flat), None
     if mesh["stage"] > 1:
@@ -121,19 +185,17 @@ def question_of(flat: Mapping[str, Any]) -> Question:
 
 
 def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
-    """Axis -> size; an axis of -1 takes the rest of the `devices`, 1 where nobody knows them."""
-    # A report that was written before there was an axis has no key of it.
-    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}
-    known = 1
-    for size in sizes.values():
-        known *= max(size, 1)
+    """Returns axis -> size. An axis of -1 takes the rest of the `devices`; 1 if their number is unknown (0)."""
+    sizes = {axis: int(config.get(f"mesh.{axis}", 1)) for axis in ROLES}  # an old report lacks keys of new axes
+    known = math.prod(max(size, 1) for size in sizes.values())
     rest = max(devices // known, 1)
     return {axis: size if size > 0 else rest for axis, size in sizes.items()}
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps per update on `ranks` data-parallel ranks; of a schedule the most."""
-    if tokens := config.get("batch.tokens", 0):
+    """Returns the micro-steps per update on `ranks` data-parallel ranks; of a schedule, the maximum."""
+    tokens = config.get("batch.tokens", 0)
+    if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
     scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
     return max(scheduled, default=config.get("batch.accumulation", 1))
@@ -143,7 +205,7 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
-    """The model of a config (dotted key -> value)."""
+    """Returns the model of a config (dotted key -> value)."""
     m, latent, adapters = _model_keys(config), None, None
     if m["attention_kind"] == "mla":
         latent = Latent(m["mla_q_rank"], m["mla_kv_rank"], m["mla_d_rope"], m["mla_d_value"])
@@ -169,7 +231,7 @@ def model_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
-    """The experts of a config (dotted key -> value); None if every MLP is dense."""
+    """Returns the experts of a config (dotted key -> value); None if every MLP is dense."""
     m = _model_keys(config)
     if not m["experts"]:
         return None
@@ -187,7 +249,7 @@ def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The group `model` of a config, without its prefix."""
+    """Returns the group `model` of a config, its keys without the prefix."""
     return {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
 
 
@@ -195,7 +257,7 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_formula(config: Mapping[str, Any]) -> str:
-    """Why no formula covers a config, "" if one does."""
+    """Returns why the formulas do not cover a config, "" if they do."""
     for key, table in (
         ("precision.preset", PRECISIONS),
         ("optimizer.name", OPTIMIZERS),
@@ -205,13 +267,14 @@ def _without_formula(config: Mapping[str, Any]) -> str:
     ):
         if config[key] not in table:
             return f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: bytescope report compiles it"
-    if frozen := config["optimizer.freeze"]:
+    frozen = config["optimizer.freeze"]
+    if frozen:
         return f"optimizer.freeze={','.join(frozen)} has no formula: bytescope report compiles it"
     return ""
 
 
 def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Schedule | None) -> Question:
-    """The question of a config on a mesh without -1. Raises ReportError for a row that no table has."""
+    """Returns the question of a config on a mesh without -1. Raises ReportError for a name that no table has."""
     model, m = model_of(config), _model_keys(config)
     shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     shared = config["mesh.fsdp"] == -1 or shards > 1
@@ -231,7 +294,7 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
         interleave=config["pipeline.virtual"] if stages > 1 else 1,
         stash=float(held_share(schedule, model.layers)) if schedule else 0.0,
     )
-    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
+    # `auto` on a GPU is the naive kernel if dropout needs it, and for short sequences if cuDNN has no kernel for them.
     short = (config["precision.preset"] == "fp32" or m["attention_softcap"]) and config["data.seq_len"] <= 1024
     return Question(
         transformer_formulas.parameter_count(model),
@@ -255,7 +318,8 @@ def _question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule: Sche
 def segment(
     policy: str, layers: int, groups: int = 1, save: Sequence[str] = (), offload: Sequence[str] = ()
 ) -> RematSegment:
-    """Layers under a row of remat.policy; groups: of a nested policy. save, offload: the names that it keeps."""
+    """Returns layers under a row of remat.policy. groups: of a nested policy. save, offload: names that it keeps on the
+    device, and in host memory."""
     if policy in PRODUCT_POLICIES:
         from bytescope.model.remat.policies import EXPERT_PRODUCTS, PRODUCTS
 
@@ -273,7 +337,7 @@ def segment(
 
 
 def named_segment(policy: str, layers: int) -> RematSegment:
-    """Layers under a row of remat.policy with the names of its table; `auto` and `custom` have none of their own."""
+    """Returns layers under a row of remat.policy with the names of its table; `auto` and `custom` have none."""
     from bytescope.model.remat.policies import POLICIES
 
     row = POLICIES.get(policy)
@@ -283,7 +347,7 @@ def named_segment(policy: str, layers: int) -> RematSegment:
 
 
 def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
-    """The layers of a config by remat policy; () for `auto` that nobody settled."""
+    """Returns the layers of a config by remat policy; () for `auto` that is not settled."""
     if "segments" in config:
         parts = config["segments"]
         return tuple(segment(p["policy"], p["layers"], p["groups"], p["save"], p["offload"]) for p in parts)
@@ -301,7 +365,7 @@ def _segments(config: Mapping[str, Any]) -> tuple[RematSegment, ...]:
 
 
 def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> RematSegment:
-    """The policy of the layers that remat.layers does not name."""
+    """Returns the policy of the layers that are not in `remat.layers`."""
     policy, layers = config["remat.policy"], config["model.n_layers"]
     if policy == "custom":
         return segment(policy, layers, 1, config["remat.save"], config["remat.offload"])
@@ -311,7 +375,7 @@ def _policy(config: Mapping[str, Any], segments: Sequence[RematSegment]) -> Rema
 
 
 def _exchange(config: Mapping[str, Any], platform: str) -> str:
-    """How the layout exchanges rows of experts (`StepLayout.exchange`); "" where the CPU emulates it."""
+    """Returns how the layout exchanges rows of experts (`StepLayout.exchange`); "" if the CPU emulates it."""
     asked, on_cpu = config["mesh.dispatch"], platform == "cpu"
     if asked == "auto" and config["model.moe_kernel"] == "capacity":
         return "all_to_all"
@@ -333,11 +397,12 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
 
 
 def _asked_of_host(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a config asks to keep in host memory: its keys, and the remat policy."""
+    """Returns the keys, and the remat policy, by which a config keeps tensors in host memory."""
     keys = [key for key in ("offload.optimizer", "offload.params") if config.get(key) is True]
     words: list[Any] = []
     for key, value in config.items():
         if key.startswith("remat."):
             words += value if isinstance(value, list | tuple) else [value]
-    by_policy = any(isinstance(word, str) and "offload" in word for word in words)
-    return (*keys, *(["the policy"] if by_policy else []))
+    if any(isinstance(word, str) and "offload" in word for word in words):
+        keys.append("the policy")
+    return tuple(keys)

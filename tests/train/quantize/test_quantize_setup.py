@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bytescope.train.quantize.windows import HELD_OUT, ROWS, windows_of
+from bytescope.train.quantize.quantize_setup import HELD_OUT, ROWS, read_windows
 from bytescope.train.user_errors import UserError
 
 SOURCE = SimpleNamespace(
@@ -27,7 +27,7 @@ def asked(path, count, **changes):
 
 @pytest.mark.parametrize("count, calibration, held_out", [(2, 1, 1), (9, 6, 2), (40, 28, 8), (400, 64, 32)])
 def test_the_end_of_a_text_is_held_out(tmp_path, count, calibration, held_out):
-    found, held = windows_of(asked(tmp_path / "text.jsonl", count), SOURCE)
+    found, held = read_windows(asked(tmp_path / "text.jsonl", count), SOURCE)
     assert found.dtype == held.dtype == np.int32
     assert (len(found), len(held)) == (calibration, held_out) and held_out <= HELD_OUT
     rows = min(ROWS, len(found), len(held))
@@ -41,15 +41,15 @@ def test_the_end_of_a_text_is_held_out(tmp_path, count, calibration, held_out):
 def test_a_text_of_its_own_is_held_out_whole(tmp_path):
     args = asked(tmp_path / "held.jsonl", 12)
     args = asked(tmp_path / "text.jsonl", 8, held_out=args.calibrate)
-    found, held = windows_of(args, SOURCE)
+    found, held = read_windows(args, SOURCE)
     assert len(found) == 8 and len(held) == 12
 
 
 def test_what_is_too_short_is_refused(tmp_path):
     with pytest.raises(UserError, match="has 1 windows of 8 tokens, and 2 are needed"):
-        windows_of(asked(tmp_path / "text.jsonl", 1), SOURCE)
+        read_windows(asked(tmp_path / "text.jsonl", 1), SOURCE)
 
 
 def test_windows_are_no_longer_than_the_model_takes(tmp_path):
-    found, held = windows_of(asked(tmp_path / "text.jsonl", 40, length=512), SOURCE)
+    found, held = read_windows(asked(tmp_path / "text.jsonl", 40, length=512), SOURCE)
     assert found.shape[1] == held.shape[1] == 64

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bytescope.train.program import config_files as configs
 from bytescope.train.program.program import build
-from bytescope.train.run import initial_weights, loop
+from bytescope.train.run import initial_state, loop
 from bytescope.train.user_errors import UserError
 from support.command_line import train
 from support.models import weights
@@ -74,7 +74,7 @@ def test_a_run_begins_there_and_resumes_without_it(folder, tmp_path, source, mon
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["weights"] and recorded["config"]["init.folder"] == str(folder)
 
-    monkeypatch.setattr(initial_weights, "load_params", lambda *_: pytest.fail("loaded again"))
+    monkeypatch.setattr(initial_state, "load_params", lambda *_: pytest.fail("loaded again"))
     text = run(folder, tmp_path / "run", source, **{"train.steps": 2})
     assert "resumed at step 1" in text
     assert not np.array_equal(began[1]["w_token"], tensors["model.embed_tokens.weight"])

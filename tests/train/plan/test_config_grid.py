@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.remat.remat_problem import KeepPattern, LayerPlan
 from bytescope.model.remat.policies import LayerPolicies
-from bytescope.train.plan.remat_keys import plan_keys
+from bytescope.train.plan.config_grid import plan_keys
 
 pytestmark = pytest.mark.quick
 NAMES = ("v", "q_rot", "k_rot", "context", "mid", "up", "act", "gate")

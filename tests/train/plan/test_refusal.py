@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.launch.failures import explained
-from bytescope.train.plan import remedies
+from bytescope.train.plan import refusal
 from bytescope.train.plan.open_levers import open_levers, together
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.program.checks import check
@@ -35,9 +35,9 @@ def compiled(monkeypatch):
         return small_program({"remat.policy": config.remat.policy})
 
     sizes = {"selective": 3 * GIB}
-    monkeypatch.setattr(remedies, "build", build)
+    monkeypatch.setattr(refusal, "build", build)
     monkeypatch.setattr(type(small_program()), "compile_for_report", lambda self: self.config.remat.policy)
-    monkeypatch.setattr(remedies, "report_of", lambda policy, **_: ReportRecord(0, sizes.get(policy, GIB), {}))
+    monkeypatch.setattr(refusal, "report_of", lambda policy, **_: ReportRecord(0, sizes.get(policy, GIB), {}))
     return seen
 
 
@@ -45,7 +45,7 @@ def report(program, **rows):
     rows = {"residuals": 3 * GIB, "params": GIB, **rows}
     size = sum(rows.values())
     return dataclasses.replace(
-        remedies.before_the_report(program),
+        refusal.report_without_compiling(program),
         peak_bytes=size,
         allocated_bytes=size,
         breakdown=rows,
@@ -58,7 +58,7 @@ def test_the_cheapest_change_that_fits_is_found_by_compiling(compiled):
     program = small_program({"remat.policy": "none", "batch.accumulation": 2})
     told = []
     with pytest.raises(DoesNotFit) as refused:
-        remedies.refuse(report(program), program, COMMAND, told.append)
+        refusal.refuse(report(program), program, COMMAND, told.append)
     assert compiled == [("selective", 8, 2), ("none", 2, 8)] and len(told) == 2
     assert str(refused.value).endswith("2.00 GiB too much") and refused.value.exit_code == 3
     advice = "\n".join(refused.value.advice)
@@ -68,21 +68,21 @@ def test_the_cheapest_change_that_fits_is_found_by_compiling(compiled):
 
 
 def test_nothing_is_compiled_without_host_memory_for_it(compiled, monkeypatch):
-    monkeypatch.setattr(remedies, "free_host_bytes", lambda: 200 * 2**20)
+    monkeypatch.setattr(refusal, "free_host_bytes", lambda: 200 * 2**20)
     program = small_program({"remat.policy": "none"})
     with pytest.raises(DoesNotFit) as refused:
-        remedies.refuse(report(program), program, COMMAND)
+        refusal.refuse(report(program), program, COMMAND)
     assert compiled == [] and any("may be enough" in line for line in refused.value.advice)
 
 
 def test_a_device_that_ran_out_of_memory_is_told_what_is_left(compiled):
     program = small_program({"remat.policy": "full", "batch.micro": 1})
-    lines = remedies.advice_without_compiling(report(program, optimizer=GIB), COMMAND)
+    lines = refusal.advice_without_compiling(report(program, optimizer=GIB), COMMAND)
     with pytest.raises(DoesNotFit) as raised, explained(report(program), jax.devices()[0], lambda: lines):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     advice = "\n".join(raised.value.advice)
     assert compiled == [] and "adamw_8bit" in advice and "batch.micro" not in advice and "remat.policy" not in advice
-    assert "GiB" not in remedies.advice_without_compiling(remedies.before_the_report(program), COMMAND)[1]
+    assert "GiB" not in refusal.advice_without_compiling(refusal.report_without_compiling(program), COMMAND)[1]
 
 
 def test_advice_stands_below_the_line(monkeypatch, capsys):

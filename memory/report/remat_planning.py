@@ -1,0 +1,232 @@
+"""`plan_remat`: finds the least recomputation within a budget for anyone's model, as a policy for `jax.checkpoint`.
+
+The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and the values that they can
+keep are read from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the
+gradient with a policy for each plan that it tries, and with the policies of jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.analysis import report_of
+from bytescope.memory.cost import flops, roofline
+from bytescope.memory.devices import limits
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError
+from bytescope.memory.program.compilation import compiled_for
+from bytescope.memory.remat.layer_discovery import layers_of
+from bytescope.memory.remat.layer_values import LayerValues, values_of
+from bytescope.memory.remat.loss_gradient import Loss
+from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.remat_problem import (
+    CompiledPlan,
+    LayerPlan,
+    PassSeconds,
+    PlanFigures,
+    RecomputeRates,
+    RematProblem,
+    SearchOutcome,
+)
+from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
+from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
+from bytescope.memory.report.report_object import Report
+from bytescope.memory.units import MOST, human
+
+# The search's name of a policy that comes with jax -> its name in `jax.checkpoint_policies`.
+BUILT_IN = {
+    FULL: "nothing_saveable",
+    "dots_with_no_batch_dims_saveable": "dots_with_no_batch_dims_saveable",
+    "dots_saveable": "dots_saveable",
+    NONE: "everything_saveable",
+}
+
+
+def plan_remat(
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    target: Target | str | None = None,
+    budget: str | float | None = None,
+    *,
+    optimizer: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    blocks: Collection[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> RematPlan:
+    """Decides what the layers of a model keep for their backward pass: the least recomputation within a budget.
+
+    Layers are what the loss has under `jax.checkpoint` (flax.linen.remat, equinox.filter_checkpoint), in a scan or
+    called one after the other; their present policy does not matter. The gradient by the first argument is compiled
+    for the target with every plan that is tried.
+
+    Args:
+        loss: of (params, ...) to a scalar, or to (scalar, anything); plain or jitted.
+        args: arrays, ShapeDtypeStructs, or pytrees of them; their shardings count.
+        target: as in `memory.analyze`.
+        budget: bytes on one device, as a number or "72GiB"; None: all that the target has available.
+        optimizer: with `init` and `update`, such as optax's: its state and update are part of the program then.
+        blocks: names of functions under `jax.checkpoint` that are planned for, where not all are layers.
+        tell: called with a line for each program that is compiled.
+
+    Raises ReportError where no layers are found, for a budget that is not a valid size, and where nothing fits it.
+    """
+    return plan_remats(loss, args, target, [budget], optimizer=optimizer, kwargs=kwargs, blocks=blocks, tell=tell)[0]
+
+
+def plan_remats(
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    target: Target | str | None = None,
+    budgets: Sequence[str | float | None] = (None,),
+    *,
+    optimizer: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    blocks: Collection[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[RematPlan]:
+    """Returns a plan for each budget; the searches share what is compiled. Raises as `plan_remat` does."""
+    for budget in budgets:
+        limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
+    compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
+    sizes = [compiler.budget(budget) for budget in budgets]
+
+    def show(tried: CompiledPlan) -> None:
+        name = name_of(tried.plan) or str(tried.plan)
+        tell(f"{name}: {human(tried.compiled.allocated_bytes) if tried.ok else tried.compiled.status}")
+
+    search = RematSearch(compiler.problem(), compiler, show)
+    search.compile(search.fixed)
+    return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
+
+
+def plan_of(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
+    """Returns the plan that a search found for a budget. Raises ReportError if no plan fits the budget."""
+    report = compiler.full.report
+    if outcome.best is None:
+        raise _nothing_fits(outcome, budget)
+    best, name = outcome.best, name_of(outcome.best.plan)
+    built, kept = compiler.built[name or str(best.plan)], best.plan.ranges[0][0].save
+    figures = [search.tried[str(plan)] for plan in search.fixed]
+    return RematPlan(
+        policy=compiler.policy(best.plan) if name == FULL else built.policy,
+        name=BUILT_IN.get(name, ""),
+        kept=tuple(sorted((compiler.values.values[label] for label in kept), key=lambda value: -value.bytes)),
+        allocated_bytes=best.compiled.allocated_bytes,
+        budget_bytes=budget,
+        recomputed_flops=built.counted.recomputed,
+        model_flops=built.counted.total - built.counted.recomputed,
+        built_in=tuple(
+            PolicyFigures(
+                BUILT_IN[name_of(tried.plan)],
+                tried.compiled.allocated_bytes,
+                int(tried.compiled.flops),
+                tried.compiled.status,
+            )
+            for tried in figures
+        ),
+        compiled=len(search.tried),
+        layers=tuple(compiler.layers),
+        target=report.target.get("name", ""),
+        report=built.report,
+    )
+
+
+def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
+    if outcome.tightest is None:
+        return ReportError(f"no plan could be compiled: {outcome.tried[0].compiled.status}")
+    plan, least = outcome.tightest.plan, outcome.tightest.compiled.allocated_bytes
+    return ReportError(
+        f"nothing fits {human(budget)}: with {BUILT_IN.get(name_of(plan), plan)} the step takes "
+        f"{human(least)}, {human(least - budget)} more; give a larger budget or a smaller batch"
+    )
+
+
+# ---- compiling ----------------------------------------------------------------------------------------------
+
+
+class PolicyCompiler:
+    """Compiles the step of a loss under the policies that a search asks for."""
+
+    def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
+        self.loss, self.optimizer, self._target = loss, optimizer, target
+        self.layers = layers_of(loss.jaxpr, loss.active, blocks)
+        self.values: LayerValues = values_of(self.layers, loss.shards)
+        self.built: dict[str, Built] = {}
+        # The program that recomputes everything gives the target, and shows whether the layers are traced in it in the
+        # same order as alone.
+        probe = RematPolicy(self.values.wanted(()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.full = self.built[FULL] = self._build(probe)
+        if probe.lost:
+            self.values = values_of(self.layers, loss.shards, ordered=False)
+
+    def policy(self, plan: LayerPlan) -> Any:
+        """Returns jax's own policy if the plan is one, else a policy that keeps the plan's values."""
+        import jax
+
+        name = name_of(plan)
+        if name:
+            return getattr(jax.checkpoint_policies, BUILT_IN[name])
+        return RematPolicy(self.values.wanted(plan.ranges[0][0].save))
+
+    def _build(self, policy: Any) -> Built:
+        traced = self.loss.step(self.layers, policy, self.optimizer)
+        compilation, target = compiled_for(traced, target=self._target)
+        return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
+
+    def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
+        """Returns the compiler's figures of each plan."""
+        return [self._one(plan) for plan in plans]
+
+    def _one(self, plan: LayerPlan) -> PlanFigures:
+        name = name_of(plan) or str(plan)
+        if name not in self.built:
+            try:
+                self.built[name] = self._build(self.policy(plan))
+            except ReportError:
+                raise
+            except (ValueError, RuntimeError, NotImplementedError) as error:  # the search leaves it out
+                return PlanFigures(status=" ".join(str(error).split()))
+        built = self.built[name]
+        if isinstance(built.policy, RematPolicy) and name != FULL:
+            built.policy.check()
+        return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
+
+    def budget(self, budget: str | float | None) -> int:
+        """Returns the bytes that the program may allocate: the budget, at most the target's limit without overheads."""
+        report = self.full.report
+        if report.limit_bytes is None:
+            raise ReportError('the memory of the device is not known: name a target, such as target="h100"')
+        limit = report.limit_bytes - (report.predicted_bytes - report.allocated_bytes)
+        return limits.budget_of(written(budget), limit, "budget")
+
+    def problem(self) -> RematProblem:
+        """Returns the problem for the search: to recompute the fewest FLOPs."""
+        rates = RecomputeRates(dict.fromkeys(roofline.UNITS, 1.0), 1.0)
+        policies = {name: None for name in BUILT_IN if name not in (FULL, NONE)}
+        return RematProblem(self.values.graph, rates, PassSeconds(), "flops", policies=policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A policy, the report of the program under it, and its FLOPs."""
+
+    policy: Any
+    report: Report
+    counted: flops.FlopCount
+
+
+def written(budget: str | float | None) -> str:
+    """Returns a budget as the text that `limits.budget_of` reads."""
+    if budget is None:
+        return ""
+    return budget if isinstance(budget, str) else f"{budget:.0f}"
+
+
+def name_of(plan: LayerPlan) -> str:
+    """Returns the search's name of a plan that is a policy of jax's own; "" for a choice of values."""
+    return plan.ranges[0][0].policy

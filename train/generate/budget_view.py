@@ -1,0 +1,139 @@
+"""A budget of generation in the terminal and as a page: what takes a device's memory, and how many sequences fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.units import human
+from bytescope.memory.view.elements import table, versions, where
+from bytescope.memory.view.frame import page
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, label, words
+from bytescope.train.generate.budget import Budget, GenerationPlan, lengths_of
+
+BAR = 40  # columns of the longest bar
+
+
+# The drawing of sequences against length, in its own units; both axes are logarithmic.
+WIDE, HIGH, LEFT, BELOW = 860, 260, 60, 30
+
+
+def budget_rows(plan: GenerationPlan) -> list[tuple[str, int, str]]:
+    """Returns (name, bytes, note) of each part of the limit."""
+    found = plan.budget
+    steps = "; ".join(f"{name} {human(size)}" for name, size in found.steps.items())
+    pages = f"{found.pages:,} pages of {found.page} positions, {human(found.token_bytes)} a position"
+    return [
+        ("weights", found.weights, ""),
+        ("pool", found.pool, pages),
+        ("largest step", found.step, steps),
+        ("left", found.left, ""),
+        ("limit", found.limit, ""),
+    ]
+
+
+def sequences_by_length(plan: GenerationPlan) -> list[tuple[int, int]]:
+    """Returns (positions, sequences of this length that the pool holds)."""
+    return [(length, plan.budget.at_once(length)) for length in lengths_of(plan.budget.length)]
+
+
+def budget_view(plan: GenerationPlan) -> RenderableType:
+    """Returns the budget as the terminal shows it."""
+    parts = FigureTable(label(), figure(), words())
+    for name, size, what in budget_rows(plan):
+        parts.add(name, human(size), what)
+    fits = sequences_by_length(plan)
+    most = max(count for _, count in fits) or 1
+    counts = FigureTable(figure("positions"), figure("sequences"), label())
+    for length, count in fits:
+        counts.add(f"{length:,}", f"{count:,}", "█" * max(round(BAR * count / most), 1 if count else 0))
+    sequences = plan.budget.sequences
+    title = Text(f"generation from {plan.title}", style="bold")
+    return Group(
+        title,
+        *map(Prose, plan.facts),
+        Text(),
+        parts,
+        Text(),
+        Prose("sequences that the pool holds, by the positions of each"),
+        counts,
+        Prose(f"{sequences:,} of them have a row in a step (--sequences); more wait", "dim"),
+    )
+
+
+def budget_page(plan: GenerationPlan) -> str:
+    """Returns the HTML page of the budget."""
+    found, reports = plan.budget, list(plan.reports.values())
+    title = f"Generation from {plan.title}"
+    parts = [
+        {"name": name, "bytes": size, "share": 100 * size / found.limit, "what": what}
+        for name, size, what in budget_rows(plan)
+        if name != "limit"
+    ]
+    columns = (
+        ("positions", "num", lambda row: f"{row[0]:,}"),
+        ("sequences", "num", lambda row: f"{row[1]:,}"),
+        ("bytes of each", "num", lambda row: human(row[0] * found.token_bytes)),
+    )
+    return page(
+        "generation",
+        title,
+        {},
+        heading=title,
+        where=where(reports[0].target),
+        facts=plan.facts,
+        versions=versions(reports[0].versions),
+        figures=[
+            {
+                "name": "sequences",
+                "value": f"{found.at_once(found.length):,}",
+                "exact": "",
+                "note": f"of {found.length:,} positions, the longest",
+            },
+            {
+                "name": "pool",
+                "value": human(found.pool),
+                "exact": f"{found.pool:,} bytes",
+                "note": f"{found.positions:,} positions",
+            },
+        ],
+        parts=parts,
+        limit=found.limit,
+        sequences=found.sequences,
+        fits=table(columns, sequences_by_length(plan)),
+        drawing=drawing(found),
+    )
+
+
+def drawing(found: Budget) -> dict[str, Any]:
+    """Returns the curve of sequences by length: its points, ticks of both axes, and the rows of a step as a line
+    across."""
+    shortest, longest = found.page, max(found.length, 2 * found.page)
+    most = max(found.at_once(shortest), found.sequences, 2)
+
+    def x(length: float) -> float:
+        return LEFT + (WIDE - LEFT) * math.log(length / shortest) / math.log(longest / shortest)
+
+    def y(count: float) -> float:
+        return (HIGH - BELOW) * (1 - math.log(max(count, 1)) / math.log(most))
+
+    points = []
+    for length in lengths_of(longest, shortest):
+        count = found.at_once(length)
+        points.append({"x": x(length), "y": y(count), "title": f"{count:,} sequences of {length:,} positions"})
+    return {
+        "width": WIDE + 20,
+        "height": HIGH + 14,
+        "left": LEFT,
+        "bottom": HIGH - BELOW,
+        "points": points,
+        "line": " ".join(f"{point['x']:.1f},{point['y']:.1f}" for point in points),
+        "rows": y(found.sequences),
+        "right": WIDE,
+        "lengths": [{"x": x(16 * 4**n), "text": f"{16 * 4**n:,}"} for n in range(12) if 16 * 4**n <= longest],
+        "counts": [{"y": y(10**n), "text": f"{10**n:,}"} for n in range(9) if 10**n <= most],
+    }

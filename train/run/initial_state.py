@@ -1,0 +1,117 @@
+"""The state that a run begins from: the newest checkpoint, or weights and adapters of folders, or random numbers.
+
+Folders are checked before anything is compiled. They are loaded once, and of a resumed run only the frozen parameters,
+which are in no checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console
+
+from bytescope.memory.view.progress_bar import progress
+from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.model.quantized.weight import quantized_weights
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.program.program import Program
+from bytescope.train.step.state import TrainState
+from bytescope.train.weights.adapter_folder import adapter_leaves
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
+from bytescope.train.weights.load import load_leaves, load_params
+
+
+def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
+    """Returns the state and the position of the newest undamaged checkpoint; without one, the initial state.
+
+    Frozen parameters are read again from where they came first, except the router biases: updates move these, so they
+    are in the checkpoint.
+    """
+    restored = checkpoints.restore(
+        program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True), program.order
+    )
+    if restored is None:
+        return _initial_state(program, console), Position(0, 0)
+    state, position = restored
+    console.print(f"resumed at step {position.step}")
+    frozen = frozen_params(program, console)
+    if state.frozen is not None:
+        frozen = joined(parted(frozen, router_biases(frozen))[0], state.frozen)
+    return dataclasses.replace(state, frozen=frozen), position
+
+
+def _initial_state(program: Program, console: Console) -> TrainState:
+    """Returns the first state: parameters random or of `init.folder`, adapters random or of `init.adapter`."""
+    params = initial_params(program, console)
+    state = program.init() if params is None else program.init_around(params)
+    adapters = initial_adapters(program)
+    if adapters is None:
+        return state
+    return dataclasses.replace(state, params=adapters)  # no optimizer's first state depends on their values
+
+
+def fingerprint_of_weights(program: Program) -> str:
+    """Returns the fingerprint of `init.folder`, "" without one.
+
+    Raises UserError unless the folder has all of the model's tensors.
+    """
+    if not program.config.init.folder:
+        return ""
+    folder = Folder.open(program.config.init.folder)
+    checkpoint_leaves(folder, program.model)
+    return folder.fingerprint
+
+
+def fingerprint_of_adapter(program: Program) -> str:
+    """Returns the fingerprint of `init.adapter`, "" without one.
+
+    Raises UserError unless the folder has all of the run's adapters.
+    """
+    leaves = _adapter_leaves(program)
+    return next(iter(leaves.values())).folder.fingerprint if leaves else ""
+
+
+def initial_adapters(program: Program) -> Any:
+    """Returns the adapters of `init.adapter` in the program's shardings and dtypes; None without a folder."""
+    leaves = _adapter_leaves(program)
+    return load_leaves(leaves, program.model, program.state.params, order=program.order) if leaves else None
+
+
+def _adapter_leaves(program: Program) -> dict[str, Leaf]:
+    """Returns path of an adapter in the tree -> its place in the folder `init.adapter`; empty without a folder."""
+    init, lora = program.config.init, program.config.lora
+    if not init.adapter:
+        return {}
+    return adapter_leaves(
+        Folder.open_adapter(init.adapter), program.model, Folder.open(init.folder), lora.rank, lora.targets
+    )
+
+
+def initial_params(program: Program, console: Console) -> Any:
+    """Returns the parameters of `init.folder` without adapters, in the program's shardings and dtypes; None without a
+    folder."""
+    if not program.config.init.folder:
+        return None
+    return _loaded(program, program.state.frozen if program.lora else program.state.model_params, console)
+
+
+def frozen_params(program: Program, console: Console) -> Any:
+    """Returns the frozen parameters as they were when the run began, in the program's shardings and dtypes; None if all
+    parameters are trained."""
+    if not program.config.init.folder:
+        return program.init_frozen()
+    return program.state.frozen and _loaded(program, program.state.frozen, console)
+
+
+def _loaded(program: Program, shapes: Any, console: Console) -> Any:
+    with progress(None, "loading weights", "bytes", console) as bar:
+        return load_params(
+            Folder.open(program.config.init.folder),
+            program.model,
+            shapes,
+            bar.show,
+            quantized_weights(program.abstract()),
+            program.order,
+        )
