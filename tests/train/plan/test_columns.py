@@ -10,8 +10,7 @@ import pytest
 
 from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, formulas_text
 from bytescope.memory.records import report_diff
-from bytescope.memory.report import diff_view
-from bytescope.memory.report.notebook import notebook_difference
+from bytescope.memory.report import diff_view, notebook_difference
 from bytescope.memory.view.console import make_console
 from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, TableView
 from bytescope.memory.view.text_table import FigureTable
@@ -20,9 +19,9 @@ from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.validation import cohorts, validation_score, validation_view
-from bytescope.train.plan.validation.measured_rows import Row
-from bytescope.train.plan.validation.validation_result import Result
-from bytescope.train.plan.validation.validation_score import Scored
+from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.plan.validation.validation_score import ScoredRun
 from support.browser import Page, body, browse
 from support.fit_trials import as_json, walk
 from support.rows import GIB, make_report, row
@@ -131,7 +130,7 @@ def difference():
 
 def validation():
     def scored(number, gpus, staged):
-        measured = Row(
+        measured = MeasuredRow(
             "s",
             str(number),
             "llama",
@@ -151,10 +150,10 @@ def validation():
             cohort="A",
             differs="why",
         )
-        return Scored(measured, *[1.5 + number**2] * 4, 10 * GIB, "products", {})
+        return ScoredRun(measured, *[1.5 + number**2] * 4, 10 * GIB, "products", {})
 
     rows = [scored(number, 8, number % 2) for number in range(6)]
-    result = Result(
+    result = ValidationResult(
         "set",
         tuple(rows),
         tuple(validation_score.groups(rows)),

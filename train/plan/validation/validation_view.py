@@ -1,8 +1,8 @@
 """A validation on the terminal and as a page: predicted against measured, scores, and what is not compared.
 
-Both show the JSON of a validation (`validation_result.ValidationResult.to_json`). The terminal shows the scores, the worst
-rows and the reasons; the page shows a mark for each run and every table. The page is one HTML file that opens offline;
-`static/validation.js` draws its chart.
+Both show the JSON of a validation (`validation_result.ValidationResult.to_json`). The terminal shows the scores, the
+worst rows and the reasons; the page shows a mark for each run and every table. The page is one HTML file that opens
+offline; `static/validation.js` draws its chart.
 """
 
 from __future__ import annotations
