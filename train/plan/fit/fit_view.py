@@ -143,7 +143,7 @@ FINISHED_COLUMNS = (
     ColumnView("what", "variants that fit"),
     ALLOCATED,
     STEP,
-    ColumnView("lost", "beside the choice", "text", read=lost, only=TERMINAL),
+    ColumnView("lost", "verdict", "text", read=lost, only=TERMINAL),
 )
 
 
