@@ -231,7 +231,8 @@ def _argument_buffer(look: Attribution, allocation: Allocation, last: int) -> _C
     module, number = look.module, allocation.parameter
     entry = module.computations.get(module.entry)
     parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
-    name, dims, dtype, role, path, owner, elements = f"argument {number}", (), "", "batch", "", "", 0
+    name, dtype, role, path, owner, elements = f"argument {number}", "", "batch", "", "", 0
+    dims: tuple[int, ...] = ()
     if parameter is not None:
         argument = look.arguments.by_number[number]
         shape = module.shape(parameter).leaf(allocation.parameter_index)

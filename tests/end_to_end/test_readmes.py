@@ -1,15 +1,19 @@
-"""The READMEs say what is so: their commands parse, their links lead somewhere."""
+"""READMEs and guides are true: commands parse, links lead somewhere, scripts and manifests are valid."""
 
 import argparse
 import ast
 import itertools
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS
+from support import oracles
 
 pytestmark = pytest.mark.quick
 
@@ -131,14 +135,30 @@ def test_every_command_parses(page):
     assert not mistakes
 
 
-def test_the_front_page_names_every_command():
+def test_the_front_page_has_its_commands_and_leads_to_all_others():
     text = FRONT.read_text(encoding="utf-8")
-    table = "\n".join(re.findall(r"^\| (`bytescope.*?) \|", text, flags=re.M))
-    named = re.findall(r"`(?:bytescope )?(\w+)`", table)
-    assert sorted(named) == sorted(name for names in cli.GROUPS.values() for name in names)
     # The set-up lines and the first report are among what test_every_command_parses reads.
-    assert [words[0] for words in commands(text)] == ["train", "report", "train", "export"]
-    assert commands(text)[1] == ["report", "llama_8b", "h100:8"]
+    assert [words[0] for words in commands(text)] == ["report", "train", "export", "fit", "train"]
+    assert commands(text)[0] == ["report", "llama_8b", "h100:8"]
+    reference = (ROOT / "train" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\w+)", reference, flags=re.M) == list(COMMANDS)
+
+
+def test_the_reference_pages_are_current(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import reference
+
+    assert not reference.stale_pages(), "run python tests/bench/reference.py"
+
+
+def test_a_stale_reference_page_is_seen(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import reference
+
+    page = tmp_path / "keys.md"
+    page.write_text(reference.keys_page().replace("remat.policy", "remat.polciy"), encoding="utf-8")
+    monkeypatch.setattr(reference, "PAGES", {page: reference.keys_page, tmp_path / "gone.md": reference.targets_page})
+    assert reference.stale_pages() == [page, tmp_path / "gone.md"]
 
 
 @pytest.mark.parametrize("page", READMES, ids=relative)
@@ -190,8 +210,79 @@ def test_files_named_in_docstrings_of_packages_exist():
 
 def test_the_front_page_is_short():
     text = FRONT.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 165
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 1300
     assert (ROOT / "memory" / "report.png").stat().st_size < 150_000
+
+
+# ---- the scripts and manifests of the guides
+
+GUIDES = [page for page in READMES if page.parent.name == "guides"]
+
+
+def blocks_of(language):
+    """(page, text) of each fenced block of a language in the guides."""
+    found = []
+    for page in GUIDES:
+        for name, text in blocks(page.read_text(encoding="utf-8")):
+            if name == language:
+                found.append((page, text))
+    return found
+
+
+def names(blocks):
+    return [f"{page.stem}-{number}" for number, (page, _) in enumerate(blocks)]
+
+
+SCRIPTS = blocks_of("sh")
+MANIFESTS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" in text]
+WORKFLOWS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" not in text]
+
+
+def test_there_are_guides_with_scripts_manifests_and_workflows():
+    assert len(GUIDES) >= 9 and SCRIPTS and MANIFESTS and WORKFLOWS
+
+
+@pytest.mark.parametrize(("page", "text"), SCRIPTS, ids=names(SCRIPTS))
+def test_bash_parses_every_script(page, text):
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.oracle("shellcheck")
+@pytest.mark.parametrize(("page", "text"), SCRIPTS, ids=names(SCRIPTS))
+def test_shellcheck_has_no_complaint(page, text):
+    # SC1091: the virtual environment that a script activates is not here.
+    command = [oracles.shellcheck(), "--shell=bash", "--exclude=SC1091", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert not done.returncode, done.stdout
+
+
+@pytest.mark.oracle("kubernetes")
+@pytest.mark.parametrize(("page", "text"), MANIFESTS, ids=names(MANIFESTS))
+def test_manifests_match_the_schema_of_kubernetes(page, text):
+    import kubernetes_validate
+
+    for manifest in yaml.safe_load_all(text):
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
+
+
+@pytest.mark.parametrize(("page", "text"), WORKFLOWS, ids=names(WORKFLOWS))
+def test_workflows_have_jobs_with_steps(page, text):
+    workflow = yaml.safe_load(text)
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] and all("run" in step or "uses" in step for step in job["steps"])
+
+
+@pytest.mark.oracle("kubernetes")
+def test_a_wrong_manifest_is_seen():
+    import kubernetes_validate
+
+    ((_, text), *_) = MANIFESTS
+    manifest = next(part for part in yaml.safe_load_all(text) if part["kind"] == "Job")
+    manifest["spec"]["completion"] = manifest["spec"].pop("completions")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 # ---- what the checks above can see

@@ -35,6 +35,11 @@ def _on_the_path(program: str) -> bool:
     return shutil.which(program) is not None
 
 
+def shellcheck() -> str | None:
+    """The path of shellcheck: beside this Python, where pip puts it, or on the path."""
+    return shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+
+
 # oracle -> (whether it is here, how to get it)
 ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
@@ -50,6 +55,11 @@ ORACLES = {
         "torch or transformers is not installed: pip install 'bytescope[test,hf]'",
     ),
     "peft": (_plugin("peft"), "peft is not installed: pip install 'bytescope[test,hf]'"),
+    "shellcheck": (lambda: shellcheck() is not None, "shellcheck is not installed: pip install 'bytescope[test]'"),
+    "kubernetes": (
+        _plugin("kubernetes_validate"),
+        "kubernetes-validate is not installed: pip install 'bytescope[test]'",
+    ),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
     **{shell: (partial(_on_the_path, shell), f"{shell} is not installed") for shell in ("bash", "zsh", "fish")},
 }

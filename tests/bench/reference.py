@@ -1,0 +1,189 @@
+"""Writes the reference pages from the code: commands and their flags, config keys, targets, fields of the report.
+
+    python tests/bench/reference.py            # write the pages
+    python tests/bench/reference.py --check    # exit with 1 and name the pages that are not what the code says
+
+A quick test (tests/end_to_end/test_readmes.py) runs the check. The pages do not depend on the Python version: flags are
+read from the parsers, not from their formatted help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is not current")
+    args = parser.parse_args(argv)
+    if args.check:
+        stale = stale_pages()
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not current: run python tests/bench/reference.py", file=sys.stderr)
+        return 1 if stale else 0
+    for path, write in PAGES.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(write(), encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+def stale_pages() -> list[Path]:
+    """The pages whose text differs from what the code says, missing ones included."""
+    return [path for path, write in PAGES.items() if not path.is_file() or path.read_text(encoding="utf-8") != write()]
+
+
+# ---- commands
+
+
+def commands_page() -> str:
+    """Every command with its arguments, from the parsers."""
+    from bytescope.train.commands.registry import COMMANDS, GROUPS, make_parser
+
+    lines = [
+        "# Commands",
+        "",
+        "Config and target may be given by position or as `--config=` and `--target=`. `--config.KEY=VALUE` changes a",
+        "config key ([keys](keys.md)). All commands exit with 0 when they are done, 1 if a check that you asked for",
+        "failed, 2 for a mistake in the command, config or data, 3 if the program does not fit, 130 after Ctrl-C.",
+        "",
+    ]
+    for group, names in GROUPS.items():
+        links = ", ".join(f"[{name}](#{name})" for name in names)
+        lines.append(f"- **{group}**: {links}")
+    for name, command in COMMANDS.items():
+        parser = make_parser(name)
+        lines += ["", f"## {name}", "", f"{sentence(command.summary)}", ""]
+        rows = []
+        for action in parser._actions:
+            if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+                continue
+            rows.append((f"`{argument_name(action)}`", argument_help(action)))
+        if rows:
+            lines += table(("argument", "meaning"), rows)
+        else:
+            lines.append("No arguments.")
+        if command.examples:
+            examples = [f"bytescope {name} {example}".rstrip() for example in command.examples]
+            lines += ["", "```", *examples, "```"]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def argument_name(action: argparse.Action) -> str:
+    """A flag with its value, or a positional argument, as the usage line writes it."""
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    if not action.option_strings:
+        return f"[{value}]" if action.nargs == "?" else value
+    flag = action.option_strings[-1]
+    return f"{flag}={value}" if value else flag
+
+
+def argument_help(action: argparse.Action) -> str:
+    """The help of an argument, with its default where the help names it by %(default)s."""
+    text = action.help or ""
+    values = {"default": action.default, "prog": "bytescope", "metavar": action.metavar}
+    return text % values if "%(" in text else text.replace("%%", "%")
+
+
+# ---- keys, targets
+
+
+def keys_page() -> str:
+    """Every config key with its default and meaning, by group."""
+    from bytescope.train.program.config_files import describe_keys
+
+    groups: dict[str, list[tuple[str, str, str]]] = {}
+    for key, default, meaning in describe_keys():
+        groups.setdefault(key.partition(".")[0], []).append((f"`{key}`", f"`{default}`" if default else "", meaning))
+    lines = [
+        "# Config keys",
+        "",
+        "Every key of [configs/base.py](../../configs/base.py). `--config.KEY=VALUE` changes one on the command line;",
+        "`bytescope keys --grep=WORD` prints the keys that mention a word.",
+    ]
+    for group, rows in groups.items():
+        lines += ["", f"## {group}", "", *table(("key", "default", "meaning"), rows)]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def targets_page() -> str:
+    """Every target with its memory and rates."""
+    from bytescope.memory.watching import device_tables
+
+    targets = device_tables.targets()
+    lines = [
+        "# Targets",
+        "",
+        "What a program can be compiled for. `h100:8` is eight GPUs of one host, `h100:2x8` two hosts with eight GPUs",
+        "each, `v5e:4x4` a TPU slice of 4 x 4 chips. GPUs need the `cuda` extra, TPUs the `tpu` extra. Memory in GiB",
+        "(2**30 bytes) and TB/s are of one device. Sources of all figures:",
+        "[devices/chips.py](../devices/chips.py).",
+        "",
+        *table([column.title for column in targets.columns], targets.cells()),
+    ]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+# ---- fields of the report
+
+
+def report_page() -> str:
+    """Every key of a report's JSON, from the docstrings of its records."""
+    from bytescope.memory.records import buffer_records, parallel_records, report_record
+
+    _, _, keys = inspect.cleandoc(report_record.__doc__ or "").partition("(schema 1):\n")
+    lines = [
+        "# Fields of a report",
+        "",
+        "`bytescope report --json=FILE` and `report.save(FILE)` write these keys, schema 1; `memory.load(FILE)` reads",
+        "them back. A `Report` has an attribute of the same name for each. All sizes are bytes on one device.",
+        "",
+        keys.strip(),
+    ]
+    for module in (report_record, buffer_records, parallel_records):
+        for name, record in vars(module).items():
+            if not dataclasses.is_dataclass(record) or record.__module__ != module.__name__ or name == "ReportRecord":
+                continue
+            fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(record))
+            meaning = re.sub(r"^    (?=\S)", "- ", inspect.cleandoc(record.__doc__ or ""), flags=re.M)
+            lines += ["", f"## {name}", "", meaning, "", f"Keys: {fields}."]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+# ---- Markdown
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table; a bar inside a cell is escaped."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for row in rows:
+        cells = [re.sub(r"\s+", " ", cell).replace("|", "\\|").strip() for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def sentence(text: str) -> str:
+    """A summary as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "."
+
+
+PAGES: Mapping[Path, Callable[[], str]] = {
+    ROOT / "train" / "reference" / "commands.md": commands_page,
+    ROOT / "train" / "reference" / "keys.md": keys_page,
+    ROOT / "memory" / "reference" / "targets.md": targets_page,
+    ROOT / "memory" / "reference" / "report_json.md": report_page,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
