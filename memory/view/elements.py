@@ -10,8 +10,8 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
-from bytescope.memory.view.figures import count, exact, percent, seconds
-from bytescope.memory.view.prediction_text import rounded, within
+from bytescope.memory.view.figures import count, exact, percent, rounded, seconds
+from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.text_layout import mixture
 
 # What a page says of its predicted seconds.
@@ -184,9 +184,12 @@ def predictions(row: Mapping[str, Any], whose: str = "") -> list[HeaderFigure]:
 
 
 def spread(row: Mapping[str, Any]) -> str:
-    """The spread of a row's predicted seconds: "0.65 to 0.81 s"; "" where there is none."""
-    found = within(row.get("predicted_seconds_low"), row.get("predicted_seconds_high"))
-    return f"{found} s" if found else ""
+    """The spread of a row's predicted seconds, in the unit of `figures.seconds`: "0.65 to 0.81 s"; "" for none."""
+    low, high = row.get("predicted_seconds_low"), row.get("predicted_seconds_high")
+    if low is None or high is None:
+        return ""
+    in_ms = row["predicted_seconds"] < 0.1
+    return f"{within(1000 * low, 1000 * high)} ms" if in_ms else f"{within(low, high)} s"
 
 
 def at_least(row: Mapping[str, Any]) -> str:

@@ -19,10 +19,12 @@ def seconds(value: float | None) -> str:
     return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
 
 
-def significant(value: float, digits: int = 4) -> str:
-    """A figure in so many digits: "0.7500", "12.34", "1,235"."""
-    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(places, 0)}f}"
+def rounded(value: float, digits: int = 3) -> str:
+    """A figure of 0 or more in so many digits, thousands with commas: "90,900", "0.650", "0.0000012"."""
+    if not value:
+        return "0"
+    kept = float(f"{value:.{digits - 1}e}")
+    return f"{kept:,.{max(digits - 1 - math.floor(math.log10(kept)), 0)}f}"
 
 
 def percent(share: float | None, digits: int = 1) -> str:

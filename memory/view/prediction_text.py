@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from bytescope.memory.cost.roofline import at_best
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.seconds.step_prediction import StepPrediction, missing
 from bytescope.memory.view.console import one_line
+from bytescope.memory.view.figures import rounded
 
 # Terms of a prediction (`seconds.walk.TERMS`) whose names do not say it all.
 WORDS = {"collectives": "waiting for collectives", "host_link": "waiting for the host link"}
@@ -72,12 +72,6 @@ def within(low: float | None, high: float | None) -> str:
 def with_spread(seconds: float | None, low: float | None, high: float | None) -> str:
     """Predicted seconds with their spread: "0.721, 0.65 to 0.81"; "" where nothing is predicted."""
     return "" if seconds is None else ", ".join(filter(None, (rounded(seconds), within(low, high))))
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """A positive figure in so many digits, thousands with commas: "90,900", "0.650", "0.0000012"."""
-    kept = float(f"{value:.{digits - 1}e}")
-    return f"{kept:,.{max(digits - 1 - math.floor(math.log10(kept)), 0)}f}"
 
 
 def once(report: ReportRecord) -> str:

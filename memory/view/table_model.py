@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.units import GIB, human
-from bytescope.memory.view.figures import count, percent, seconds, significant, written_gap
+from bytescope.memory.view.figures import count, percent, rounded, seconds, written_gap
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -92,7 +92,7 @@ KINDS: Mapping[str, Kind] = {
     "growth": Kind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
     "gib": Kind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
     # Seconds: the terminal's titles of "seconds" have the unit, "duration" has it in each cell.
-    "seconds": Kind("figure", "num", significant, _seconds, digits=4),
+    "seconds": Kind("figure", "num", rounded, _seconds, digits=4),
     "duration": Kind("figure", "num", _seconds, _seconds),
     # Other figures.
     "share": Kind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),

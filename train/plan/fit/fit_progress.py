@@ -14,8 +14,8 @@ from bytescope.memory.report.report_text import limit_line
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import make_console, put, safe
-from bytescope.memory.view.figures import seconds
-from bytescope.memory.view.prediction_text import rounded, within
+from bytescope.memory.view.figures import rounded, seconds
+from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.text_layout import Items, Prose, ignoring, wrap
 from bytescope.train.plan.fit.fit_space import Space
 from bytescope.train.plan.fit.fit_step import Step

@@ -36,9 +36,8 @@ from bytescope.memory.view.elements import (
     versions,
     where,
 )
-from bytescope.memory.view.figures import count, percent, seconds
+from bytescope.memory.view.figures import count, percent, rounded, seconds
 from bytescope.memory.view.frame import page
-from bytescope.memory.view.prediction_text import rounded
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose
@@ -144,7 +143,7 @@ FINISHED_COLUMNS = (
     ColumnView("what", "variants that fit"),
     ALLOCATED,
     STEP,
-    ColumnView("lost", "beside the choice", "text", read=lost, only=TERMINAL),
+    ColumnView("lost", "verdict", "text", read=lost, only=TERMINAL),
 )
 
 
@@ -170,7 +169,7 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
 def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
     """The tightest configuration with what is missing."""
-    parts = ", ".join(
+    large = ", ".join(
         f"{row} {human(certificate['breakdown'][row])}"
         for row in ROWS
         if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
@@ -183,7 +182,7 @@ def _certificate_lines(certificate: Mapping[str, Any], out: Mapping[str, Any], e
     return Group(
         Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
         Prose(f"tightest: {certificate['what']}"),
-        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
+        Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {large}"),
         Text("its flags:"),
         CopyCommand(certificate["flags"], style=""),
         Prose(effort),
