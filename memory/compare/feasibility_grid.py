@@ -38,7 +38,7 @@ class HeadLine(NamedTuple):
     spans: list[tuple[str, int]]
 
 
-class Line(NamedTuple):
+class GridLine(NamedTuple):
     """A task: its names, its cells (None for a combination that was not run), whether the first name is a new one."""
 
     names: list[str]
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
     unit: str
     legend: list[tuple[str, str]]
     heads: list[HeadLine]
-    lines: list[Line]
+    lines: list[GridLine]
 
 
 def grid(rows: Sequence[Row]) -> Grid | None:
@@ -71,7 +71,7 @@ def grid(rows: Sequence[Row]) -> Grid | None:
     for before, line in zip([None, *names], names):
         squares = [_square(cells.get((line, column)), keys, size, most, winners) for column in columns]
         new = before is not None and len(line) > 1 and before[0] != line[0]
-        lines.append(Line(_names(line, before), squares, new))
+        lines.append(GridLine(_names(line, before), squares, new))
     return Grid(unit, _legend(rows), _heads(down, across, columns, policy), lines)
 
 

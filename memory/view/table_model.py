@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """How the values of a column are written.
 
     Fields:
@@ -76,7 +76,7 @@ def _gap(value: Any, digits: int) -> str:
     return written_gap(value, digits)
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, ValueKind] = {
     # Texts. Where there is no room paths and words wrap, names are shortened in their middle, places at their
     # beginning, values wrap after commas, and text is shown whole. A value of "lines" has several lines.
     "name": Kind("label", "text", _plain, _plain),
