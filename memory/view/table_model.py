@@ -79,31 +79,31 @@ def _gap(value: Any, digits: int) -> str:
 KINDS: Mapping[str, ValueKind] = {
     # Texts. Where there is no room paths and words wrap, names are shortened in their middle, places at their
     # beginning, values wrap after commas, and text is shown whole. A value of "lines" has several lines.
-    "name": Kind("label", "text", _plain, _plain),
-    "path": Kind("path", "text", _plain, _plain),
-    "value": Kind("value", "text", _plain, _plain),
-    "text": Kind("fixed", "text", _plain, _plain),
-    "words": Kind("words", "text", _plain, _plain),
-    "place": Kind("place", "text", _plain, _plain),
-    "lines": Kind("value", "text", _plain, _plain),
-    "command": Kind("fixed", "text", _plain, _plain),
+    "name": ValueKind("label", "text", _plain, _plain),
+    "path": ValueKind("path", "text", _plain, _plain),
+    "value": ValueKind("value", "text", _plain, _plain),
+    "text": ValueKind("fixed", "text", _plain, _plain),
+    "words": ValueKind("words", "text", _plain, _plain),
+    "place": ValueKind("place", "text", _plain, _plain),
+    "lines": ValueKind("value", "text", _plain, _plain),
+    "command": ValueKind("fixed", "text", _plain, _plain),
     # Bytes.
-    "bytes": Kind("figure", "num", _human, _human, in_unit=",.2f"),
-    "growth": Kind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
-    "gib": Kind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
+    "bytes": ValueKind("figure", "num", _human, _human, in_unit=",.2f"),
+    "growth": ValueKind("figure", "num", _signed_bytes, _signed_bytes, in_unit="+,.2f"),
+    "gib": ValueKind("figure", "num", lambda value, digits: f"{value / GIB:.1f}", _human),
     # Seconds: the terminal's titles of "seconds" have the unit, "duration" has it in each cell.
-    "seconds": Kind("figure", "num", rounded, _seconds, digits=4),
-    "duration": Kind("figure", "num", _seconds, _seconds),
+    "seconds": ValueKind("figure", "num", rounded, _seconds, digits=4),
+    "duration": ValueKind("figure", "num", _seconds, _seconds),
     # Other figures.
-    "share": Kind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
-    "gap": Kind("figure", "num", _gap, _gap, digits=1),
-    "ratio": Kind("figure", "num", _fixed_point, _fixed_point, digits=3),
-    "count": Kind("figure", "num", _count, _count),
-    "number": Kind("figure", "num", _plain, _plain),
-    "times": Kind("figure", "num", lambda value, digits: f"{value:,} x" if value > 1 else "", _count),
-    "flops": Kind("figure", "num", lambda value, digits: f"{value:.2e}", lambda value, digits: f"{value:.2e}"),
-    "tera": Kind("figure", "num", lambda value, digits: f"{value / 1e12:,.2f}", _count),
-    "whole tera": Kind("figure", "num", lambda value, digits: f"{value / 1e12:,.0f}", _count),
+    "share": ValueKind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
+    "gap": ValueKind("figure", "num", _gap, _gap, digits=1),
+    "ratio": ValueKind("figure", "num", _fixed_point, _fixed_point, digits=3),
+    "count": ValueKind("figure", "num", _count, _count),
+    "number": ValueKind("figure", "num", _plain, _plain),
+    "times": ValueKind("figure", "num", lambda value, digits: f"{value:,} x" if value > 1 else "", _count),
+    "flops": ValueKind("figure", "num", lambda value, digits: f"{value:.2e}", lambda value, digits: f"{value:.2e}"),
+    "tera": ValueKind("figure", "num", lambda value, digits: f"{value / 1e12:,.2f}", _count),
+    "whole tera": ValueKind("figure", "num", lambda value, digits: f"{value / 1e12:,.0f}", _count),
 }
 
 
