@@ -102,11 +102,11 @@ class Norm(nnx.Module):
             return self.place(y_D.astype(self.precision.compute), self.axes)
 
 
-class Kind(NamedTuple):
+class NormKind(NamedTuple):
     """A row of NORMS. center: subtract the mean. offset: the stored scale is the scale less 1, as in Gemma."""
 
     center: bool = False
     offset: bool = False
 
 
-NORMS = {"rmsnorm": Kind(), "layernorm": Kind(center=True), "rmsnorm_offset": Kind(offset=True)}
+NORMS = {"rmsnorm": NormKind(), "layernorm": NormKind(center=True), "rmsnorm_offset": NormKind(offset=True)}

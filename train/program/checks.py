@@ -44,20 +44,20 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
         raise ValueError(
             "remat.policy=auto has to be settled before a program is built: call train.plan.remat_auto.settled_program"
         )
-    precision = Precision.of(vars(settings.precision))
+    asked_precision = Precision.of(vars(settings.precision))
     mesh = settings.mesh
     layout = Layout(
         make_mesh(mesh.sizes, devices),
         STRATEGIES[mesh.strategy],
         mesh.sequence_parallel,
-        reduce=precision.reduce,
+        reduce=asked_precision.reduce,
         dispatch=mesh.dispatch,
     )
     _check_ring_and_length(settings, layout)
     _check_tiles(settings, layout)
     _check_experts(settings, layout)
-    matmul = choose_matmul(precision, devices[0])
-    precision = dataclasses.replace(precision, matmul=matmul[0])
+    matmul = choose_matmul(asked_precision, devices[0])
+    precision = dataclasses.replace(asked_precision, matmul=matmul[0])
     model, kernel, moe_kernel = _choose_kernels(settings, precision, layout)
     batch = BatchAlgebra.of(settings.batch, layout.ranks, settings.seq_len)
     _check_offload(settings, layout, batch)
@@ -65,7 +65,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
     _check_unroll(model, remat)
     compiler_options(settings.xla, mesh.prefetch, devices[0].platform)  # refuses options that the compiler lacks
     schedule, stages = _choose_stages(settings, layout, model, remat, batch)
-    choices = Choices(
+    all_trained = Choices(
         settings=settings,
         layout=layout,
         model=model,
@@ -80,7 +80,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
         schedule=schedule,
         stages=stages,
     )
-    choices = dataclasses.replace(choices, frozen=_choose_frozen(choices))
+    choices = dataclasses.replace(all_trained, frozen=_choose_frozen(all_trained))
     if settings.lora.base != "bf16":
         check_quantized(choices.abstract(), layout, choices.frozen)
     return choices
