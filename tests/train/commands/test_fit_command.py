@@ -64,7 +64,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e9, 1e12))
-    monkeypatch.setattr(walks, "MOST_NEIGHBOURS", 1)
+    monkeypatch.setattr(walks, "MAX_NEIGHBOURS", 1)
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
 
     def fit(budget, code):

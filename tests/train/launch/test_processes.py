@@ -246,10 +246,10 @@ def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
 # Joins the processes as a run does, with jax's own heartbeat at 3 seconds instead of 100 unless the run sets it.
 STOPPED = """
 import argparse, sys, time, jax
-from bytescope.train.launch import processes, stalls
+from bytescope.train.launch import liveness, processes
 initialize = jax.distributed.initialize
 jax.distributed.initialize = lambda *args, **kwargs: initialize(*args, **{"heartbeat_timeout_seconds": 3, **kwargs})
-stalls.SILENT_S = 2.0
+liveness.SILENT_S = 2.0
 parser = argparse.ArgumentParser()
 processes.add_flags(parser)
 args = parser.parse_args(sys.argv[2:])
