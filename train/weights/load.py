@@ -75,13 +75,8 @@ def load_leaves(
         for index, leaf in _held(name, held).items():
             jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
     for name, target in targets.items():
-        if name in parts:
-            continue
-        for shard in target.shards:
-            for index, leaf in _held(name, held).items():
-                # The leading spans of the shard are those of layers and experts.
-                if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
-                    jobs.append(_Job(leaf, shard, index))
+        if name not in parts:
+            jobs += _jobs(target, _held(name, held))
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -209,6 +204,17 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
 def dotted(path: Sequence[Any]) -> str:
     """Returns a jax path of keys as a dotted path."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
+    """Returns the jobs that fill one array. held: its leaves by their index in the leading axes."""
+    jobs = []
+    for shard in target.shards:
+        for index, leaf in held.items():
+            # The leading spans of the shard are those of layers and experts.
+            if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
+                jobs.append(_Job(leaf, shard, index))
+    return jobs
 
 
 def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
