@@ -22,6 +22,7 @@ LAYERS = {
 
 @pytest.mark.oracle("cuda")
 @pytest.mark.usefixtures("assembler")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("layer", ["Mixtral", *exhaustive(*(name for name in LAYERS if name != "Mixtral"))])
 def test_grouped_kernels_take_little_memory(layer):
     shape, tokens, most = LAYERS[layer]

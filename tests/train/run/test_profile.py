@@ -130,7 +130,9 @@ def test_instructions_are_counted_and_placed(breakdown):
         for row in rows
         if row["component"] == "mlp" and row["path"].endswith("dot_general") and row["opcode"] != "broadcast"
     ]
-    assert products and {row["count"] for row in products} == {8 * 2 * 2 * 2}
+    counts = {row["count"] for row in products}
+    # From 0.12 on XLA compiles the two layers of a loop on the CPU apart, in part: such a product has two instructions.
+    assert counts == {8 * 2 * 2 * 2} or (jax.__version_info__ >= (0, 12) and counts == {8 * 2 * 2, 8 * 2 * 2 * 2})
 
 
 def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, capsys, tmp_path):
