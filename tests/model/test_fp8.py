@@ -184,6 +184,7 @@ def test_no_token_sees_a_later_one():
     assert same[:40].all() and not same[40:].any()
 
 
+@pytest.mark.exhaustive
 def test_loss_within_one_per_cent_of_bf16():
     ours, wide = (losses({"precision.preset": preset}) for preset in ("fp8", "bf16"))
     assert not np.array_equal(ours, wide) and wide[-1] < wide[0] - 0.5

@@ -40,6 +40,7 @@ def compiled(preset):
     return program, program.compile_for_report()
 
 
+@pytest.mark.exhaustive
 def test_native_products_on_a_described_h100():
     """Every product of a block is a kernel that reads 8-bit floats; those of bf16 are left to embedding, core, head."""
     program, compilation = compiled("fp8")

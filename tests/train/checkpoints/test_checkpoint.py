@@ -215,6 +215,7 @@ def test_a_damaged_newest_is_named_and_set_aside(tmp_path, program, damage):
     assert checkpoints.steps() == [1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, program, monkeypatch):
     """Under a path with a wildcard Orbax writes no manifest, and says nothing."""
     folder = tmp_path / "[run1]"

@@ -90,6 +90,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_keeps_what_is_done(folder, prompts, tmp_path, capsys, monkeypatch):
     kept = answers.Answers.add
 

@@ -149,6 +149,7 @@ def test_the_page_is_sound_when_it_is_used(made, home, browser):
     check_page(browser, (home / "awq.html").read_text())
 
 
+@pytest.mark.exhaustive
 def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch):
     whole = quantize_work.Quantization._round
     calls = []
@@ -256,6 +257,7 @@ def test_mistakes_are_told_in_a_line(made, home, capsys, words, message):
     assert not (home / "out").exists() and not (home / ".out.partial").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_keeps_the_layers_that_are_written(made, home, capsys, monkeypatch):
     whole, calls = Output.note, []
 

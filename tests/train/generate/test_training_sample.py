@@ -73,6 +73,7 @@ def test_prompts_are_answered_together():
     assert sampler.answers(params, prompts, 0.0) == [one.answers(params, [prompt], 0.0)[0] for prompt in prompts]
 
 
+@pytest.mark.exhaustive
 def test_bytes_of_a_sample():
     small, long = (small_program({**LENGTH, "data.seq_len": length}) for length in (32, 64))
     pool = 4 * 2 * long.model.n_layers * long.model.n_kv_heads * long.model.d_head

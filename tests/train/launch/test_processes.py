@@ -355,7 +355,9 @@ def test_the_accumulation_for_other_devices_is_named(tmp_path):
         claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 16, "abc"), extend=False)
 
 
-@pytest.mark.parametrize("mesh", [{"mesh.data": 2, "mesh.fsdp": 2}, {"mesh.context": 2, "mesh.fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"mesh.context": 2, "mesh.fsdp": 2}, *exhaustive({"mesh.data": 2, "mesh.fsdp": 2})], ids=str
+)
 def test_the_sample_is_the_same_on_every_mesh(mesh):
     texts = []
     for overrides, devices in (({}, 1), (mesh, 4)):

@@ -78,7 +78,7 @@ def test_what_stages_send_is_the_formula(one):
 
 
 @pytest.mark.oracle("cuda")
-@pytest.mark.parametrize("tensor", [2, *exhaustive(1)])
+@pytest.mark.parametrize("tensor", exhaustive(2, 1))
 def test_cudnns_kernel_compiles_inside_stages(tensor):
     """Its partitioner refuses a mesh of which some axes are manual, be the others of one device."""
     found = compile_described(

@@ -221,6 +221,7 @@ def run(config, workdir):
     ], sums
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_died_goes_on_bit_by_bit_and_reads_no_adapter_again(folder, tmp_path, monkeypatch):
     """Over a quantized base, which no checkpoint holds."""
     (tmp_path / "text.txt").write_text("some text to train on, in several lines\n" * 400)
