@@ -107,7 +107,7 @@ def requests(count, rng, longest=40, most=12, vocab=64):
     return found
 
 
-@pytest.mark.parametrize("count", exhaustive(1000))
+@pytest.mark.parametrize("count", exhaustive(400))
 def test_many_answers_are_what_they_are_alone(count):
     rng = random.Random(0)
     asked = requests(count, rng)

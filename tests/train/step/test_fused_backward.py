@@ -31,8 +31,10 @@ def exact_losses(overrides):
     [
         {"remat.policy": "full"},
         *exhaustive(
-            {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
             {
+                "remat.policy": "dots_no_batch",
+                "remat.layers": "0-1:full",
+                "model.dropout": 0.1,
                 "model.tie_embeddings": True,
                 "model.norm": "layernorm",
                 "model.bias": True,
