@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         metavar="N",
         type=int,
-        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write every row and every score as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write them as a page that opens offline")

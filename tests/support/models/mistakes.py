@@ -82,7 +82,7 @@ OF_MODELS = {
         (f"{LONG} out", "holds no run"),
         (f"{LONE} out", "holds no run"),
         ("notes.md out", "holds no run"),
-        ("missing ", "no name of a file or folder"),
+        ("missing ", "the name is empty"),
         ("~nobody-here/x out", "no such user"),
         ("missing notes.md", "notes.md is no folder"),
         ("missing .", "is not empty"),

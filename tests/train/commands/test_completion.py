@@ -77,9 +77,9 @@ MEANINGS = {
     "--lora": "LoRA adapters over frozen weights",
     "--measure": "on this machine",
     "--out": "write|append|a new or empty folder",
-    "--program": "of your own instead of a config",
+    "--program": "your own (step|programs) instead of a config",
     "--step": "the checkpoint of this step",
-    "--verbose": "and why each choice",
+    "--verbose": "and (why|the reason for) each choice",
     "--tensor": "number of devices to split heads, MLP width and vocabulary over",
 }
 
