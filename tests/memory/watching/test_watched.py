@@ -84,7 +84,7 @@ def test_other_shapes_and_static_values_compile_again_and_are_kept(watch, told):
         found, rows = run(*args, **kwargs)
         assert float(found) == WIDTH * WIDTH * args[2] * (2 if kwargs else 1) and int(rows) == len(args[1])
     assert len(told) == 4, "a line for each that was compiled"
-    assert told[-1].endswith("compiled for arguments of 4 kinds by now")
+    assert told[-1].endswith("compiled for 4 kinds of arguments so far")
 
 
 def test_other_shardings_compile_again(watch, told, devices):
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_written_hides_no_error(told, tmp_path):
     with pytest.raises(jax.errors.JaxRuntimeError, match="limit=1 B"):
         run(*arguments())
     assert "written: memory" not in told[-1] and "live arrays" in told[-1]
-    assert told[-1].endswith(f"not written: {tmp_path / 'file' / 'in'} takes no files; give watch(..., folder=DIR)")
+    assert told[-1].endswith(f"not written: {tmp_path / 'file' / 'in'} is not writable; give watch(..., folder=DIR)")
 
 
 def test_an_error_that_nobody_catches_is_explained():
