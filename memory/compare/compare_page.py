@@ -62,7 +62,7 @@ from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table
 
 # The columns that the script draws after the keys of the grid. A narrow page hides columns of high rank.
-PAGE_COLUMNS = TableView((*COLUMNS, *BY_FORMULA), ()).shown(PAGE)
+PAGE_COLUMNS = TableView((*COLUMNS, *BY_FORMULA), ()).columns_for(PAGE)
 
 # The target's fields on the page. A report shows all fields.
 TARGET_FIELDS = (

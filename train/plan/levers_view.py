@@ -50,7 +50,7 @@ from bytescope.memory.view.figures import percent, seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import VERDICT_STYLES, page_table, terminal_table
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, ignoring
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, unwrapped
 from bytescope.train.plan.levers import STAGES, scale_of
 
 # Columns of the longest bar, and of the shortest that the names beside it make way for.
@@ -197,7 +197,7 @@ class _Bars:
         for name, level, text in zip(names, self._levels, sizes):
             drawn = bar(level["breakdown"], scale, width)
             short = shorten(name, wide)
-            yield ignoring(
+            yield unwrapped(
                 Text.assemble(
                     short,
                     " " * (wide - cell_len(short) + 1),
@@ -212,7 +212,7 @@ class _Bars:
             text = f"{' ' * column}╵ {note}"
             if len(text) > width:
                 text = f"{' ' * max(column - len(note) - 1, 0)}{note} ╵"
-            yield ignoring(Text(" " * (wide + 1) + text, style="red"))
+            yield unwrapped(Text(" " * (wide + 1) + text, style="red"))
 
 
 def _legend(levels: Sequence[Record]) -> RenderableType:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from bytescope.memory.view.text_layout import Prose, ignoring
+from bytescope.memory.view.text_layout import Prose, unwrapped
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.pipeline import schedule_figures
 from bytescope.train.pipeline.published_schedules import PUBLISHED
@@ -48,7 +48,7 @@ class ScheduleGrid:
                 if cut and number == left:
                     line.append("…", style="dim")
                 line.append(*self._mark(tick, stage))
-            yield ignoring(line)
+            yield unwrapped(line)
         if cut:
             yield Prose(f"{schedule.ticks - len(ticks)} of {schedule.ticks} ticks in the middle are left out", "dim")
 

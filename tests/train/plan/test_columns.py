@@ -237,7 +237,7 @@ def test_declarations_are_whole(name):
 def test_the_notebook_shows_the_columns_of_a_difference():
     before, after = make_report(), make_report(seed=1)
     piece = notebook_difference.render(before, after, report_diff.diff(before, after), 5)
-    titles = [column.title for column in TableView(notebook_difference.COLUMNS, ()).shown(NOTEBOOK)]
+    titles = [column.title for column in TableView(notebook_difference.COLUMNS, ()).columns_for(NOTEBOOK)]
     assert re.findall(r'<th scope="col"[^>]*>([^<]*)', piece) == titles
 
 

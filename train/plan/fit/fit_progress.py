@@ -16,7 +16,7 @@ from bytescope.memory.units import human
 from bytescope.memory.view.console import make_console, put, safe
 from bytescope.memory.view.figures import rounded, seconds
 from bytescope.memory.view.prediction_text import within
-from bytescope.memory.view.text_layout import Items, Prose, ignoring, wrap
+from bytescope.memory.view.text_layout import Items, Prose, unwrapped, wrap
 from bytescope.train.plan.fit.fit_space import Space
 from bytescope.train.plan.fit.fit_step import Step
 
@@ -100,7 +100,7 @@ class Line:
 def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
     """The lines behind the head, and under each other."""
     return [
-        ignoring(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
+        unwrapped(Text.assemble(head if not number else " " * head.cell_len, line)) for number, line in enumerate(lines)
     ]
 
 
