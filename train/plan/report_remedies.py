@@ -209,7 +209,7 @@ class _Keeping(NamedTuple):
 
 def _keep_more(case: Case, finding: Finding) -> Remedy | None:
     """Returns the remat policy, or the number of layers under it, that should fit and spares the most FLOPs."""
-    spare = spare_memory.spare_of(case.report)
+    spare = spare_memory.measure_spare(case.report)
     if spare is None:
         return None
     fitting: list[_Keeping] = []

@@ -132,7 +132,7 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
     code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
     ways = out[out.index("does not fit: ") :]
-    assert "make the batch smaller" in ways
+    assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
     assert memory.load("r.json").target["name"] == "h100"
 

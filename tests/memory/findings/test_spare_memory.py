@@ -157,8 +157,8 @@ def test_what_is_recomputed_is_what_the_flop_counter_says():
     [
         (1, True, "policy=jax.checkpoint_policies.dots_saveable in jax.checkpoint should fit"),
         (10**6, True, "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable in jax.checkpoint should fit"),
-        (1, False, "keep the results of its products, named with jax.ad_checkpoint.checkpoint_name"),
-        (10**7, True, "or let memory.plan_remat choose it: all products together would not fit"),
+        (1, False, "save the results of its matrix products, named with jax.ad_checkpoint.checkpoint_name"),
+        (10**7, True, "or let memory.plan_remat choose them: all matrix products together would not fit"),
     ],
 )
 def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
