@@ -24,7 +24,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
         "--program",
         metavar="MODULE:FUNCTION",
         help="report on your own step instead of a config: a function of a module or of path/to/file.py. It returns "
-        "(step, (state, batch)), or (step, (state, batch), {options of jax.jit}), or jax.jit(step).trace(...)",
+        "(step, (state, batch)), or these two and a dict of options of jax.jit, or jax.jit(step).trace(...)",
     )
     parser.add_argument(
         "--hlo",

@@ -165,7 +165,7 @@ def _lowered(program: TracedStage, target: Target | None) -> LoweredStage:
     """Lowers a Traced for the target; without a target, for the devices of its arguments."""
     devices, asked = retarget.devices_of(program), target
     if target is None and devices and is_described(devices[0]):
-        target = targets.of(devices)
+        target = targets.from_devices(devices)
     if target is None:
         return program.lower()
     calls_back = target.is_described and callbacks.count(program.jaxpr) > 0
@@ -179,7 +179,7 @@ def _target_of(stage: Any, compilation: Compilation) -> Target | None:
     if compilation.local:
         return targets.parse("local")
     devices = devices_of(stage)
-    return targets.of(devices) if devices else None
+    return targets.from_devices(devices) if devices else None
 
 
 def _refuse_another(stage: Any, target: Target) -> None:

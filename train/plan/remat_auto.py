@@ -63,7 +63,7 @@ class Compiler:
     devices: Sequence[jax.Device]
 
     def __post_init__(self):
-        self.target = targets.of(self.devices)
+        self.target = targets.from_devices(self.devices)
         self.rates = figures_of(self.target)
         self.full = self.program({"remat.policy": FULL})
         self.report = self._report(self.full)

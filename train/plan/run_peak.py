@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.memory.devices.compiler import stats_of
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.train.generate.training_sample import sample_bytes
 from bytescope.train.program.program import Program, init_state
@@ -43,7 +43,7 @@ def peaks(program: Program) -> dict[str, int]:
 
 def _own_bytes(lowered: jax.stages.Lowered) -> int:
     """Returns the bytes of a program's temporaries and results on one device."""
-    with kept_back():
+    with hold_back_log():
         stats = stats_of(lowered.compile())
     return stats.own_bytes if stats else 0
 

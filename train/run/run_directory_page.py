@@ -192,7 +192,9 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
         if taken:
             found.append(
                 HeaderFigure(
-                    "predicted update", times_text.taken(taken), f"{times_text.interval(taken)}; rates: {taken.rates}"
+                    "predicted update",
+                    times_text.predicted_time(taken),
+                    f"{times_text.interval(taken)}; rates: {taken.rates}",
                 )
             )
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]

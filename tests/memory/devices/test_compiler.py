@@ -61,7 +61,7 @@ def test_other_failures_are_raised(error, options):
 )
 def test_sizes_that_overflow_in_xla_are_one_line(error):
     """A GPU's compiler raises what the CPU's aborts at."""
-    with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of such sizes .*: give smaller sizes"):
+    with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of these sizes .*: give smaller sizes"):
         compiler._made(Lowered(error), {}, exact=False)
 
 
