@@ -90,7 +90,9 @@ def user_path(text: str) -> Path:
     if not path:
         raise argparse.ArgumentTypeError("the name is empty; give a file or folder")
     if path.startswith("~"):
-        raise argparse.ArgumentTypeError(f"{text}: there is no such user; write ./{text} for a name with a ~")
+        raise argparse.ArgumentTypeError(
+            f"{text}: the user does not exist; write ./{text} for a name that begins with ~"
+        )
     return Path(path)
 
 

@@ -118,7 +118,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the program compiled, so that the row has figures."""
+        """True if the program compiled, so that the row has figures."""
         return self.status == "ok"
 
     @classmethod

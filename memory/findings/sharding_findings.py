@@ -355,7 +355,7 @@ class _GlobalShapes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the jaxpr has no activation with a batch dimension."""
+        """True if the jaxpr has no activation with a batch dimension."""
         return not self.places
 
     def lost_axes(
@@ -404,7 +404,7 @@ class _BatchDims:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no argument with the role "batch" is sharded."""
+        """True if no argument with the role "batch" is sharded."""
         return not self.batch
 
     def lost_axes(

@@ -37,7 +37,7 @@ class Function(NamedTuple):
 
     @property
     def nameless(self) -> bool:
-        """Whether the function is a lambda or a comprehension."""
+        """True if the function is a lambda or a comprehension."""
         return self.name.endswith(">")
 
 

@@ -54,7 +54,7 @@ class RematSegment:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether a block keeps only its input."""
+        """True if a block keeps only its input."""
         return self.known and not self.everything and not (self.save | self.offload) - {"block_in"}
 
 

@@ -169,7 +169,7 @@ class TargetPlacement:
 
     @property
     def has_mesh(self) -> bool:
-        """Whether any moved sharding has a mesh. If so, the mesh names the devices, and jax places the remaining
+        """True if any moved sharding has a mesh. Then the mesh names the devices, and jax places the remaining
         values."""
         return bool(self._meshes)
 

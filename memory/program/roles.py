@@ -76,12 +76,12 @@ class Evidence:
 
     @property
     def floats(self) -> bool:
-        """Whether arrays of the leaf's dtype may have a gradient: floats, complex numbers and quantized integers."""
+        """True if arrays of the leaf's dtype may have a gradient: floats, complex numbers and quantized integers."""
         return any(kind in self.dtype for kind in ("float", "complex", "int4", "int8"))
 
     @property
     def weight(self) -> bool:
-        """Whether the leaf is read like a weight and has no batch dimension."""
+        """True if the leaf is read like a weight and has no batch dimension."""
         return self.floats and bool(self.shape) and self.products and not self.batch_dim
 
 

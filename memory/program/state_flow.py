@@ -145,7 +145,7 @@ class Reads:
 
     @property
     def by_model(self) -> bool:
-        """Whether the forward or backward pass reads the argument."""
+        """True if the forward or backward pass reads the argument."""
         return not self.phases.isdisjoint(("forward", "recompute", "backward"))
 
 
@@ -158,7 +158,7 @@ class StateFlow:
 
     @functools.cached_property
     def trained(self) -> bool:
-        """Whether the program has a backward pass."""
+        """True if the program has a backward pass."""
         return any(self._phase(i) == "backward" for i in self.module.instructions.values())
 
     def _phase(self, instruction: Instruction) -> str:

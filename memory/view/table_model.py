@@ -172,7 +172,7 @@ class ColumnView:
 
     @property
     def is_figure(self) -> bool:
-        """Whether the column's cells are right-aligned and never shortened."""
+        """True if the column's cells are right-aligned and never shortened."""
         return KINDS[self.kind].css == "num"
 
     def only_on(self, place: str) -> ColumnView:
