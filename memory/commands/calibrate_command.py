@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=float,
         default=SECONDS,
-        help=f"approximate duration of the measurement in seconds (default: {SECONDS:g}); a busy machine may take a "
-        "quarter or 30 s longer, and a short duration measures only the rates that predictions require",
+        help=f"approximate duration in seconds (default: {SECONDS:g}); on a busy machine the measurement may take a "
+        "quarter longer, or 30 s; a short duration measures only the rates that predictions require",
     )
 
 

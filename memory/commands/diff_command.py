@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "before",
         metavar="BEFORE.json",
-        help="report to compare with: a file of bytescope report --json, or a run directory",
+        help="first report: a file written by bytescope report --json, or a run directory",
     )
-    parser.add_argument("after", metavar="AFTER.json", help="report to compare: as BEFORE.json")
+    parser.add_argument("after", metavar="AFTER.json", help="second report: a file or a run directory, as above")
     parser.add_argument(
         "--fail-above",
         metavar="PERCENT",

@@ -23,8 +23,9 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="report on your own step instead of a config: a function of a module or of path/to/file.py. It returns "
-        "(step, (state, batch)), or these two and a dict of options of jax.jit, or jax.jit(step).trace(...)",
+        help="report on your own step instead of a config. FUNCTION, in a module or in path/to/file.py, returns "
+        "(step, (state, batch)), optionally followed by a dict of options of jax.jit, or it returns "
+        "jax.jit(step).trace(...)",
     )
     parser.add_argument(
         "--hlo",

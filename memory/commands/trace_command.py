@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report",
         metavar="FILE",
         type=user_path,
-        help="memory report of the traced program, written by a run as memory.json: compare measured with predicted "
-        "time",
+        help="compare the measured time with the prediction in this memory report of the traced program, which a run "
+        "writes as memory.json",
     )
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")

@@ -222,7 +222,7 @@ def test_gradients_that_are_whole_where_the_parameter_is_sharded():
     report = dataclasses.replace(report, buffers=(*report.buffers, whole))
     found = unsharded_gradients(report, program)
     assert found.bytes == whole.bytes - whole.bytes // 8
-    assert "the largest float32[1, 50304, 1024] of params['head'] at losses.py:160" in found.message
+    assert "the largest is float32[1, 50304, 1024] of params['head'] at losses.py:160" in found.message
     assert "with_sharding_constraint(gradient, jax.sharding.NamedSharding(mesh, P('data', None)))" in found.remedy
     bare = dataclasses.replace(program, layouts={})  # without layouts: by the dimensions alone
     assert unsharded_gradients(report, bare).bytes == found.bytes

@@ -158,7 +158,7 @@ def check(text, folder, words):
     for word in ("out of memory in step, call", reporting.EXHAUSTED, "live arrays", "allocator", "1. ", *words):
         assert word in text, text
     page = (folder / "memory-post-mortem.html").read_text()
-    assert "ran out of memory at call" in page and "The cheapest ways out" in page
+    assert "ran out of memory at call" in page and "The cheapest remedies" in page
     written = json.loads((folder / "memory-post-mortem.json").read_text())
     assert {"step", "held", "allocator", "ways_out", "error"} <= set(written["post_mortem"])
     return report_record.load(folder / "memory-post-mortem.json")
