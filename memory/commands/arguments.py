@@ -177,7 +177,7 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:
-                raise ReportError(f"--measure on {name}, which is not this machine: leave --target out to run here")
+                raise ReportError(f"--measure with target {name}, which is not this machine: leave the target out")
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
@@ -187,7 +187,7 @@ def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html"
     """Raises ReportError if an output file of one of these flags cannot be written, before a long command begins."""
     for path in filter(None, (vars(args).get(flag) for flag in flags)):
         if not os.path.isdir(path.absolute().parent):
-            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
+            raise ReportError(f"cannot write {path}: there is no folder {path.parent}; create it or give another file")
         if os.path.isdir(path):
             raise ReportError(f"cannot write {path}: it is a folder; give a file in it")
 

@@ -150,7 +150,7 @@ def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
         with open(path, "a", encoding="utf-8") as summary:
             summary.write(text + "\n")
     except OSError as error:
-        raise ReportError(f"cannot write {path} (${SUMMARY}): {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; set ${SUMMARY} to a writable file") from error
 
 
 def _name(report: ReportRecord) -> str:

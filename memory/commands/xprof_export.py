@@ -38,7 +38,7 @@ def export(directory: str | Path, report: ReportRecord | None = None, hlo_proto:
         for name, content in files.items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise ReportError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise ReportError(f"cannot write to {folder}: {error.strerror or error}; give another folder") from error
     return [folder / name for name in files]
 
 

@@ -69,7 +69,9 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
     tokens = own["tokens"]
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ReportError(f"{program.name} returns tokens={tokens!r}: give the tokens of an update, 1 or more")
+        raise ReportError(
+            f"{program.name} returns tokens={tokens!r}: return the tokens per update, an int of 1 or more"
+        )
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
 

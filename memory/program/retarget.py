@@ -227,7 +227,7 @@ class TargetPlacement:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
                 f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
-                f"{self.target.n_devices}: change the mesh or the target"
+                f"{self.target.n_devices} devices: change the mesh or the target"
             )
         return self.target.mesh_devices(*mesh.axis_sizes)
 

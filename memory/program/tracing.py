@@ -38,7 +38,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
+            "function"
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
@@ -77,7 +78,7 @@ def check_options(options: Iterable[str], function: str) -> None:
     message."""
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise TypeError(f"{function}() got {', '.join(unknown)}: options of jax.jit are {', '.join(OPTIONS)}")
+        raise TypeError(f"{function}() got {', '.join(unknown)}: give only options of jax.jit, {', '.join(OPTIONS)}")
 
 
 def takes_no_arguments(step: Any) -> bool:

@@ -355,7 +355,7 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
                 "arguments of the step go into {'kwargs': {...}}"
             )
     if not isinstance(options.get("kwargs", {}), Mapping):
-        raise ReportError(f"{name} returns kwargs as {_kind(options['kwargs'])}: give a dict")
+        raise ReportError(f"{name} returns the option 'kwargs' as {_kind(options['kwargs'])}: return a dict")
     return options
 
 

@@ -38,4 +38,4 @@ def write(path: str | Path, text: str) -> None:
     try:
         write_whole(Path(path), text)
     except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; give another file") from error

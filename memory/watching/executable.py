@@ -141,7 +141,8 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         return jax.jit(in_place.refuse_lost_updates(step), **given)
     if given:
         raise ReportError(
-            f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the function itself"
+            f"{', '.join(given)} with a step that is jitted already: give the options to jax.jit, or give the plain "
+            "function"
         )
     return step
 

@@ -170,7 +170,7 @@ def test_options_and_stages(folder):
         ("their_train:odd_options", "(step, tuple, list): return"),
         ("their_train:misspelt", "did you mean donate_argnums? Keyword arguments"),
         ("their_train:unknown", "the option 3: this option does not exist"),
-        ("their_train:odd_kwargs", "kwargs as int"),
+        ("their_train:odd_kwargs", "'kwargs' as int"),
         ("their_train:deep", "their_train:deep().program returns Config"),
         ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
         ("their_train:mesh", "name a target with as many devices, such as h100:8 or cpu:8"),

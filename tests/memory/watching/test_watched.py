@@ -320,7 +320,7 @@ def test_mistakes_are_named():
         watched.watch(3)
     with pytest.raises(ReportError, match="donate_argnums with a step that is jitted already"):
         watched.watch(jax.jit(step), donate_argnums=0)
-    with pytest.raises(TypeError, match=r"watch\(\) got target: options of jax.jit are in_shardings, "):
+    with pytest.raises(TypeError, match=r"watch\(\) got target: give only options of jax.jit, in_shardings, "):
         watched.watch(step, target="h200")
     with pytest.raises(ReportError, match="roles="):
         watched.watch(step, roles={"state": "params"})
