@@ -141,9 +141,10 @@ def _gpu(
 ) -> Chip:
     """Returns a row for a GPU, with units as in `Chip`.
 
-    total_gib: device memory in GiB. link: device to host. host_link: the source of `link`. nvlink: between all GPUs of
-    a host, 0 without NVLink (GPUs then exchange data over PCIe). nic: between hosts, per device. rack_hosts: hosts of
-    a rack that is one NVLink domain, 0 if there is none.
+    total_gib: device memory in GiB. hbm: bytes/s of the device's memory. link: bytes/s from device to host. host_link:
+    the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
+    between hosts, per device. host_bytes: memory of one host. rack_hosts: number of hosts in a rack that is one NVLink
+    domain, 0 if there is none.
     """
     return Chip(
         name,
@@ -184,8 +185,12 @@ def _tpu(
     flops: Mapping[str, float],
     max_shape: tuple[int, ...],
 ) -> Chip:
-    """Returns a row for a TPU, with units as in `Chip`. ici: within a slice. dcn: between hosts, per device. Hosts are
-    virtual machines with four chips. usable_gib: usable HBM as stated by libtpu's compiler."""
+    """Returns a row for a TPU, with units as in `Chip`. Hosts are virtual machines with four chips.
+
+    total: nominal HBM in bytes. usable_gib: usable HBM in GiB, as stated by libtpu's compiler. hbm: bytes/s of the
+    HBM. link: bytes/s from device to host. ici: bytes/s within a slice. dcn: bytes/s between hosts, per device.
+    host_bytes: memory of one host.
+    """
     page = f"Google Cloud documentation, TPU {name} system architecture"
     sources = _sources(
         page, f"{page} and its four-chip machine type", f"{page}; usable part as libtpu's compiler states it", _TPU_LINK

@@ -215,7 +215,7 @@ def digest(lowered: LoweredStage) -> str:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[Entry]]:
+def record_lookups() -> Iterator[list[Entry]]:
     """Yields a list to which the entries are added that jax looks up in this thread inside the context. The last entry
     belongs to the compiled program."""
     entries: list[Entry] = []

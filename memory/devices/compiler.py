@@ -298,7 +298,7 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
 
 def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tuple[str, ...] = ()) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.watched() as entries:
+    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.record_lookups() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)

@@ -16,8 +16,9 @@ from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, matric
 class FrozenBase(NamedTuple):
     """The storage format of frozen matrices.
 
-    element: bytes per element, including the scales of blocks; 0 means the bytes of the compute dtype. column:
-    additional bytes per output column.
+    Fields:
+        element: bytes per element, including the scales of blocks. 0 means the bytes of the compute dtype.
+        column: additional bytes per output column.
     """
 
     summary: str

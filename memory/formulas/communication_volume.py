@@ -36,8 +36,10 @@ _NUMBER = 4
 class Expected:
     """The expected bytes of one kind of collective over some axes of the mesh.
 
-    kind: as in `memory.cost.collectives.WIRE`. group: number of devices along the axes. bytes: payload per step and
-    device, which is the size of the unsharded array. formula: the formula as text.
+    Fields:
+        kind: as in `memory.cost.collectives.WIRE`. axes: axes of the mesh. group: number of devices along the axes.
+        bytes: payload per step and device, which is the size of the unsharded array.
+        formula: the formula as text.
     """
 
     kind: str
@@ -94,39 +96,41 @@ def data_parallel(
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-class Moved(NamedTuple):
-    """Bytes that a device sends in one exchange: the rows, and the router's weights (`numbers`, one per row)."""
+class ExchangeBytes(NamedTuple):
+    """Bytes that a device sends in one exchange of rows. rows: bytes of the rows. numbers: bytes of the router's
+    weights, one per row."""
 
     rows: float
     numbers: float
 
 
-class Sent(NamedTuple):
-    """One kind of collective in one layer and micro-step: the bytes of all its exchanges, and the formula as text."""
+class LayerExchange(NamedTuple):
+    """One kind of collective in one layer and micro-step. bytes: the bytes of all its exchanges. formula: the formula
+    as text."""
 
     kind: str
     bytes: float
     formula: str
 
 
-def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
-    return Moved(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
+def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
+    return ExchangeBytes(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
 
 
-def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
     rows = experts.count * slots(experts, tokens)
-    return Moved(rows * width * itemsize, rows * _NUMBER)
+    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
 
 
-def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> Moved:
+def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
     rows = tokens * experts.per_token
-    return Moved(rows * width * itemsize, rows * _NUMBER)
+    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
 
 
 # Dispatch method of the experts -> (bytes of one exchange, collectives). A collective is (kind, exchanges of rows,
 # exchanges of router weights, exchanges of rows that each recomputation adds, exchanges of router weights that each
 # recomputation adds, unit in the formula's text). All-gather sends tokens with their expert indices and weights.
-EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int, int, str], ...]]] = {
+EXCHANGES: dict[str, tuple[Callable[..., ExchangeBytes], tuple[tuple[str, int, int, int, int, str], ...]]] = {
     "allgather": (
         _gathered,
         (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
@@ -136,7 +140,7 @@ EXCHANGES: dict[str, tuple[Callable[..., Moved], tuple[tuple[str, int, int, int,
 }
 
 
-def sent(
+def layer_exchanges(
     exchange: str,
     experts: ExpertShape,
     *,
@@ -144,24 +148,25 @@ def sent(
     width: int,
     itemsize: int,
     size: int,
-    again: int = 0,
-    redone: int = 0,
-) -> list[Sent]:
+    row_repeats: int = 0,
+    weight_repeats: int = 0,
+) -> list[LayerExchange]:
     """Returns the collectives that exchange the rows of one layer in one micro-step, forward and backward.
 
     Args:
-        exchange: a key of EXCHANGES. tokens: tokens of one device. width: model width. itemsize: bytes per element of
-            an activation.
-        size: number of devices that share the experts.
-        again: number of recomputations that exchange rows. redone: number of recomputations that exchange router
-            weights.
+        exchange: a key of EXCHANGES. tokens: tokens of one device. width: model width.
+        itemsize: bytes per element of an activation. size: number of devices that share the experts.
+        row_repeats: number of recomputations that exchange rows again.
+        weight_repeats: number of recomputations that exchange router weights again.
     """
     measure, kinds = EXCHANGES[exchange]
     moved = measure(experts, tokens, width, itemsize, size)
     out = []
     for kind, rows, numbers, more_rows, more_numbers, unit in kinds:
-        times, with_numbers = rows + more_rows * again, numbers + more_numbers * redone
-        out.append(Sent(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer"))
+        times, with_numbers = rows + more_rows * row_repeats, numbers + more_numbers * weight_repeats
+        out.append(
+            LayerExchange(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer")
+        )
     return out
 
 
@@ -180,15 +185,15 @@ def expert_parallel(facts: ModelFacts, question: Question, ranks: Mapping[str, i
     times = layers * facts.micro_steps_per_call
     return [
         Expected(one.kind, tuple(ranks), size, round(times * one.bytes), one.formula)
-        for one in sent(
+        for one in layer_exchanges(
             facts.exchange,
             experts,
             tokens=tokens,
             width=question.model.width,
             itemsize=facts.sent_parameter,
             size=size,
-            again=0 if kept else passes,
-            redone=passes,
+            row_repeats=0 if kept else passes,
+            weight_repeats=passes,
         )
     ]
 
@@ -208,7 +213,7 @@ def tensor_parallel(
 
     Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
     sequence parallelism, each becomes an all-gather and a reduce-scatter, and the two inputs that are stored sharded
-    are gathered again in the backward pass (Korthikanti et al. 2022, section 4.2).
+    are gathered row_repeats in the backward pass (Korthikanti et al. 2022, section 4.2).
     """
     axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:

@@ -68,8 +68,10 @@ class Question:
 class Activations:
     """Bytes of activations on a device under one recomputation policy.
 
-    kept: activations that all layers keep for the backward pass. recomputed: additional bytes while one layer is
-    recomputed. outside: activations of embedding, final norm, head and logits.
+    Fields:
+        kept: activations that all layers keep for the backward pass.
+        recomputed: additional bytes while one layer is recomputed.
+        outside: activations of embedding, final norm, head and logits.
     """
 
     kept: float

@@ -13,8 +13,10 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class Adapters:
     """Low-rank adapters over frozen weights. Only the adapters are trained.
 
-    rank: r of the paper (Hu et al. 2021, arXiv 2106.09685). targets: names of TARGETS; names of matrices that the
-    model does not have are ignored. base: a key of `adapter_formulas.BASES`.
+    Fields:
+        rank: r of the paper (Hu et al. 2021, arXiv 2106.09685).
+        targets: names of TARGETS. Names of matrices that the model does not have are ignored.
+        base: a key of `adapter_formulas.BASES`, the storage format of the frozen weights.
     """
 
     rank: int
@@ -26,11 +28,14 @@ class Adapters:
 class ExpertShape:
     """Routed experts that replace the MLP of a layer.
 
-    count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
-    shared: number of experts that process every token; they are computed as one MLP. dense_layers: number of first
-    layers that keep a dense MLP. every: after those layers, every N-th layer has experts. capacity: maximum number of
-    rows as a multiple of their mean, 0 for room for all rows. slots: whether each expert has room for the same number
-    of rows and drops the rest; otherwise its rows fill tiles.
+    Fields:
+        count: E, the number of experts. per_token: k, the number of experts per token. width: the width of one expert.
+        shared: number of experts that process every token. They are computed as one MLP.
+        dense_layers: number of first layers that keep a dense MLP.
+        every: after the dense layers, every N-th layer has experts.
+        capacity: maximum number of rows as a multiple of their mean number. 0 means room for all rows.
+        slots: whether each expert has room for the same number of rows and drops the rest. If not, its rows fill
+            tiles.
     """
 
     count: int
@@ -56,9 +61,11 @@ class Latent:
     Keys and values are projected from one latent per token. Queries may have a separate latent. A part of each head
     contains the rotary position, and all heads share this part of the keys.
 
-    query_rank: width of the queries' latent; 0 if queries are projected from the input. rank: width of the latent of
-    keys and values. rotary: width of the part of a head that contains the position, in addition to
-    `ModelShape.head_width`. value: width of a head's values.
+    Fields:
+        query_rank: width of the queries' latent, 0 if queries are projected from the input.
+        rank: width of the latent of keys and values.
+        rotary: width of the part of a head that contains the position, in addition to `ModelShape.head_width`.
+        value: width of a head's values.
     """
 
     query_rank: int
@@ -72,8 +79,16 @@ class ModelShape:
     """The shape of a decoder. GPT has `gated=False` and as many key/value heads as heads. Llama is gated and untied,
     without dropout.
 
-    adapters: adapters that are trained instead of the weights, None if the weights are trained. experts: experts that
-    replace the MLP in some layers, None for a dense model. latent: latent attention, None for standard attention.
+    Fields:
+        layers: number of layers. width: width of the residual stream. heads, kv_heads: number of query and key/value
+            heads.
+        head_width, mlp_width: widths of one head and of the MLP. vocabulary: number of tokens.
+        gated: whether the MLP has a gate. tied: whether embedding and output head are one table.
+        qk_norm: whether queries and keys are normalized. post_norms: whether outputs of attention and MLP are
+            normalized.
+        adapters: adapters that are trained instead of the weights, None if the weights are trained.
+        experts: experts that replace the MLP in some layers, None for a dense model.
+        latent: latent attention, None for standard attention.
     """
 
     layers: int
@@ -113,11 +128,15 @@ class ModelShape:
 class StepLayout:
     """The sharding of a training step over devices.
 
-    tensor: number of tensor-parallel devices. sequence: whether activations between tensor-parallel matrix products
-    are sharded too. data: number of data-parallel ranks, which shard state by the ZeRO stage `zero`. expert: number of
-    data-parallel ranks that share the routed experts. pipeline: number of stages, each with `interleave` chunks.
-    stash: if one program runs on all stages, the number of layers whose activations each stage keeps, as a fraction of
-    all layers. If each stage has a separate program, stash is 0 and the formulas describe the first stage.
+    Fields:
+        tensor: number of tensor-parallel devices.
+        sequence: whether activations between tensor-parallel matrix products are sharded too.
+        data: number of data-parallel ranks, which shard state by the ZeRO stage `zero` (0 to 3).
+        expert: number of data-parallel ranks that share the routed experts.
+        pipeline: number of pipeline stages, each with `interleave` chunks.
+        stash: if one program runs on all stages, the number of layers whose activations each stage keeps, as a
+            fraction of all layers. If each stage has a separate program, stash is 0 and the formulas describe the
+            first stage.
     """
 
     tensor: int = 1

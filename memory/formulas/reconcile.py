@@ -26,10 +26,15 @@ class Formula:
     """The figures of a step by formula: bytes on one device, FLOPs of one call over all devices. A figure without a
     formula is None.
 
-    frozen_bytes: weights that adapters leave unchanged. accumulator_bytes: summed gradients, 0 without accumulation.
-    residual_bytes: residuals of all layers on the device. host_bytes: residuals of all layers in host memory.
-    state_host_bytes: state in host memory. peak_bytes: all bytes on the device while one layer is recomputed,
-    including embedding, head and logits. notes: reasons why the compiler's figures may differ.
+    Fields:
+        params_bytes, gradients_bytes, optimizer_bytes: bytes of parameters, gradients and optimizer state.
+        accumulator_bytes: bytes of summed gradients, 0 without accumulation.
+        frozen_bytes: bytes of weights that adapters leave unchanged.
+        residual_bytes: residuals of all layers on the device. host_bytes: residuals of all layers in host memory.
+        state_host_bytes: bytes of state in host memory.
+        peak_bytes: all bytes on the device while one layer is recomputed, including embedding, head and logits.
+        model_flops, hardware_flops: FLOPs without and with recomputation.
+        notes: reasons why the compiler's figures may differ.
     """
 
     params_bytes: float

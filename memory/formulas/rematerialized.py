@@ -264,8 +264,10 @@ def _exists(name: str, model: ModelShape) -> bool:
 class RecomputedLayers(NamedTuple):
     """The layers of one kind in a segment.
 
-    device, host: bytes of their residuals on the device and in host memory. recomputing: additional bytes while one
-    layer is recomputed. flops: recomputed FLOPs per token.
+    Fields:
+        device, host: bytes of their residuals on the device and in host memory.
+        recomputing: additional bytes while one layer is recomputed.
+        flops: recomputed FLOPs per token.
     """
 
     device: float

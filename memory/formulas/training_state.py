@@ -17,9 +17,13 @@ ALONE = StepLayout()
 class PrecisionBytes(NamedTuple):
     """Bytes per parameter of each role, and bytes per element of activations.
 
-    name: the caller's name of the row. master: a second copy of the parameters with more bits. state: bytes of an
-    optimizer moment. operand: bytes per element of a tensor that is kept as a matmul operand, if it has fewer bits; 0
-    for the bytes of an activation's element.
+    Fields:
+        name: the caller's name of the row.
+        params, gradients: bytes per parameter and per gradient.
+        master: bytes per parameter of a second copy of the parameters with more bits, 0 if there is none.
+        state: bytes per number of optimizer state.
+        activation: bytes per element of an activation.
+        operand: bytes per element of a tensor that is kept as a matmul operand with fewer bits, 0 for `activation`.
     """
 
     name: str
@@ -33,8 +37,11 @@ class PrecisionBytes(NamedTuple):
 
 
 class OptimizerBytes(NamedTuple):
-    """The state of an optimizer. states: numbers per parameter. itemsize: bytes per number, 0 for the precision's
-    `state`."""
+    """The state of an optimizer.
+
+    Fields:
+        states: numbers per parameter. itemsize: bytes per number, 0 for `PrecisionBytes.state`.
+    """
 
     name: str
     summary: str

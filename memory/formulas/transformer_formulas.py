@@ -48,12 +48,16 @@ def layer_count(kind: ModelShape) -> int:
 class LayerTensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
-    size: elements per token, a key of `token_sizes`. split: "tensor" if the tensor is always sharded t ways,
-    "sequence" if only with sequence parallelism, "" if never. itemsize: bytes per element, 0 for the itemsize of
-    activations. core: whether it is part of the attention core. only: name of the ModelShape field that must be set
-    for the tensor to exist. operand: whether it is kept only for matrix products, in their dtype. tiled: whether it
-    exists for only one tile of tokens at a time if the MLP is computed in tiles. weights: the matrices whose gradients
-    are its only readers, () if it has other readers.
+    Fields:
+        size: a key of `token_sizes`, which gives the elements per token.
+        split: "tensor" if the tensor is always sharded t ways, "sequence" if it is sharded only with sequence
+            parallelism, "" if it is never sharded.
+        itemsize: bytes per element, 0 for the itemsize of activations.
+        core: whether the tensor is part of the attention core.
+        only: name of the ModelShape field that must be set for the tensor to exist, "" if it always exists.
+        operand: whether the tensor is kept only as an operand of matrix products, in their dtype.
+        tiled: whether only one tile of tokens of the tensor exists at a time if the MLP is computed in tiles.
+        weights: the matrices whose gradients are the tensor's only readers, () if it has other readers.
     """
 
     name: str

@@ -136,8 +136,8 @@ def _side_effects() -> frozenset[Any]:
 
 
 def _key_data(operand: Any) -> Any:
-    """Returns an operand; a random key is converted to its integers, because the compiler has no type for random
-    keys."""
+    """Converts a random key to its integers, because the compiler has no type for random keys. Other operands are
+    unchanged."""
     import jax
 
     return jax.random.key_data(operand) if jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key) else operand

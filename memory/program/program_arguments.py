@@ -148,7 +148,7 @@ class _Reading:
         owner = _Owners([self.leaves[place] for place in ranked if decided[place] == "params"])
         by_number, results = {}, {}
         for place, (leaf, role) in enumerate(zip(self.leaves, decided)):
-            pair, changed = self.pairs.get(place), self._update_of(place)
+            pair, changed = self.pairs.get(place), self._changed_pair(place)
             update = changed.result if changed is not None else -1
             by_number[leaf.parameter] = Argument(leaf.path, role, owner.find_path(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
@@ -162,7 +162,7 @@ class _Reading:
 
     def _evidence(self, place: int) -> Evidence:
         leaf, pair, reads = self.leaves[place], self.pairs.get(place), self.reads[place]
-        changed = self._update_of(place)
+        changed = self._changed_pair(place)
         state = changed is not None
         learns = changed is not None and self.state.trained and self.state.from_backward(*self.values[changed.result])
         return Evidence(
@@ -182,8 +182,9 @@ class _Reading:
             batch_dim=not state and leaf.shape[:1] in self._batch_dims,
         )
 
-    def _update_of(self, place: int) -> ResultPair | None:
-        """Returns the pair of an argument that is returned with other values; None for any other argument."""
+    def _changed_pair(self, place: int) -> ResultPair | None:
+        """Returns the pair of an argument whose update has other values than the argument; None for other
+        arguments."""
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return None
@@ -207,7 +208,7 @@ class _Reading:
         owners = _Owners(params)
         mirrored = set()
         for place, leaf in enumerate(self.leaves):
-            is_state = self._update_of(place) is not None
+            is_state = self._changed_pair(place) is not None
             if leaf not in params and owners.find(leaf, by_shape=is_state) is not None:
                 mirrored.add(place)
         return frozenset(mirrored)

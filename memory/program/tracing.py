@@ -99,8 +99,10 @@ def _trace_function(
     step = in_place.refuse_lost_updates(step)
     static = {number % len(args) for number in _numbers(given.get("static_argnums")) if args}
     named = _names(given.get("static_argnames")) | _parameters(step, static)
-    marked = [value if number in static else _marked(value, numbers=False) for number, value in enumerate(args)]
-    marked_by_name = {name: value if name in named else _marked(value, numbers=False) for name, value in kwargs.items()}
+    marked = [value if number in static else _mark_static(value, numbers=False) for number, value in enumerate(args)]
+    marked_by_name = {
+        name: value if name in named else _mark_static(value, numbers=False) for name, value in kwargs.items()
+    }
     if not any(map(_is_static, jax.tree.leaves((marked, marked_by_name), is_leaf=_is_static))):
         return jax.jit(step, **given).trace(*args, **kwargs)
     return jax.jit(_with_static_leaves(step), **given).trace(*marked, **marked_by_name)
@@ -114,8 +116,8 @@ def _trace_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     import jax
 
     bound = [step] if any(map(_is_array, jax.tree.leaves(step))) else []
-    marked = [_marked(value, numbers=True) for value in (*bound, *args)]
-    marked_by_name = _marked(kwargs, numbers=True)
+    marked = [_mark_static(value, numbers=True) for value in (*bound, *args)]
+    marked_by_name = _mark_static(kwargs, numbers=True)
     function = _with_static_leaves(_call if bound else step, like=step)
     first = jax.jit(function).trace(*marked, **marked_by_name)
     donated = _donated(first, len(marked))
@@ -137,7 +139,7 @@ def _with_static_leaves(step: Callable[..., Any], like: Callable[..., Any] | Non
         args, kwargs = jax.tree.map(
             lambda leaf: leaf.value if _is_static(leaf) else leaf, (args, kwargs), is_leaf=_is_static
         )
-        return _marked(step(*args, **kwargs), numbers=False)
+        return _mark_static(step(*args, **kwargs), numbers=False)
 
     functools.update_wrapper(function, like or step)
     function.__name__ = getattr(like or step, "__name__", type(like or step).__name__)
@@ -171,7 +173,7 @@ def _donated(program: Any, count: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _marked(tree: Any, *, numbers: bool) -> Any:
+def _mark_static(tree: Any, *, numbers: bool) -> Any:
     """Returns a tree with every leaf that is not an array marked as static, so that it is part of the tree's
     structure.
 

@@ -104,8 +104,7 @@ def compile(
     names: Iterable[str] = (),
     **options: Any,
 ) -> tuple[Executable, Report]:
-    """Compiles a step once. Returns the executable, which is called like the step, and the memory report of the
-    executable.
+    """Compiles a step once. Returns (executable, report). The executable is called like the step.
 
         executable, report = memory.compile(step, state, batch, donate_argnums=0)
 
@@ -124,7 +123,7 @@ def compile(
             f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
             "plain or jitted; use memory.analyze for other programs"
         )
-    compilation, judged, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
+    compilation, judged, executable = compile_jitted(as_jitted(step, options), args, kwargs or {}, target)
     report = report_of(compilation, target=judged, config=config, facts=facts, roles=roles, names=names, seconds=True)
     return executable, Report.of(report)
 
@@ -147,7 +146,7 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     return step
 
 
-def compiled(
+def compile_jitted(
     jitted: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

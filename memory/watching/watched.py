@@ -29,7 +29,7 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human, parse_bytes
-from bytescope.memory.watching.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
+from bytescope.memory.watching.executable import Executable, as_jitted, compile_jitted, is_wrapper, statics_of
 from bytescope.memory.watching.reporting import EXHAUSTED, StepReporter, is_exhausted
 
 # Exceptions that an executable raises, before it runs, for arguments that it was not compiled for.
@@ -37,7 +37,7 @@ _MISMATCH = (TypeError, ValueError)
 
 
 @dataclasses.dataclass
-class _Known:
+class _CompiledStep:
     """An executable of the step. run: the function to call. leaves: shapes and dtypes of the executable's
     arguments."""
 
@@ -75,8 +75,8 @@ class Watched:
         name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
         self._reporter = StepReporter(name, tell, folder)
         self._every, self._limit, self._about, self.calls = every, limit, about, 0
-        self._known: dict[Any, _Known] = {}
-        self._now, self._key = _Known(self._first), None
+        self._known: dict[Any, _CompiledStep] = {}
+        self._now, self._key = _CompiledStep(self._first), None
         # The function that a call runs, and whether it is an executable, which raises for arguments of other shapes.
         self._run, self._exact = self._now.run, False
         # Executables of other libraries' wrappers do not check static arguments, so this class checks every call.
@@ -188,22 +188,22 @@ class Watched:
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Known:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledStep:
         """Compiles the step for these arguments and analyzes it. A step that cannot be analyzed is called without a
         watch."""
         import jax
 
         try:
-            compilation, target, executable = compiled(self._step, args, kwargs)
+            compilation, target, executable = compile_jitted(self._step, args, kwargs)
             device = compilation.executable.runtime_executable().local_devices()[0]
         except Exception as error:  # an error in the step itself is raised again when the step is called
             if is_exhausted(error):
                 raise
             self._reporter.report_unwatched(error)
-            return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
+            return _CompiledStep(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
         arguments = jax.tree.leaves((args, kwargs))
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
-        known = _Known(executable, None, device, shapes)
+        known = _CompiledStep(executable, None, device, shapes)
         try:
             report = Report.of(report_of(compilation, target=target, seconds=True, **self._about))
         except Exception as error:  # a failed analysis must not stop the loop

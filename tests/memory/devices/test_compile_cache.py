@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bytescope.memory.devices.compile_cache import Entry, remove_damaged, remove_damaged_entries, watched
+from bytescope.memory.devices.compile_cache import Entry, record_lookups, remove_damaged, remove_damaged_entries
 
 pytestmark = pytest.mark.quick
 
@@ -100,13 +100,13 @@ def test_an_entry_is_back_where_jax_writes_no_other(folder, written):
 
 def test_the_keys_of_this_thread_are_seen_and_no_line_is_logged(folder, caplog):
     level = logging.getLogger("jax._src.compiler").level
-    with watched() as first:
+    with record_lookups() as first:
         compiled()
         other = threading.Thread(target=lambda: jax.jit(lambda x: x * 7)(jnp.float32(2)))
         other.start()
         other.join()
     jax.clear_caches()
-    with watched() as second:
+    with record_lookups() as second:
         compiled()
     assert [(each.key, each.hit) for each in first[-1:]] == [(second[-1].key, False)] and second[-1].hit
     assert second[-1].path().exists() and all(each.key.startswith("jit_thrice") for each in first[-1:])
