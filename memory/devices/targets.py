@@ -129,8 +129,11 @@ class Target:
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values, with `limit_bytes` and `memory_fraction`, the fraction (0 to 1) of
-        a GPU's memory that is available to programs. It is None unless the target is a described GPU."""
+        """Returns every field as plain JSON values, with `limit_bytes` and `memory_fraction`.
+
+        `memory_fraction` is the fraction (0 to 1) of a GPU's memory that is available to programs. It is None unless
+        the target is a described GPU.
+        """
         fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
         return {
             **dataclasses.asdict(self),

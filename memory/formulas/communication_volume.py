@@ -213,7 +213,7 @@ def tensor_parallel(
 
     Without sequence parallelism there are 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With
     sequence parallelism, each becomes an all-gather and a reduce-scatter, and the two inputs that are stored sharded
-    are gathered row_repeats in the backward pass (Korthikanti et al. 2022, section 4.2).
+    are gathered again in the backward pass (Korthikanti et al. 2022, section 4.2).
     """
     axes, size = tuple(ranks), math.prod(ranks.values())
     if size == 1:

@@ -46,7 +46,7 @@ class Table:
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def __repr__(self) -> str:
-        """Returns the table as text of the terminal's width."""
+        """Returns the table as text, as wide as the terminal."""
         from rich.console import Group
         from rich.text import Text
 

@@ -42,7 +42,8 @@ def unpredicted(report: ReportRecord) -> str:
 
 
 def spent(report: ReportRecord) -> str:
-    """Returns the terms of the predicted seconds, in one line; "" if there is no prediction."""
+    """Returns the predicted seconds of each term, such as matrix products or collectives, in one line; "" if there is
+    no prediction."""
     prediction = StepPrediction.stated(report)
     if prediction is None:
         return ""
