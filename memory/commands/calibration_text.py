@@ -50,21 +50,23 @@ _MAX_LEFT_OUT = 3
 _BUSY = 0.2
 
 
-def show(found: Calibration, target: Target, console: Any = None) -> None:
+def show(calibration: Calibration, target: Target, console: Any = None) -> None:
     """Prints the measured samples, to stdout by default. target: the measured device, with its data sheet if it has
     one."""
-    put(render(found, target), console)
+    put(render(calibration, target), console)
 
 
-def render(found: Calibration, target: Target) -> Group:
+def render(calibration: Calibration, target: Target) -> Group:
     """Returns the samples as a table in the order of `PARTS`, then the cases that were not measured.
 
     A rate is work divided by seconds, including the kernel's fixed cost. Data sheet rates are for one device.
     """
     table = FigureTable(
-        label("kernel", least=17), label("size", least=12), *map(figure, ("time", "spread", "rate", "sheet", "share"))
+        label("kernel", min_width=17),
+        label("size", min_width=12),
+        *map(figure, ("time", "spread", "rate", "sheet", "share")),
     )
-    for sample in sorted(found.samples, key=_order):
+    for sample in sorted(calibration.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
         table.add(
@@ -76,17 +78,22 @@ def render(found: Calibration, target: Target) -> Group:
             _rate_text(sheet, sample).partition(" ")[0] if rate and sheet else "",
             f"{rate / sheet:.0%}" if rate and sheet else "",
         )
-    return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
+    return Group(
+        Prose(f"measured rates of one device: {calibration.rates.source}", "bold"),
+        table,
+        *_thin(calibration),
+        *_notes(calibration),
+    )
 
 
-def _thin(found: Calibration) -> Iterator[Any]:
+def _thin(calibration: Calibration) -> Iterator[Any]:
     """Compares measured thin matrix products with predictions, which use rates that were measured on cubes."""
-    thin = sorted((sample for sample in found.samples if sample.part == THIN), key=_order)
+    thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_order)
     if not thin:
         return
     table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
     for sample in thin:
-        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, found.rates))
+        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, calibration.rates))
     yield Text()
     yield table
 
@@ -100,18 +107,18 @@ def _order(sample: Sample) -> tuple:
     )
 
 
-def _notes(found: Calibration) -> Iterator[Any]:
+def _notes(calibration: Calibration) -> Iterator[Any]:
     yield Prose(
         "spread: interquartile range / median; sheet: rate of the data sheet, in the unit of the measured rate", "dim"
     )
-    spreads = [sample.spread for sample in found.samples if sample.spread is not None]
+    spreads = [sample.spread for sample in calibration.samples if sample.spread is not None]
     if spreads and (middle := statistics.median(spreads)) > _BUSY:
         yield Prose(
             f"half of the spreads are above {middle:.0%}: other programs ran on this machine; measure without them",
             "yellow",
         )
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name, why in found.left_out.items():
+    for name, why in calibration.left_out.items():
         reasons[why].append(name)
     for why, names in reasons.items():
         more = f" and {len(names) - _MAX_LEFT_OUT} more" if len(names) > _MAX_LEFT_OUT else ""

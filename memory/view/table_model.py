@@ -141,7 +141,7 @@ class ColumnView:
         verdict: row -> "fits", "exceeds", "tight" or "dim", which colours the cell; "" for no colour.
         order: row -> number by which a page sorts (default: the value).
         absent: text on the terminal for a row without a value.
-        css: additional CSS classes of the page's cells. least: minimum width in columns of a text on the terminal.
+        css: additional CSS classes of the page's cells. min_width: minimum width in columns of a text on the terminal.
     """
 
     key: str
@@ -163,7 +163,7 @@ class ColumnView:
     order: Callable[[Any], float | None] | None = None
     absent: str = ""
     css: str = ""
-    least: int = 0
+    min_width: int = 0
 
     @property
     def heading(self) -> str:

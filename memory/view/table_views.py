@@ -36,7 +36,7 @@ def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
 def terminal_column(column: ColumnView) -> FigureColumn:
     """Returns the column of a terminal's table."""
     make = getattr(text_table, KINDS[column.kind].column)
-    return make(column.heading, least=column.least) if column.least else make(column.heading)
+    return make(column.heading, min_width=column.min_width) if column.min_width else make(column.heading)
 
 
 def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text:

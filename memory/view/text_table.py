@@ -27,7 +27,7 @@ class FigureColumn:
     """A column of a table. `label`, `place`, `figure`, `fixed`, `words`, `value` and `path` create columns.
 
     Fields:
-        right: whether the column is right-aligned. least: minimum width in columns, None if it cannot shrink.
+        right: whether the column is right-aligned. min_width: minimum width in columns, None if it cannot shrink.
         shrink: (text, width, console) -> lines of the shrunk text.
         part: text -> width of its longest part that must stay whole, 0 if any width is possible.
         under: whether a sentence is printed below its row if there is no room next to it.
@@ -36,23 +36,23 @@ class FigureColumn:
     title: str | Text = ""
     style: str = ""
     right: bool = False
-    least: int | None = None
+    min_width: int | None = None
     shrink: Callable[[Text, int, Console], list[Text]] | None = None
     part: Callable[[str], int] = lambda text: 0
     under: bool = False
 
 
-def label(title: str | Text = "", style: str = "", least: int = MIN_LABEL) -> FigureColumn:
-    """Returns a column of names, which are shortened in their middle if the table is too wide. least: minimum
+def label(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
+    """Returns a column of names, which are shortened in their middle if the table is too wide. min_width: minimum
     width."""
 
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         return [Text(shorten(text.plain, width), style=text.style)]
 
-    return FigureColumn(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink)
 
 
-def place(title: str | Text = "", style: str = "", least: int = MIN_PLACE) -> FigureColumn:
+def place(title: str | Text = "", style: str = "", min_width: int = MIN_PLACE) -> FigureColumn:
     """Returns a column of source locations. If the table is too wide, they are shortened at their beginning, then
     printed below their rows."""
 
@@ -62,7 +62,7 @@ def place(title: str | Text = "", style: str = "", least: int = MIN_PLACE) -> Fi
             kept = kept[1:]
         return [Text(f"…{kept}", style=text.style)]
 
-    return FigureColumn(title, style, least=least, shrink=shrink, under=True)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink, under=True)
 
 
 def figure(title: str | Text = "", style: str = "") -> FigureColumn:
@@ -75,13 +75,13 @@ def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
     return FigureColumn(title, style)
 
 
-def words(title: str | Text = "", style: str = "dim", least: int = MIN_WORDS, under: bool = True) -> FigureColumn:
+def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS, under: bool = True) -> FigureColumn:
     """Returns a column of sentences. They wrap next to their rows, or are printed below their rows if `under` and
     there is no room."""
-    return FigureColumn(title, style, least=least, shrink=wrap, under=under)
+    return FigureColumn(title, style, min_width=min_width, shrink=wrap, under=under)
 
 
-def value(title: str | Text = "", style: str = "", least: int = MIN_LABEL) -> FigureColumn:
+def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
     """Returns a column of values that identify the row, such as a policy. They wrap after commas and before a plus. A
     part longer than 24 columns is shortened in its middle."""
 
@@ -91,10 +91,10 @@ def value(title: str | Text = "", style: str = "", least: int = MIN_LABEL) -> Fi
     def part(text: str) -> int:
         return min(max(map(cell_len, wrapped(text, 1)), default=0), MIN_WORDS)
 
-    return FigureColumn(title, style, least=least, shrink=shrink, part=part)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink, part=part)
 
 
-def path(title: str | Text = "", style: str = "", least: int = MIN_WORDS) -> FigureColumn:
+def path(title: str | Text = "", style: str = "", min_width: int = MIN_WORDS) -> FigureColumn:
     """Returns a column of buffer names. They wrap after a slash, a bracket or a space, and are shortened in their
     middle only if they need more than two lines."""
 
@@ -104,7 +104,7 @@ def path(title: str | Text = "", style: str = "", least: int = MIN_WORDS) -> Fig
             lines = wrapped(shorten(text.plain, 2 * width - width // 2), width, _PATH)
         return [Text(shorten(line, width), style=text.style) for line in lines]
 
-    return FigureColumn(title, style, least=least, shrink=shrink)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink)
 
 
 _VALUE, _PATH = re.compile(r"[^,+]+,?|[,+][^,+]*,?"), re.compile(r"[^/\]\s]*[/\]\s]*")
@@ -187,7 +187,7 @@ class FigureTable:
         further."""
         out, floors = dict(natural), {at: self._min_width(at) for at in natural}
         for sentences in (True, False):
-            able = [at for at in out if self.columns[at].least is not None and self.columns[at].under is sentences]
+            able = [at for at in out if self.columns[at].min_width is not None and self.columns[at].under is sentences]
             while (excess := _total(out, gap) - width) > 0:
                 can = [at for at in able if out[at] > floors[at]]
                 if not can:
@@ -201,7 +201,7 @@ class FigureTable:
     def _min_width(self, at: int) -> int:
         column = self.columns[at]
         parts = (column.part(row[at].plain) for row, _ in self.rows)
-        return max([column.least or 0, as_text(column.title).cell_len, *parts])
+        return max([column.min_width or 0, as_text(column.title).cell_len, *parts])
 
     def _block(
         self,

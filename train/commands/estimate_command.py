@@ -287,7 +287,7 @@ def _table(found: Estimate) -> Any:
     document, q = found.to_json(), found.question
     unit, size_of, binary, binary_size = next(row for least, *row in UNITS if found.total("none") >= least)
     heads = (figure(*about) for policy in found.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
-    table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
+    table = FigureTable(words(style="", min_width=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
         if (row == "host" and not found.host) or (row == "frozen" and not q.model.adapters):
             continue

@@ -81,7 +81,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
     table = FigureTable(
-        label("name", least=16),
+        label("name", min_width=16),
         fixed("tensor"),
         label("sharding"),
         *map(figure, ("layers", "per layer", "total", "GFLOP")),

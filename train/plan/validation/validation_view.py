@@ -69,7 +69,7 @@ def ratio(key: str, title: str, **more: Any) -> ColumnView:
 def cohort_columns(title: str) -> tuple[ColumnView, ...]:
     """The columns of the seconds of pooled rows. title: of the column that names them."""
     return (
-        ColumnView("name", title, least=18),
+        ColumnView("name", title, min_width=18),
         ColumnView("rows", "runs", "number", skip_zero=True),
         ColumnView("programs", "programs", "number", skip_zero=True),
         ColumnView("within", "within 15 %", "share"),
