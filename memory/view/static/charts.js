@@ -2,7 +2,7 @@
 // The charts of all pages, drawn as SVG without a library or network. Colours are CSS variables, "var(--c-params)", so
 // that charts follow the theme and the print style. Text of the data is inserted only as text.
 //
-//   charts.xy("id", {                       draws into the element with this id; a second call keeps hidden series hidden
+//   charts.xy("id", {                       draws into the element with this id; hidden series stay hidden
 //     legend: true,                         false: none; or the result of charts.legend, for charts that share a legend
 //     columns: 3, height: 300,              maximum panels per row, and the height of a panel (px)
 //     unzoomed: true,                       ends the zoom of an earlier drawing
@@ -13,7 +13,7 @@
 //     x: axis, y: axis,
 //     series: [...],                        in stacking order, which is also the order of the legend
 //     limits: [{ y: 80, text: "limit 80 GiB" }, { x: 3, text: "budget", color: "var(--exceeds)" }],  dashed, with halo
-//     bands: [{ from: 0, to: 9, color, opacity: 0.1, strip: true }],      along x, behind the data; strip: above the data
+//     bands: [{ from: 0, to: 9, color, opacity: 0.1, strip: true }],      along x, behind the data; strip: above
 //     notes: [{ x, y, text, anchor: "middle", dx: 0, dy: -8, color, size, strong, line: true }],  dx, dy in pixels
 //     horizontal: true,                     horizontal bars: `x` is the axis of sizes, `y` has the names
 //     zoom: true,                           zoom by dragging along x, + and -; reset by double click, 0 or Escape
@@ -26,7 +26,7 @@
 //            key: "the same for series that are hidden together", legend: false (not in the legend), opacity: 0.4,
 //            tips: [[lines] ...] or (i) => lines, pick: (i) => {} (called on a click or Enter) }
 //     line:   width: 2, dash: "dash" | "dot", step: true, symbol: "circle" (points on it, as below)
-//     points: symbol, size: 11, open: true (hollow), ring: "var(--ink)", labels: ["a", ...]; each is a value or an array.
+//     points: symbol, size: 11, open: true (hollow), ring: "var(--ink)", labels: ["a", ...]; each a value or an array.
 //             A label that would cover another is left out. Symbols: circle square diamond
 //             triangle-up triangle-down cross star hexagon tick
 //     area:   stacked in order; step: true

@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_read_runs_as_it_is(watch, told, monkeypatch):
     monkeypatch.setattr(watched, "report_of", lambda *args, **options: 1 // 0)
     run, (state, batch) = watch(step, every=1), arguments()
     assert float(run(state, batch)[1]) == float(step(state, batch)[1])
-    monkeypatch.setattr(watched, "compiled", lambda *args: 1 // 0)
+    monkeypatch.setattr(watched, "compile_jitted", lambda *args: 1 // 0)
     bare = watch(jax.jit(step), every=1)
     assert float(bare(state, batch)[1]) == float(bare(state, batch)[1])
     assert told == ["step is called without a watch: ZeroDivisionError: integer division or modulo by zero"] * 2
