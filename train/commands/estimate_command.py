@@ -306,7 +306,7 @@ def _table(estimated: Estimate) -> Any:
     document, q = estimated.to_json(), estimated.question
     unit, decimal_size, binary, binary_size = next(row for minimum, *row in UNITS if estimated.total("none") >= minimum)
     heads = (figure(*about) for policy in estimated.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
-    table = FigureTable(words(style="", minimum=14, under=False), figure("B/param"), *heads)
+    table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
         if (row == "host" and not estimated.host) or (row == "frozen" and not q.model.adapters):
             continue
