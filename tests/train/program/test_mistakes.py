@@ -38,7 +38,7 @@ OF_WEIGHTS = [
     ("hf:experts", "experts/config.json: num_local_experts"),
     (
         "hf:meta-llama/Llama-3.1-8B",
-        "hf: and init.folder take a local folder; to make one from the Hugging Face Hub: hf "
+        "hf: and init.folder must name a local folder: download it from the Hugging Face Hub with hf "
         "download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B",
     ),
     ("hf:dynamic", "of the kind 'dynamic'"),

@@ -122,7 +122,7 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
         ({}, {"lora.rank": 3, "lora.alpha": 5, "lora.targets": "q,v"}, "lora.targets=q,v, and .* have q,o,down"),
         ({}, {"init.folder": ""}, "without init.folder"),
         *(
-            ({"config": {key: value}}, {}, f"has {key}=.*: our adapters are plain LoRA")
+            ({"config": {key: value}}, {}, f"has {key}=.*: only plain LoRA")
             for key, value in {
                 "peft_type": "IA3",
                 "use_dora": True,
