@@ -16,10 +16,10 @@ examples:
   bytescope completion zsh > "$fpath[1]/_bytescope"
   bytescope completion fish > ~/.config/fish/completions/bytescope.fish
 
-For bash add `source ~/.bytescope.bash` to ~/.bashrc; zsh and fish find the file.
-A new shell completes commands, flags, configs, targets, policies, config keys
-and their values, without starting Python. Print the script again after an
-upgrade of bytescope.
+For bash add `source ~/.bytescope.bash` to ~/.bashrc. zsh and fish load the file
+by themselves. A new shell completes commands, flags, configs, targets,
+policies, config keys and their values, without starting Python. Print the
+script again after an upgrade of bytescope.
 exit codes: 0 done, 2 a mistake in the command"""
 
 

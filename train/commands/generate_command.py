@@ -40,7 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         usage="%(prog)s RUN_OR_FOLDER [--prompt=TEXT | --prompts=FILE] [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Generate text from a run or a folder of weights. Without a prompt, answer the lines you type.",
+        description="Generate text from a run or a folder of weights.\n"
+        "Without a prompt, answer the lines that you type.",
     )
     generate_flags.add_model(parser)
     parser.add_argument(

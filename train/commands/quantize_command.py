@@ -20,9 +20,9 @@ examples:
   bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
   bytescope quantize llama_70b h100        show only the memory, for any config
 
-Calibrate on text like the text that the model will read. Without --held-out, the
-end of the text is used to measure perplexity instead of to calibrate. Only one
-layer is on the device at a time. Run the same command again to resume an
+Calibrate on text like the text that the model will read. Without --held-out,
+the end of the text is used to measure perplexity instead of to calibrate. Only
+one layer is on the device at a time. Run the same command again to resume an
 interrupted one. bytescope generate, transformers and vLLM read the folder.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors"), ("awq", "rounding")
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
         "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write a model with 4-bit weights, scaled by the activations of a calibration text (AWQ).",
+        description="Write a model with 4-bit weights, scaled by the activations of a calibration\ntext (AWQ).",
     )
     parser.add_argument(
         "source",

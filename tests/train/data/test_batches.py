@@ -139,7 +139,7 @@ def test_a_failing_reader_stops_the_run_with_its_own_message():
 def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="position=-1 is negative"):
         train_batches(DATA, rows=2, seed=0, position=-1, config=config())
-    with pytest.raises(ValueError, match="would read no rows"):
+    with pytest.raises(ValueError, match="this process has no rows"):
         heldout_batches(DATA, rows=2, row_slices=[])
     with pytest.raises(IndexError):
         DATA.train[WINDOWS]
@@ -256,7 +256,7 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
     [
         ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
         ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
-        ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "leaves 1 tokens to hold out, fewer than 2"),
+        ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "has 1 held-out tokens, fewer than 2"),
     ],
 )
 def test_too_little_data(tmp_path, files, seq_len, message):

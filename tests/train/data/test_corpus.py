@@ -42,7 +42,7 @@ def test_stdlib_is_the_library_without_tests_and_additions():
 
 def test_stdlib_absent_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"has no source files of its standard library.*: give text of your own"):
+    with pytest.raises(UserError, match=r"has no source files of its standard library.*: give your own text"):
         find("stdlib")
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_utf8_is_named_with_its_place(tmp_path, monkeypatch):
     path = write(tmp_path, {"latin.txt": b"abcd\n" * 10 + b"caf\xe9 au lait"}) / "latin.txt"
     for piece_bytes in (3, 7, 1 << 20):
         monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
-        with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text \(byte 53\): convert it, or name"):
+        with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text \(byte 53\): convert it, or give a glob"):
             content(find(str(path)))
 
 
@@ -174,7 +174,7 @@ def test_shards_are_told_from_text(tmp_path):
         ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
         ("empty.txt", "holds no text: give UTF-8 text files"),
         ("*.rst", "holds no text: give UTF-8 text files"),
-        ("binary", "holds no text, only binary files (1): give UTF-8 text files"),
+        ("binary", "has no text, only 1 binary files: give UTF-8 text files"),
     ],
 )
 def test_nothing_to_read(tmp_path, name, remedy):

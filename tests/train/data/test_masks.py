@@ -165,10 +165,10 @@ def test_what_a_template_forgets_is_not_learned(tmp_path):
 @pytest.mark.parametrize(
     "template, why",
     [
-        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer changes with what follows"),
+        (CHATML.replace("{% for", "{{ messages|length }}{% for"), "before an answer depending on later messages"),
         (
             PLAIN.replace("'assistant:'", "'assistant: '"),
-            "the beginning of an answer and what comes before it become one",
+            "the beginning of an answer and the text before it become one",
         ),
         (PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"), "before an answer changes|where an answer ends"),
         ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
@@ -258,7 +258,7 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
 @pytest.mark.parametrize(
     "record, kind, why",
     [
-        ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a blank"),
+        ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a space"),
         ({"prompt": "hello"}, "pairs", '"completion" is missing'),
         ({"completion": "hello"}, "pairs", '"prompt" is missing'),
         ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
@@ -267,7 +267,7 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
         ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
         ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half of a surrogate pair"),
         ({**TALKS[0], "tools": "f"}, "chat", '"tools" is str, not a list'),
     ],
 )
@@ -341,7 +341,7 @@ def test_copies_fall_on_one_side_and_the_line_says_what_there_is(tmp_path):
     )
     assert data[0].train.filled > 0.85 > data[1].train.filled
     assert data[0].fingerprint != data[1].fingerprint
-    with pytest.raises(UserError, match="holds no example to train on .*1 copy of what is held out left out"):
+    with pytest.raises(UserError, match="has no example to train on .*1 copy of held-out content left out"):
         shown(tmp_path, [chat("held", "out")], tokenizer)
-    with pytest.raises(UserError, match="holds no records, which data.format=chat reads: give .jsonl"):
+    with pytest.raises(UserError, match="has no records, which data.format=chat needs: give .jsonl"):
         open_data(config(source="stdlib", format="chat"))

@@ -140,7 +140,7 @@ def damage_index(**changes):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a multiple of uint16"),
+        (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a whole number of uint16"),
         (lambda out: os.truncate(out / "train_00000.bin", 100), "holds 50 tokens, index.json says"),
         (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
         (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
@@ -194,7 +194,7 @@ def test_a_damaged_npy_is_refused(tmp_path, make, message):
 
 def test_a_bin_of_half_a_token_is_refused(tmp_path):
     write(tmp_path, {"a.bin": b"\1\0\0\0\1\0"})
-    with pytest.raises(UserError, match="truncated: 6 bytes are not a multiple of uint32 tokens; copy"):
+    with pytest.raises(UserError, match="truncated: its 6 bytes are not a whole number of uint32 tokens; copy"):
         open_data(config(source=str(tmp_path), dtype="uint32"))
 
 
@@ -211,8 +211,8 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
         (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
         (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
         (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): choose another --out"),
-        (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
-        (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
+        (["--source={tmp}/file", "--out={tmp}/o"], "has too little text to train on one part and hold out another"),
+        (["--source={tmp}/shards", "--out={tmp}/o"], "contains token shards already: give text, or train on these"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(text, tmp_path, arguments, message, capsys):
@@ -230,7 +230,7 @@ def test_nothing_that_exists_is_overwritten(text, tmp_path, capsys):
         if removed:
             (out / removed).unlink()
         assert main([f"--source={text}", f"--out={out}"]) == 2
-        assert "already holds" in capsys.readouterr().err
+        assert "already contains" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in out.iterdir()}
 
 

@@ -270,7 +270,7 @@ def seconds(clock, stalls, count, beating=()):
         clock.now += 1
         for index, where in dict(beating).items():
             stalls.hear(index, where)
-        stalls.look()
+        stalls.check()
 
 
 def test_a_silent_process_is_named_once_with_its_host_and_what_it_did(clock, told):
@@ -314,7 +314,7 @@ def test_who_was_stopped_itself_says_so_and_accuses_nobody(clock, told):
     stalls.at("in step 7")
     seconds(clock, stalls, 3, {1: "in step 7 on a"})
     clock.now += 60
-    stalls.look()
+    stalls.check()
     assert told == ["this process was stopped for 60 s while it was in step 7"]
     assert not stalls.silent()
 

@@ -389,7 +389,7 @@ MISTAKES = {
         ("tiny --config.data.loss_on=answers", "data.loss_on"),
         ("tiny --config.data.too_long=cat", "did you mean cut?"),
         ("tiny --show-data --config.data.source=missing", "not a file or folder"),
-        ("tiny --show-data --config.data.format=chat", "holds no records"),
+        ("tiny --show-data --config.data.format=chat", "has no records"),
         ("tiny --show-data=x", "--show-data"),
         (
             "tiny --show-data --config.data.format=pairs --config.data.source=records.jsonl",
