@@ -27,7 +27,7 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
         "(default: local, the devices of this machine); bytescope targets lists the chips",
     )
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
-    parser.add_argument("--target", metavar="TARGET", help="the target, given as a flag")
+    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="a config file, or the name of a shipped config (bytescope configs)",
     )
-    parser.add_argument("--config", metavar="CONFIG", help="the config, given as a flag")
+    parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
 
 def settle_subject(args: argparse.Namespace) -> None:

@@ -80,26 +80,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=training_state.ZERO,
         metavar="STAGE",
-        help="ZeRO stage: what the data-parallel ranks shard; 0: nothing, 1: optimizer state, 2: also gradients, "
-        "3: also parameters",
+        help="ZeRO stage, what the data-parallel ranks shard: 0: nothing, 1: optimizer state, 2: also gradients, "
+        "3: also parameters (default: from the config, else 0)",
     )
-    parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
+    parser.add_argument(
+        "--data", type=int, metavar="N", help="number of data-parallel ranks (default: from the config, else 1)"
+    )
     parser.add_argument(
         "--expert-parallel",
         type=int,
         metavar="N",
-        help="number of data-parallel ranks to divide the routed experts over",
+        help="number of data-parallel ranks to divide the routed experts over (default: from the config, else 1)",
     )
     parser.add_argument(
         "--tensor",
         type=int,
         metavar="N",
-        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
+        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default: from the "
+        "config, else 1)",
     )
     parser.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="also shard norms and the residual stream over the tensor-parallel ranks",
+        help="also shard norms and the residual stream over the tensor-parallel ranks (default: from the config, else "
+        "no)",
     )
     for flag, choices, summary in (
         ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
@@ -112,7 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train LoRA adapters of rank N over frozen weights; 0: train the weights",
+        help="train LoRA adapters of rank N over frozen weights; 0 trains the weights (default: from the config, "
+        "else 0)",
     )
     parser.add_argument(
         "--lora-targets",

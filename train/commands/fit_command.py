@@ -56,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-compiles",
         metavar="N",
         type=int,
-        help="maximum number of programs to compile, without programs from the cache (default: no limit)",
+        help="maximum number of programs to compile, not counting programs in the cache (default: no limit)",
     )
     parser.add_argument(
         "--max-seconds",
         metavar="SECONDS",
         type=float,
-        help="start no new compilation after this time (default: no limit)",
+        help="seconds after which no new compilation starts (default: no limit)",
     )
     keep_old_flag(parser, "--timeout", "--max-seconds")
     parser.add_argument(

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config key pipeline.virtual)",
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="number of layers of the model, to show the layers of each stage"
+        "--layers", type=int, metavar="N", help="number of layers of the model, to show how many each stage has"
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule or the table as JSON")
     parser.add_argument(

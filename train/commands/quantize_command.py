@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="OUT: folder to write, new or empty. TARGET, without --calibrate: show the memory use on this device, "
         "which need not be present, and write nothing; a config is also accepted",
     )
-    parser.add_argument("--target", metavar="TARGET", help="the target, given as a flag")
+    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
     keep_old_flag(parser, "--plan", "--target")
     parser.add_argument(
         "--calibrate",

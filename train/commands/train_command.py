@@ -51,11 +51,11 @@ def make_parser() -> Parser:
         "--workdir",
         type=user_path,
         metavar="DIR",
-        help="run directory, new or to resume (default: runs/<config>-<time>)",
+        help="run directory; an existing run is resumed (default: runs/<config>-<time>)",
     )
     parser.add_argument("--extend", action="store_true", help="continue a finished run past its planned steps")
     parser.add_argument(
-        "--fit", action="store_true", help="first search the fastest configuration that fits, as bytescope fit does"
+        "--fit", action="store_true", help="first find the fastest configuration that fits, as bytescope fit does"
     )
     parser.add_argument(
         "--budget",

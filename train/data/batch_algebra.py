@@ -62,7 +62,7 @@ class BatchAlgebra:
             raise ValueError(f"data.seq_len={self.seq_len}: give 1 or more")
 
     @classmethod
-    def of(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
+    def from_config(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":
         """Builds the batch of the config group `batch` from `accumulation`, `tokens` or `accumulation_schedule`.
 
         Raises:

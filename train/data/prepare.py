@@ -161,8 +161,8 @@ def make_parser() -> argparse.ArgumentParser:
         choices=SPECIAL_TOKENS,
         default="text",
         metavar="HOW",
-        help="how to encode special tokens that are written in a text: text (default), as ordinary text; parse, as "
-        "special tokens",
+        help="encoding of special tokens that are written in a text: text (default) encodes them as ordinary text, "
+        "parse as special tokens",
     )
     parser.add_argument(
         "--field",

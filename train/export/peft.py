@@ -83,7 +83,7 @@ def write_adapters(
                 "export with --merge, or train with --config.lora.targets=q,k,v,o"
             )
         adapted.add(name.rpartition(".")[0])
-        inputs_first = Pattern.of(row.pattern).theirs[0][0] == Pattern.of(row.pattern).ours[0]  # GPT-2's Conv1D
+        inputs_first = Pattern.parse(row.pattern).theirs[0][0] == Pattern.parse(row.pattern).ours[0]  # GPT-2's Conv1D
         for letter, half in zip("ab", own):
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]

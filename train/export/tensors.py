@@ -67,10 +67,10 @@ def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> 
     tensors = []
     for name, parts in sorted(named.items(), key=place):
         parts.sort(key=lambda part: part[1].part)
-        shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
+        shapes = [Pattern.parse(row.pattern).their_shape(sizes) for _, row in parts]
         shape, first = list(shapes[0]), parts[0][1]
         if first.parts:  # several parameters share the tensor along this axis
-            axis, _ = Pattern.of(first.pattern).axis_of(first.parts[first.part])
+            axis, _ = Pattern.parse(first.pattern).axis_of(first.parts[first.part])
             shape[axis] = sum(each[axis] for each in shapes)
         tensors.append(OutputTensor(name, dtype_of(name), tuple(shape), tuple(parts)))
     return tensors
@@ -163,7 +163,7 @@ def arrays(
     sizes = sizes_of(model)
     for tensor in sorted(tensors, key=lambda tensor: tuple(row.tensor for _, row in tensor.parts)):
         values = [parameters.read(path) for path, _ in tensor.parts]
-        outer = [Pattern.of(row.pattern).outer for _, row in tensor.parts]
+        outer = [Pattern.parse(row.pattern).outer for _, row in tensor.parts]
         widest = max(math.prod(ours.shape) // ours.shape[axis] for ours, axis in zip(values, outer))
         count = max(1, PIECE // max(1, widest))
         columns = [_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
@@ -174,7 +174,7 @@ def _joined(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -
     """Yields the pieces of a tensor from the pieces of the parameters that it contains. row: the row of the first
     parameter.
     """
-    axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
+    axis, inner = Pattern.parse(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
     if inner:  # rows of the parameters alternate along the axis before their own
         for pieces in zip(*columns, strict=True):
             rows = [
@@ -194,7 +194,7 @@ def _pieces(
     """Yields a parameter in its layout on disk and in the dtype to write, `count` rows at a time, without vocabulary
     padding.
     """
-    pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
+    pattern, dtype = Pattern.parse(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer
     kept = [sizes[letter] for letter in pattern.ours]
     if pattern.ours[outer] == pattern.paired:  # rows on disk have another order, so all are converted together

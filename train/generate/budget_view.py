@@ -59,7 +59,7 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
         Text(),
         parts,
         Text(),
-        Prose("sequences that the pool holds, by the positions of each"),
+        Prose("sequences that fit the pool, by positions per sequence"),
         counts,
         Prose(f"at most {sequences:,} sequences run at the same time (--sequences); others wait", "dim"),
     )
@@ -67,17 +67,17 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
 
 def budget_page(plan: GenerationPlan) -> str:
     """Returns the HTML page of the budget."""
-    found, reports = plan.budget, list(plan.reports.values())
+    budget, reports = plan.budget, list(plan.reports.values())
     title = f"Generation from {plan.title}"
     parts = [
-        {"name": name, "bytes": size, "share": 100 * size / found.limit, "what": what}
+        {"name": name, "bytes": size, "share": 100 * size / budget.limit, "what": what}
         for name, size, what in budget_rows(plan)
         if name != "limit"
     ]
     columns = (
         ("positions", "num", lambda row: f"{row[0]:,}"),
         ("sequences", "num", lambda row: f"{row[1]:,}"),
-        ("bytes of each", "num", lambda row: human(row[0] * found.token_bytes)),
+        ("bytes of each", "num", lambda row: human(row[0] * budget.token_bytes)),
     )
     return page(
         "generation",
@@ -90,22 +90,22 @@ def budget_page(plan: GenerationPlan) -> str:
         figures=[
             {
                 "name": "sequences",
-                "value": f"{found.at_once(found.length):,}",
+                "value": f"{budget.at_once(budget.length):,}",
                 "exact": "",
-                "note": f"of {found.length:,} positions, the longest",
+                "note": f"of {budget.length:,} positions, the longest",
             },
             {
                 "name": "pool",
-                "value": human(found.pool),
-                "exact": f"{found.pool:,} bytes",
-                "note": f"{found.positions:,} positions",
+                "value": human(budget.pool),
+                "exact": f"{budget.pool:,} bytes",
+                "note": f"{budget.positions:,} positions",
             },
         ],
         parts=parts,
-        limit=found.limit,
-        sequences=found.sequences,
+        limit=budget.limit,
+        sequences=budget.sequences,
         fits=table(columns, sequences_by_length(plan)),
-        drawing=drawing(found),
+        drawing=drawing(budget),
     )
 
 

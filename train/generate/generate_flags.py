@@ -168,7 +168,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the answer when it contains TEXT; repeat the flag for several texts",
     )
-    parser.add_argument("--ignore-end", action="store_true", help="continue after the token that ends a text")
+    parser.add_argument(
+        "--ignore-end", action="store_true", help="continue the answer after the token that ends a text"
+    )
 
 
 def check_pool(args: argparse.Namespace) -> None:

@@ -66,7 +66,7 @@ def open_origin(path: Path, step: int | None, group: int) -> Origin:
     else:
         origin = _origin_of_folder(source, source.origin)
     for row, _ in rows_by_path(origin.family, packed_paths(origin.model)).values():
-        pattern = Pattern.of(row.pattern)
+        pattern = Pattern.parse(row.pattern)
         # Both formats store each weight in a tensor of its own, [outputs, inputs].
         if row.parts or pattern.ours[: len(pattern.theirs[1])] != pattern.theirs[1]:
             raise UserError(

@@ -78,7 +78,7 @@ def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
                 for part, (dtype, shape) in shapes.items()
             ]
         else:
-            tensors.append(Stored(name, "F16", Pattern.of(row.pattern).their_shape(sizes), path))
+            tensors.append(Stored(name, "F16", Pattern.parse(row.pattern).their_shape(sizes), path))
     return sorted(tensors, key=lambda one: one.layer)
 
 
@@ -86,7 +86,7 @@ def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, t
     """Returns component -> (bytes of its weights in 16 bits, bytes in the folder)."""
     sizes, unquantized, written = sizes_of(origin.model), Counter[str](), Counter[str]()
     for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
-        unquantized[_component(path)] += 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes))
+        unquantized[_component(path)] += 2 * math.prod(Pattern.parse(row.pattern).their_shape(sizes))
     for tensor in tensors:
         written[_component(tensor.path)] += tensor.nbytes
     return {name: (size, written[name]) for name, size in unquantized.items()}
@@ -194,7 +194,7 @@ class Output:
             if one.part:
                 packed.setdefault(path, {})[one.part] = array
             else:
-                pattern = Pattern.of(rows[one.path][0].pattern)
+                pattern = Pattern.parse(rows[one.path][0].pattern)
                 spans = [(0, sizes[letter]) for letter in pattern.ours]
                 params[path] = pattern.forward(array, spans, sizes).astype(np.float32)
         return params, {path: self._layout.unpack(tensors) for path, tensors in packed.items()}
@@ -214,7 +214,7 @@ class Output:
     def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
         """Returns a parameter in float16 and in its layout on disk, without vocabulary padding."""
         row = rows_by_path(self._origin.family, [one.path])[one.path][0]
-        pattern, sizes = Pattern.of(row.pattern), sizes_of(self._origin.model)
+        pattern, sizes = Pattern.parse(row.pattern), sizes_of(self._origin.model)
         kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
         with np.errstate(over="ignore"):
             half = pattern.back(kept.astype(np.float16))

@@ -123,10 +123,10 @@ def adapter_leaves(
     for name, (path, row) in matrices.items():
         if (target := path.rpartition(".w_")[2]) not in targets or path not in present:
             continue
-        ours, count = Pattern.of(row.pattern).ours, TARGETS[target]
+        ours, count = Pattern.parse(row.pattern).ours, TARGETS[target]
         inputs, outputs = " ".join(ours[:count]), " ".join(ours[count:])
         for half, text in (("a", f"r ({inputs}) -> {inputs} r"), ("b", f"({outputs}) r -> r {outputs}")):
-            full, pattern = tensor_name(name, half), Pattern.of(text)
+            full, pattern = tensor_name(name, half), Pattern.parse(text)
             tensor, shape = folder.tensors.get(full), pattern.their_shape(sizes)
             if tensor is None:
                 raise UserError(

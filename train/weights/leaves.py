@@ -217,7 +217,7 @@ def _leaf(
             f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
             "config.model to the values of its config.json"
         )
-    pattern = Pattern.of(row.pattern)
+    pattern = Pattern.parse(row.pattern)
     axis, before, inner, stored = 0, 0, "", None
     their_shape = list(pattern.their_shape(sizes))
     if row.parts:

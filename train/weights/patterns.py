@@ -73,7 +73,7 @@ class Pattern:
 
     @classmethod
     @cache
-    def of(cls, text: str) -> Pattern:
+    def parse(cls, text: str) -> Pattern:
         """Parses a pattern. Raises ValueError unless both sides have the same letters, each once."""
         left, _, right = text.partition("->")
         theirs = tuple(tuple(re.findall(r"\w", group)) for group in re.findall(r"\([^)]*\)|\w", left))

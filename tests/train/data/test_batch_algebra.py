@@ -28,7 +28,7 @@ def batch_of(devices=8, **keys):
 def test_four_million_tokens():
     """4,000,000 = 4,000 tokens a device x 8 devices x 125 accumulation steps."""
     config = small_config({"batch.micro": 1, "batch.tokens": 4_000_000}).batch
-    batch = BatchAlgebra.of(config, 8, 4000)
+    batch = BatchAlgebra.from_config(config, 8, 4000)
     assert (batch.accumulation, batch.tokens, batch.rows) == (125, 4_000_000, 8)
     assert str(batch) == (
         "1 micro-batch x 125 accumulation x 8 data-parallel = 1,000 sequences of 4,000 = 4,000,000 tokens per update"

@@ -170,7 +170,10 @@ def test_what_a_template_forgets_is_not_learned(tmp_path):
             PLAIN.replace("'assistant:'", "'assistant: '"),
             "the beginning of an answer and the text before it become one",
         ),
-        (PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"), "before an answer changes|where an answer ends"),
+        (
+            PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"),
+            "before an answer depending|where an answer ends",
+        ),
         ("{{ raise_exception('turns must alternate') }}", "refuses it \\(turns must alternate\\)"),
         ("{{ messages[0].nothing.more }}", "refuses it \\(.*has no attribute"),
     ],

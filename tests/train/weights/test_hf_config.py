@@ -272,7 +272,7 @@ def test_every_family_has_keys_of_ours_and_layouts_that_parse(name):
     family, known = FAMILIES[name], configs.load("tiny").model
     assert not {*family.fields, *family.fixed} - set(known)
     for row in family.rows.values():
-        pattern = Pattern.of(row.pattern)
+        pattern = Pattern.parse(row.pattern)
         assert not row.parts or pattern.axis_of(row.parts[row.part])
 
 

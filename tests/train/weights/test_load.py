@@ -308,7 +308,7 @@ def test_a_slice_of_a_leaf_is_that_slice(folder):
 @pytest.mark.parametrize("text", ["(h k) d -> d h k", "d (h k) -> h k d", "d f -> f d", "v d -> d v", "d -> d"])
 def test_a_layout_and_its_inverse(text):
     sizes = {"d": 6, "h": 2, "g": 1, "k": 4, "f": 5, "v": 7, "p": 3}
-    pattern = Pattern.of(text)
+    pattern = Pattern.parse(text)
     theirs = np.arange(np.prod(pattern.their_shape(sizes))).reshape(pattern.their_shape(sizes))
     ours = pattern.forward(theirs, [(0, sizes[letter]) for letter in pattern.ours], sizes)
     assert ours.shape == pattern.our_shape(sizes) and np.array_equal(pattern.back(ours), theirs)
@@ -318,7 +318,7 @@ def test_a_layout_and_its_inverse(text):
 @pytest.mark.parametrize("text", ["a b -> a", "a -> a a", "(a b) -> a c"])
 def test_a_layout_that_loses_something(text):
     with pytest.raises(ValueError, match="the same letters"):
-        Pattern.of(text)
+        Pattern.parse(text)
 
 
 @pytest.mark.quick
