@@ -106,5 +106,7 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
     if not args.lora or config.load_flat(args.config, overrides)[LORA_RANK]:
         return overrides
     if LORA_RANK in dict(overrides):
-        raise ReportError(f"--lora with --config.{LORA_RANK}={dict(overrides)[LORA_RANK]}: leave one out")
+        raise ReportError(
+            f"--lora asks for adapters and --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} for none: leave one out"
+        )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]

@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
-    """Returns the question of a config. Raises ReportError for flags that need --params."""
+    """Returns the inputs of the estimate that a config gives. Raises ReportError for flags that need --params."""
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
@@ -204,8 +204,8 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """Returns the question, changed by the flags for batch, devices, precision, optimizer, attention, offload and
-    adapters.
+    """Returns the inputs of the estimate, changed by the flags for batch, devices, precision, optimizer, attention,
+    offload and adapters.
     """
     given = vars(args)
     layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}

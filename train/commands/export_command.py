@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
+    """Exports the run; returns the exit code."""
     # Arrays are copied from disk to disk, so no accelerator is needed; it may be in use by a training run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from bytescope.train.export.model_folder import disk_errors_explained

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
+    """Starts the devices and generates; returns the exit code."""
     generate_flags.start_devices(args)
     return generate(args)
 

@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     while True:
         levels, left_out = levers.climb(stages, config, (key for key, _ in args.overrides), refused)
         if not levels:
-            raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
+            raise ReportError(
+                f"no saving can be applied: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}"
+            )
         jobs = [all_jobs.job({**fixed, **level.keys}, target, level.title) for level in levels]
         levels = [
             dataclasses.replace(level, flags=levers.differing(level.keys, job.resolved, config))

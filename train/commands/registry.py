@@ -237,7 +237,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(name: str, argv: list[str]) -> argparse.Namespace:
-    """Parses the arguments of a command whose module has no `parse`."""
+    """Parses the arguments of a command whose module does not define `parse`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []
@@ -250,7 +250,7 @@ def _parse(name: str, argv: list[str]) -> argparse.Namespace:
     settle_subject(args)
     args.overrides = overrides
     if overrides and (reads := COMMANDS[name].reads):
-        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: it {reads}")
+        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: it {reads}; leave it out")
     return args
 
 

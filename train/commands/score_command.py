@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
+    """Starts the devices and scores the texts; returns the exit code."""
     generate_flags.start_devices(args)
     return score(args)
 
@@ -95,7 +95,7 @@ def score(args: argparse.Namespace) -> int:
         if len(text) - start > 1
     ]
     if not windows:
-        raise UserError("nothing to score: give a text of two tokens or more")
+        raise UserError("the texts have no token to score: give a text of two tokens or more")
     scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
     parts: dict[int, dict[int, ScoredText]] = {}
     for scored_window in scorer.score(params, [window for _, window in windows]):

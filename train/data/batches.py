@@ -53,7 +53,7 @@ class TokenSource:
         Raises IndexError past the end, and UserError for a token outside the vocabulary.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"window {i} of {len(self)}")
+            raise IndexError(f"window {i} does not exist: give 0 to {len(self) - 1}")
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
@@ -156,7 +156,7 @@ def check_vocab(data: Data, vocab_size: int) -> None:
     """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
     if data.vocab_size > vocab_size:
         raise UserError(
-            f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
+            f"the data contain token ids up to {data.vocab_size - 1}, and model.vocab_size is "
             f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more"
         )
 

@@ -46,7 +46,7 @@ class Template:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template itself marks the text to train on."""
+        """True if the template itself marks the text to train on."""
         return GENERATION.search(self.source) is not None
 
 
@@ -61,7 +61,7 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("not an object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
     return config

@@ -66,7 +66,7 @@ def chat_of(values: dict[str, Any]) -> Chat:
 
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise Malformed(f"message {number} is {type(message).__name__}, not an object")
+        raise Malformed(f"message {number} is {type(message).__name__}, not a JSON object")
     fields = {key: value for key, value in message.items() if value is not None}  # tables have nulls in unused columns
     if "from" in fields and "role" not in fields:
         fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)

@@ -87,7 +87,7 @@ class ExampleSource:
         end.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
+            raise IndexError(f"row {i} does not exist: give 0 to {len(self) - 1}")
         row = self._padding()
         at = 0
         for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):

@@ -150,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--source",
         required=True,
         metavar="PATH",
-        help="text or records to tokenize: a file, a folder, a glob, or stdlib (Python's standard library)",
+        help="file, folder or glob of text or records, or stdlib",
     )
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(
@@ -168,14 +168,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--field",
         default="text",
         metavar="NAME",
-        help="field of .jsonl and .parquet records with the document (default text)",
+        help="field of records with the document (default text)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum number of malformed records to leave out (default 0); more are an error",
+        help="maximum malformed records to leave out (default 0)",
     )
     parser.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"

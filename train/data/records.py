@@ -135,9 +135,9 @@ def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") 
         names = names_in(json.loads(path.read_bytes()))
         # Files must be inside the folder.
         if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
-            raise ValueError(f"the name {wrong[0]!r}")
+            raise ValueError(f"it has the invalid file name {wrong[0]!r}")
         if not names:
-            raise ValueError("no names")
+            raise ValueError("it lists no files")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be used ({one_line(error)}): save the data set again") from None
     return names

@@ -202,8 +202,10 @@ def _read_index(path: Path) -> dict[str, Any]:
         wrong += [s["file"] for s in index["shards"] if Path(s["file"]).suffix not in READERS]
         wrong += [s["split"] for s in index["shards"] if s["split"] not in SPLITS]
         if wrong or not index["shards"] or index["dtype"] not in DTYPES:
-            raise ValueError(f"wrong {wrong[0]!r}" if wrong else "no shards, or an unknown dtype")
+            raise ValueError(
+                f"{wrong[0]!r} has a wrong type or value" if wrong else "it has no shards, or an unknown dtype"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else error
+        reason = f"it has no key {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} cannot be used ({reason}): prepare the folder again") from None
     return index

@@ -67,8 +67,8 @@ class Budget:
         return self.page_bytes // self.page
 
     def at_once(self, length: int) -> int:
-        """Returns the number of sequences of `length` positions that fit the KV cache. It may exceed `sequences`; then
-        some wait.
+        """Returns the number of sequences of `length` positions that fit the KV cache. If it exceeds `sequences`, the
+        others wait.
         """
         return (self.pages - 1) // -(-length // self.page)
 

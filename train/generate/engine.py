@@ -72,11 +72,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or running."""
+        """True if any request is waiting or running."""
         return bool(self._waiting or self.running)
 
     def answers(self, requests: Iterable[Request]) -> Iterator[Running]:
-        """Submits the requests and yields each as it ends."""
+        """Submits the requests and yields each request when it ends."""
         for request in requests:
             self.submit(request)
         while self.busy:

@@ -126,7 +126,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is process 0, which writes the run directory and prints."""
+        """True for process 0, which writes the run directory and prints."""
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:

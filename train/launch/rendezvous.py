@@ -130,7 +130,7 @@ class Token:
         return ""
 
     def remove(self) -> None:
-        """Removes the file."""
+        """Removes the token file."""
         if self._created is not None:
             with contextlib.suppress(OSError):
                 self._created.unlink(missing_ok=True)
@@ -142,8 +142,9 @@ def token_matches(given: str, wanted: str) -> bool:
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
-    """Waits until all `count` processes are connected; returns the peers of this process: all others for process 0,
-    else only 0.
+    """Waits until all `count` processes are connected, and returns process number -> connection.
+
+    Process 0 has a connection to every other process; the others have one to process 0.
 
     Raises:
       Lost: not all processes connected within `timeout` seconds.

@@ -35,7 +35,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the largest program fits the device."""
+        """True if the largest program fits the device."""
         return self.peak[1] <= self.limit
 
     @property

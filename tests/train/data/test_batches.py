@@ -245,7 +245,7 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
     data = open_data(config(**both))
     assert (data.train.tokens, data.heldout.tokens) == (102, 31)
     assert f"held out 1 document of {tmp_path / 'eval'}, 31 tokens" in data.description
-    with pytest.raises(UserError, match=r"data.eval_source=.* holds b.txt, which the run trains on"):
+    with pytest.raises(UserError, match=r"data.eval_source=.* contains b.txt, which the run trains on"):
         open_data(config(**both | {"eval_source": str(tmp_path / "train" / "b.txt")}))
     with pytest.raises(UserError, match=r"data.eval_source='none' is not a file or folder"):
         open_data(config(**both | {"eval_source": "none"}))
@@ -254,8 +254,8 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
 @pytest.mark.parametrize(
     "files, seq_len, message",
     [
-        ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
-        ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
+        ({"a.txt": "ab", "b.txt": "cd"}, 8, "has 3 tokens to train on, and a window needs data.seq_len + 1 = 9"),
+        ({"a.txt": "a"}, 1, "has 0 tokens to train on, and a window needs data.seq_len + 1 = 2: give"),
         ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "has 1 held-out tokens, fewer than 2"),
     ],
 )

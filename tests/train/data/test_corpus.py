@@ -127,7 +127,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
     path = write(tmp_path, {"a.txt": "0123456789"}) / "a.txt"
     text = find(str(path))
     path.write_text("012345")
-    with pytest.raises(UserError, match="ends at byte 6, before 10: it changed while it was read"):
+    with pytest.raises(UserError, match="ends at byte 6 instead of 10: it changed while it was read"):
         content(text)
     path.unlink()
     with pytest.raises(UserError, match=r"a.txt cannot be read \(No such file or directory\): repair it"):
@@ -163,7 +163,7 @@ def test_shards_are_told_from_text(tmp_path):
     assert found.folder is None and find(str(tmp_path / "i")).folder == tmp_path / "i"
     assert find(str(tmp_path / "s/b.bin")).files == (tmp_path / "s/b.bin",)
     assert find(str(tmp_path / "s/*.bin")).files == (tmp_path / "s/b.bin",)
-    with pytest.raises(UserError, match=r"token shards \(a.bin\) and other files \(b.txt\): name one kind"):
+    with pytest.raises(UserError, match=r"token shards \(a.bin\) and other files \(b.txt\): give a glob"):
         find(str(tmp_path / "mixed/*"))
 
 
@@ -171,9 +171,9 @@ def test_shards_are_told_from_text(tmp_path):
     "name, remedy",
     [
         ("none.txt", "is not a file or folder: give one that exists, a glob, or 'stdlib'"),
-        ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
-        ("empty.txt", "holds no text: give UTF-8 text files"),
-        ("*.rst", "holds no text: give UTF-8 text files"),
+        ("empty", "has no text: give UTF-8 text files, or .bin or .npy shards"),
+        ("empty.txt", "has no text: give UTF-8 text files"),
+        ("*.rst", "has no text: give UTF-8 text files"),
         ("binary", "has no text, only 1 binary files: give UTF-8 text files"),
     ],
 )

@@ -267,7 +267,7 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
         ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
         ({"text": "x"}, "chat", 'no list of "messages"'),
         ({"messages": []}, "chat", 'no list of "messages"'),
-        ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
+        ({"messages": ["x"]}, "chat", "message 1 is str, not a JSON object"),
         ({"messages": [{"content": "x"}]}, "chat", "the role of message 1 is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "the content of message 1 is list"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat", "half of a surrogate pair"),

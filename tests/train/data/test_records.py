@@ -157,7 +157,7 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     ("form", "record", "why"),
     [
         ("text", {"body": "x"}, "the field 'text'"),
-        ("chat", {"text": "x"}, 'no list of "messages"'),
+        ("chat", {"text": "x"}, 'it has no list of "messages"'),
         ("pairs", {"text": "x"}, '"prompt" is missing'),
     ],
 )
@@ -212,11 +212,11 @@ DAMAGED = {
     "a.parquet cannot be read": lambda folder, sources: truncated(
         write(folder, {"a.parquet": sources["parquet"].read_bytes()}) / "a.parquet", 500
     ),
-    "has the columns x, and none named text": lambda folder, sources: (
+    "has the columns x, but none named text": lambda folder, sources: (
         pq.write_table(pa.table({"x": [1]}), folder / "a.parquet"),
         folder / "a.parquet",
     )[1],
-    r"state.json cannot be used \(the name '../../passwd'\)": lambda folder, sources: listed(
+    r"state.json cannot be used \(it has the invalid file name '../../passwd'\)": lambda folder, sources: listed(
         folder, [{"filename": "../../passwd"}]
     ),
     "state.json cannot be used": lambda folder, sources: listed(folder, ["x"]),
@@ -225,7 +225,7 @@ DAMAGED = {
         save_arrow(folder, TEXTS, ("test",)),
         folder,
     )[1],
-    r"records \(a.jsonl\) and other files \(b.txt\): name one kind": lambda folder, sources: write(
+    r"records \(a.jsonl\) and other files \(b.txt\): give a glob": lambda folder, sources: write(
         folder, {"a.jsonl": "{}", "b.txt": "x"}
     ),
     "is longer than 0 MiB": lambda folder, sources: write(folder, {"a.jsonl": '{"text": "' + "x" * 2000}) / "a.jsonl",
@@ -243,7 +243,7 @@ def test_a_damaged_source_is_refused(sources, tmp_path, monkeypatch, message):
 
 def test_without_pyarrow_the_command_is_named(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"rows.parquet needs pyarrow, .*: pip install 'bytescope\[data\]'"):
+    with pytest.raises(UserError, match=r"rows.parquet needs pyarrow, .*: run pip install 'bytescope\[data\]'"):
         find_texts(sources["parquet"])
     assert find_texts(sources["jsonl"]).train.tokens
 
