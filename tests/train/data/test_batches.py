@@ -281,5 +281,5 @@ def test_settings_out_of_range(changes, message):
 
 def test_vocabulary_smaller_than_the_data():
     check_vocab(DATA, 93)
-    with pytest.raises(UserError, match=r"to 92, model.vocab_size is 64: set --config.model.vocab_size=93"):
+    with pytest.raises(UserError, match=r"to 92, and model.vocab_size is 64: set --config.model.vocab_size=93"):
         check_vocab(DATA, 64)

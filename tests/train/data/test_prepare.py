@@ -147,9 +147,9 @@ def damage_index(**changes):
         (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
         (lambda out: (out / "index.json").write_text("[]"), "index.json cannot be used (list indices"),
         (damage_index(dtype=None), "index.json cannot be used (it has no key 'dtype'): prepare the folder again"),
-        (damage_index(dtype="int8"), "index.json cannot be used (no shards, or an unknown dtype)"),
+        (damage_index(dtype="int8"), "index.json cannot be used (it has no shards, or an unknown dtype)"),
         (damage_index(vocab_size="256"), "index.json cannot be used ('vocab_size' has a wrong type or value)"),
-        (damage_index(shards=[]), "index.json cannot be used (no shards"),
+        (damage_index(shards=[]), "index.json cannot be used (it has no shards"),
         (
             damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]),
             "('a.txt' has a wrong type or value)",
