@@ -117,7 +117,7 @@ def _describe(
     for count, what in (
         (sum(one.cut for one in sets), f"longer than {config.seq_len:,} tokens cut at the end"),
         (sum(one.dropped for one in sets), f"longer than {config.seq_len:,} tokens dropped"),
-        (sum(one.unlearned for one in sets), "without a learned token left out"),
+        (sum(one.unlearned for one in sets), "without a token to train on left out"),
     ):
         if count:
             notes.append(f"{count:,} {'example' if count == 1 else 'examples'} {what}")
@@ -133,7 +133,7 @@ def _describe(
 def _counts(part: ExampleSource) -> str:
     return (
         f"{part.examples:,} {'example' if part.examples == 1 else 'examples'}, {part.tokens:,} tokens, "
-        f"{part.learned:,} learned"
+        f"{part.learned:,} trained on"
     )
 
 

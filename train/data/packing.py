@@ -47,10 +47,17 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
 class ExampleSource:
     """The rows of examples, by number.
 
-    `len(source)` is the number of rows. Attributes: `examples`, number of examples; `tokens`, number of their tokens;
-    `learned`, number of targets with loss; `order`, the examples row by row; `filled`, fraction of positions that are
-    not padding. An example of n tokens takes n - 1 positions: each token except the last predicts the next one, and
-    nothing predicts the first token of another example.
+    `len(source)` is the number of rows. An example of n tokens takes n - 1 positions: each token except the last
+    predicts the next one, and nothing predicts the first token of another example.
+
+    Args:
+      tokens: ids of all examples, unsigned [t]. learned: whether each token is a target, bool [t].
+      starts: index of each example's first token, and t, int64 [n + 1]. chosen: numbers of the examples of this
+        source, int [m].
+
+    Attributes:
+      examples: number of examples. tokens: number of their tokens. learned: number of targets with loss.
+      order: numbers of the examples, row by row. filled: fraction of positions that are not padding, 0 to 1.
     """
 
     def __init__(
@@ -64,10 +71,6 @@ class ExampleSource:
         packing: bool,
         vocab_size: int,
     ):
-        """Args:   tokens: ids of all examples, unsigned [t]. learned: whether each token is a target, bool [t].
-        starts: index of each example's first token, and t, int64 [n + 1]. chosen: numbers of the examples of this
-        source, int [m].
-        """
         self.seq_len, self.packing, self.vocab_size = seq_len, packing, vocab_size
         self._tokens, self._learned, self._starts = tokens, learned, starts
         lengths = starts[chosen + 1] - starts[chosen] - 1

@@ -63,10 +63,10 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
 
 
 def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
-    """Raises UserError if `config.model` differs from the model of the folder `config.init.folder`; names the first
-    difference.
+    """Raises UserError if `config.model` differs from the model of the folder `config.init.folder`. The error names
+    the first difference.
 
-    given: dotted keys of the command line. Those that change no shape may differ.
+    given: dotted keys of the command line. Keys that the command line sets may differ if they change no shape.
     """
     folder = config.init.folder
     where = str(Path(folder) / CONFIG)

@@ -224,7 +224,7 @@ class _Reader:
     def rope(self, settings: Any, theta: float) -> tuple[float, tuple[float, ...]]:
         """Returns (base, scaling values) of rotary positions.
 
-        settings: an object of config.json with either set of key names, or null. theta: the base if the object has
+        settings: an object of config.json in the old or the new spelling, or null. theta: the base if the object has
         none.
         """
         if not isinstance(settings, Mapping | None):
@@ -387,8 +387,8 @@ TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda valu
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
-    """Returns for each layer whether it has a sliding window. default: the same by number of the layer, for files
-    without the key.
+    """Returns for each layer whether it has a sliding window. default: number of a layer -> whether it has one, for
+    files without the key.
     """
     layers, types = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
     if types is None:
@@ -400,7 +400,9 @@ def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
 
 
 def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
-    """Returns the window in positions if any layer has one, else None."""
+    """Returns the window in positions if any layer has a window, else None. default: number of a layer -> whether it
+    has a window.
+    """
     window = reader.raw.get("sliding_window", 4096)
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 

@@ -64,7 +64,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Bytes of the parameter on disk."""
         return math.prod(self.pattern.their_shape(self.sizes)) * self.itemsize
 
     @property

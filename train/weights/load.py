@@ -182,7 +182,7 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return math.prod(stop - start for start, stop in self._spans) * self.leaf.itemsize
 
     def write(self) -> Iterator[int]:

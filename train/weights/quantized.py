@@ -39,7 +39,7 @@ class QuantizedJob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return self.leaf.nbytes
 
     def write(self) -> Iterator[int]:

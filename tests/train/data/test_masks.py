@@ -289,7 +289,7 @@ def test_long_examples_are_cut_or_dropped_and_told(tmp_path):
     late = chat("hello " * 80, "fine")
     found, data = shown(tmp_path, [TALKS[0], chat("hello", "fine " * 60), late], tokenizer, seq_len=40)
     assert len(found) == 2 and (data.train.batch([1])["targets"] >= 0)[0, -1]  # to the end of the row
-    assert "2 examples longer than 40 tokens cut at the end; 1 example without a learned token left out" in (
+    assert "2 examples longer than 40 tokens cut at the end; 1 example without a token to train on left out" in (
         data.description
     )
     assert found[1].startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[fine fine")
@@ -337,8 +337,8 @@ def test_copies_fall_on_one_side_and_the_line_says_what_there_is(tmp_path):
         data[0].train.examples
     )
     assert re.search(
-        r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ learned, packed into [\d,]+ rows of 64 "
-        r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ learned; tokenizer.json, "
+        r"train.jsonl: [\d,]+ examples, [\d,]+ tokens, [\d,]+ trained on, packed into [\d,]+ rows of 64 "
+        r"\([\d.]+ % filled\); held out \d+ examples, [\d,]+ tokens, \d+ trained on; tokenizer.json, "
         r"vocabulary \d+; chat template of tokenizer_config.json$",
         data[0].description,
     )
