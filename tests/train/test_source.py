@@ -47,7 +47,7 @@ TAKES = {
 # Kind -> (its path, how the reader of the kind refuses it).
 GIVEN = {
     RunPath: ("run", "run has no checkpoint yet"),
-    WeightsPath: ("weights", "model_type='dynamic' is not a family"),
+    WeightsPath: ("weights", "model_type='dynamic' is not a supported family"),
     ConfigPath: ("config.py", "config.py has no get_config()"),
 }
 # Kinds that a command takes -> what it says of each other kind, and of a folder of other files.

@@ -180,7 +180,7 @@ def test_one_screen(step):
         (["report"], "no config"),
         (["report", "--hlo=missing.pb"], "no file missing.pb"),
         (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
-        (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
+        (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
         (["report", "--hlo=x", "--target=h300"], "h300"),
         (["report", "--config=nothing"], "nothing"),
         (["diff", "a.json"], "required"),

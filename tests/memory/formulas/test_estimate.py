@@ -169,7 +169,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
         (["--config=tiny", "--gated"], "--config.model.mlp=..."),
         (["--params=7b", "--d-ff=0"], "--d-ff=0: give 1 or more"),
         (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1: give 0 or more"),
-        (["--params=7b", "--config.seed=1"], "there is no config to change"),
+        (["--params=7b", "--config.seed=1"], "it needs a config"),
         (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."),
         (["--config=tinny"], "did you mean tiny"),
         (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"),

@@ -239,7 +239,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
         (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
         (
             ["--config=tiny", "--savings=full", "--config.remat.policy=none"],
-            "no stage is left: full: --config.remat.policy",
+            "no saving can be applied: full: --config.remat.policy",
         ),
         (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
     ],

@@ -38,7 +38,7 @@ OF_WEIGHTS = [
     ("hf:experts", "experts/config.json: num_local_experts"),
     (
         "hf:meta-llama/Llama-3.1-8B",
-        "hf: and init.folder take a local folder; to make one from the Hugging Face Hub: hf "
+        "hf: and init.folder must name a local folder: download it from the Hugging Face Hub with hf "
         "download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B",
     ),
     ("hf:dynamic", "of the kind 'dynamic'"),
@@ -110,7 +110,7 @@ MISTAKES = {
         ("--generate", "no config"),
         ("tiny --generate --weights=int4", "--weights"),
         ("tiny --weights=int8", "--weights=int8 belongs to --generate"),
-        ("tiny_moe --generate --weights=int8", "of a model with experts"),
+        ("tiny_moe --generate --weights=int8", "a model with experts can only be read unquantized"),
         ("tiny --generate --weights=int4_g64 --config.model.d_ff=96", "not whole blocks of 64"),
         ("tiny --generate --kv=int4", "did you mean int8?"),
         ("tiny --generate --chunk=9", "--chunk=9"),
@@ -194,12 +194,12 @@ MISTAKES = {
         ("--program=three:get_config tiny", "either a config or --program"),
         ("--program=three:get_config h20", "did you mean h200?"),
         ("--program=three:get_config --formulas", "needs a config"),
-        ("--program=three:get_config --config.train.steps=3", "no config to change"),
+        ("--program=three:get_config --config.train.steps=3", "it needs a config"),
         ("--prgram=three:get_config", "did you mean --program"),
         ("tiny h100 --seq-len=64", "did you mean --config.data.seq_len?"),
         ("--hlo=notes.md h20", "did you mean h200?"),
         ("--hlo=notes.md --run", "needs a config"),
-        ("--hlo=notes.md --config.train.steps=3", "no config to change"),
+        ("--hlo=notes.md --config.train.steps=3", "it needs a config"),
     ],
     "names": [
         ("", "no config"),
@@ -264,7 +264,7 @@ MISTAKES = {
         ("tiny --params=7e9", "either"),
         ("tiny --layers=3", "--layers"),
         ("--params=7e9 --html=.", "is a folder"),
-        ("--params=7e9 --config.train.steps=1", "no config to change"),
+        ("--params=7e9 --config.train.steps=1", "it needs a config"),
         (f"--params={LONE}", "--params"),
     ],
     "compare": [
@@ -389,7 +389,7 @@ MISTAKES = {
         ("tiny --config.data.loss_on=answers", "data.loss_on"),
         ("tiny --config.data.too_long=cat", "did you mean cut?"),
         ("tiny --show-data --config.data.source=missing", "not a file or folder"),
-        ("tiny --show-data --config.data.format=chat", "holds no records"),
+        ("tiny --show-data --config.data.format=chat", "has no records"),
         ("tiny --show-data=x", "--show-data"),
         (
             "tiny --show-data --config.data.format=pairs --config.data.source=records.jsonl",
@@ -489,7 +489,7 @@ MISTAKES["pipeline"] = [
     ("--stages=4 --micro-batches=4 --schedule=v --virtual=3", "set pipeline.virtual=2"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=3", "3 layers over 4 virtual stages"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=-3", "give 1 or more layers"),
-    ("--stages=4 --micro-batches=4 --virtual=3", "give one schedule"),
+    ("--stages=4 --micro-batches=4 --virtual=3", "choose one with --schedule"),
     ("--stages=99999 --micro-batches=99999", "give at most 200,000"),
     ("--stagez=4", "did you mean --stages?"),
     ("--stages=4 --micro-batches=4 --json=/no/such/folder/x", "no folder"),
