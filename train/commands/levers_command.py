@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--savings",
         metavar="S,S",
         help="savings in order, each added to all before it (default: "
-        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})",
+        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
     keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")
@@ -45,19 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     require_config(args)
-    stages, target = levers.choose(args.savings), args.target.strip().lower()
+    stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
     check(args, [target])
     jobs_of, refused = Jobs(FACTORY), dict[str, str]()
     fixed = {CONFIG: args.config, **dict(args.overrides)}
     config = FACTORY.resolve(fixed)
     FACTORY.check(fixed)
     while True:
-        levels, left_out = levers.climb(stages, config, (key for key, _ in args.overrides), refused)
+        levels, left_out = levers.build_levels(stages, config, (key for key, _ in args.overrides), refused)
         if not levels:
             raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
         jobs = [jobs_of.job({**fixed, **level.keys}, target, level.title) for level in levels]
         levels = [
-            dataclasses.replace(level, flags=levers.differing(level.keys, job.resolved, config))
+            dataclasses.replace(level, flags=levers.changed_flags(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
         answers, interrupted = _compile(args, target, jobs)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     with progress(sum(not row.reason for row in rows)) as tell:
         compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
-    found = validation_result.of(args.set, rows, compiled)
+    found = validation_result.validate_rows(args.set, rows, compiled)
     _finish(args, found)
     return INTERRUPTED if found.left else 0
 
