@@ -41,20 +41,20 @@ class Case:
 
     @property
     def accumulates(self) -> bool:
-        """Whether an update can consist of more than one micro-batch."""
+        """Returns whether an update can consist of more than one micro-batch."""
         return not self.flat["optimizer.fused_backward"] and not self.flat["offload.params"]
 
     @property
     def by_layer(self) -> bool:
-        """Whether the optimizer can update one layer at a time, as fused backward and moments in host memory
+        """Returns whether the optimizer can update one layer at a time, as fused backward and moments in host memory
         require."""
         scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
         return not (scheduled or scaled or self.adapters)
 
     @property
     def adapters(self) -> bool:
-        """Whether only low-rank adapters are trained. Their optimizer state is too small to be worth quantizing or
-        moving."""
+        """Returns whether only low-rank adapters are trained. Their optimizer state is too small to be worth
+        quantizing or moving."""
         return bool(self.flat.get("lora.rank"))  # reports of older versions lack this key
 
     @property

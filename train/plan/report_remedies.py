@@ -167,7 +167,7 @@ def _smaller_state(case: Case, finding: Finding) -> Remedy | None:
 def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
     """Returns the smallest set of unused levers that brings the state below the limit; () if no set does.
 
-    Of sets of equal size, the set with the lowest cost in time is returned.
+    If several sets of equal size do, the set with the lowest cost in time is returned.
     """
     whole = _state_bytes(report)
     levers = [

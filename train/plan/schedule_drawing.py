@@ -16,7 +16,7 @@ from bytescope.train.pipeline.published_schedules import PUBLISHED
 from bytescope.train.pipeline.schedule import IDLE, Schedule
 from bytescope.train.pipeline.schedules import SCHEDULES
 
-# Whether a stage runs a (forward pass, backward pass, gradients of weights) in a tick -> the letter and its style.
+# (forward pass, backward pass, gradients of weights) that a stage runs in a tick -> the letter and its style.
 MARKS = {
     (False, False, False): ("·", "dim"),
     (False, False, True): ("w", "green"),

@@ -48,7 +48,7 @@ class Trials:
         cache: the folder of finished rows; None for no cache.
         progress: called with the labels of the running jobs and the number of finished jobs.
         max_compiles: maximum number of compiles, not counting rows from the cache. At the limit, `Stopped` is raised.
-        seconds: time limit. No compile starts after so many seconds; `Stopped` is raised instead.
+        seconds: time limit in seconds. After it no compile starts and `Stopped` is raised.
         factory: builds the programs of configs.
         compiles: number of programs compiled so far, not counting rows from the cache.
 

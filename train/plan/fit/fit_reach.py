@@ -1,4 +1,4 @@
-"""Finds how far LoRA adapters go on a target: for each rank, the longest sequence and the largest micro-batch that
+"""Finds the limits of LoRA adapters on a target: for each rank, the longest sequence and the largest micro-batch that
 fit.
 
 Every answer is compiled, with all blocks recomputed and the frozen weights stored in the smallest format that the
@@ -172,7 +172,7 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """The answers, sorted by rank. Of one rank, variants that fit come first, the fastest of them first."""
+        """The answers, sorted by rank. Within a rank, variants that fit come first, the fastest of them first."""
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:

@@ -78,12 +78,12 @@ class Squeeze:
 
     @property
     def activations(self) -> bool:
-        """Whether tensors of blocks may be moved to host memory."""
+        """Returns whether tensors of blocks may be moved to host memory."""
         return "offload" in self.levers
 
     @property
     def one_micro_batch(self) -> bool:
-        """Whether the batch of an update has to be one micro-batch, without accumulation."""
+        """Returns whether the batch of an update has to be one micro-batch, without accumulation."""
         return any(SAVINGS[name].one_micro_batch for name in self.savings)
 
 

@@ -39,7 +39,7 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """Whether the variant can run, and therefore has figures."""
+        """Returns whether the variant can run, and therefore has figures."""
         return self.answer["status"] == "ok"
 
     @property

@@ -37,7 +37,7 @@ class ScoredRun:
         allocated_bytes: the bytes that our program allocates on one device.
         bound_by: the component of the prediction that takes longest, or `validation_result.HOST`.
         by_term: component of the prediction -> seconds.
-        program: name of the compiled program. Rows with the same name share the program; "" is a program of its own.
+        program: name of the compiled program. Rows with the same name share the program; "" means a separate program.
     """
 
     row: MeasuredRow
