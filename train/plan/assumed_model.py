@@ -182,7 +182,10 @@ def _parameters_per_layer(experts: Mapping[str, Any]) -> float:
         ReportError: the number of parameters does not follow from h.
     """
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
-        raise ReportError("--params with --d-expert, --dense-layers or --moe-every: give --layers and --d-model too")
+        raise ReportError(
+            "--d-expert, --dense-layers and --moe-every need the shape of the layers, which does not follow from "
+            "--params: give --layers and --d-model too"
+        )
     return (4 + 8 * (experts["count"] + experts["shared"])) / 12
 
 

@@ -43,13 +43,13 @@ class ConfigFactory(ProgramFactory):
         return prepare_program(build_program(name, pairs, target), target, configs.load_flat(name, pairs))
 
     def spell_out(self, chosen: Mapping[str, str], fixed: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns the keys of a combination of `compare`, in which the remat policy is written as config keys.
+        """Returns the config keys of one row of `compare`, with its remat policy written as config keys.
 
         Tensor names that the config sets for `custom` are an error with any other policy, so they are cleared then.
 
         Args:
-            chosen: the keys of the combination, dotted key -> text.
-            fixed: the overrides that all combinations share.
+            chosen: the keys in which the row differs from other rows, dotted key -> text.
+            fixed: the overrides that all rows share.
         """
         if POLICY not in chosen:
             return chosen
@@ -161,7 +161,8 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def config_mistakes() -> Iterator[None]:
-    """A context that replaces a ValueError of a config by a ReportError with the same message in one line."""
+    """Context manager that converts the ValueError of an invalid config into a ReportError with the same message in
+    one line."""
     try:
         yield
     except ValueError as error:

@@ -197,8 +197,8 @@ def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Returns the number of micro-steps per update on `ranks` data-parallel ranks; with `batch.accumulation_schedule`,
-    the maximum."""
+    """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update; with
+    `batch.accumulation_schedule`, the maximum."""
     tokens = config.get("batch.tokens", 0)
     if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)

@@ -168,7 +168,7 @@ def cards() -> dict[str, dict[str, Any]]:
 
 
 def inputs(question: Question, recompute: str = "none") -> dict[str, Any]:
-    """Returns input of the page -> its value."""
+    """Returns the values of the page's inputs, input name -> value."""
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
     experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT

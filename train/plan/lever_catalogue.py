@@ -53,7 +53,7 @@ class Saving:
 
     @property
     def all_keys(self) -> dict[str, str]:
-        """The keys that it sets, including the keys of the saving that it needs."""
+        """The config keys that the saving sets, including the keys of the saving that it needs, dotted key -> text."""
         needed = SAVINGS[self.needs].all_keys if self.needs else {}
         return {**needed, **self.keys}
 

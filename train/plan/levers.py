@@ -104,7 +104,7 @@ def choose_stages(text: str | None) -> list[str]:
     names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in STAGES:
-            raise ReportError(f"--savings={text}: no saving {name!r}: {remedy_for(name, STAGES)}")
+            raise ReportError(f"--savings={text}: unknown saving {name!r}: {remedy_for(name, STAGES)}")
     if len(set(names)) < len(names):
         raise ReportError(f"--savings={text}: a saving is listed twice; list each saving once")
     return names

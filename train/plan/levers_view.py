@@ -106,7 +106,7 @@ def numbered_adds(level: Record) -> str:
 
 
 def why(level: Record) -> str:
-    """Returns the effect and the cost of the saving."""
+    """Returns the effect and the cost of a level's memory saving, in words."""
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 

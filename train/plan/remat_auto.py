@@ -127,9 +127,13 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
 ) -> Program:
-    """Returns the program of a config. `remat.policy=auto` is replaced by a plan first.
+    """Returns the program of a config, in which `remat.policy=auto` is replaced by a plan.
 
-    devices: the devices to run on; None for all devices of this process group. tell, agree: as for `settle`.
+    Args:
+        config: the config.
+        devices: the devices to run on; None for all devices of the run.
+        tell: called with a line for each program that is compiled.
+        agree: returns process 0's value for a JSON value. All processes call it in the same order.
 
     Raises:
         DoesNotFit: no plan fits the budget.
@@ -212,7 +216,7 @@ def _search(
     full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
     raise DoesNotFit(
         f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(smallest)}, "
-        f"{human(smallest - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
-        "batch.micro with more accumulation, or try bytescope fit",
+        f"{human(smallest - budget)} more than the budget of {human(budget)}: give a larger remat.budget, or a "
+        "smaller batch.micro with more accumulation, or try bytescope fit",
         advice.lines(full, advice.open_levers(full), []),
     )

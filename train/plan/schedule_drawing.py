@@ -1,5 +1,8 @@
 """Draws pipeline schedules on the terminal: a row per stage, a column per tick, and figures. Several schedules form a
-table."""
+table.
+
+A tick is the time in which a stage runs at most one chunk of layers forward and one backward.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ MARKS = {
 
 
 class ScheduleGrid:
-    """The drawing of one schedule. If there are more ticks than terminal columns, the middle ticks are left out."""
+    """The drawing of one schedule. If there are more ticks than terminal columns, the ticks in the middle are left
+    out."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -67,7 +71,7 @@ def share(value: float | Fraction) -> str:
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
     """Returns the drawing and the figures of one schedule.
 
-    layers: number of layers of each virtual stage; None if the model is unknown.
+    layers: number of layers of each virtual stage (chunk of layers); None if the model is unknown.
     """
     simulated, (formula, bubble) = schedule_figures.simulate(schedule), schedule_figures.expected_bubble(schedule)
     table = FigureTable(figure("stage"), figure("layers"), figure("stash slots"), figure("stash"), figure("idle"))

@@ -25,7 +25,8 @@ HALVES = {"forward": 0, "backward": 1, "weights": 1}
 def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]) -> str:
     """Returns the HTML page of the schedules.
 
-    layers: for each schedule, the number of layers of each virtual stage; None if the model is unknown.
+    layers: for each schedule, the number of layers of each virtual stage (chunk of layers); None if the model is
+    unknown.
     """
     first = schedules[0]
     title = f"Pipeline of {first.stages} stages, {first.micro_batches} micro-batches"

@@ -234,7 +234,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     ("words", "message"),
     [
         ([], "no config"),
-        (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
+        (["--config=tiny", "--savings=bf17"], "unknown saving 'bf17': did you mean bf16? Else choose one of fp32"),
         (["--config=tiny", "--target=h300"], "h300"),
         (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
         (

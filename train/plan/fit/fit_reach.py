@@ -154,7 +154,8 @@ class Reach:
         self.stopped = ""
 
     def run(self) -> None:
-        """Tries ranks, lengths and micro-batches until all are answered, or a limit on compiles or time is reached."""
+        """Tries ranks, lengths and micro-batches until the maximum of each rank is known, or a limit on compiles or
+        time is reached."""
         if self.walk.stopped or self.walk.tightest is None:
             return
         own = self.space.flat["lora.rank"]
@@ -172,11 +173,12 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """The answers, sorted by rank. Within a rank, variants that fit come first, the fastest of them first."""
+        """The largest length or micro-batch of each rank, sorted by rank. Within a rank, variants that fit come first,
+        the fastest of them first."""
         return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
-        """Returns the answers as JSON values.
+        """Returns `rows` as JSON values.
 
         flags: returns the command-line flags that set the given config keys.
         """

@@ -70,7 +70,7 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The levers that all have to be allowed for this squeeze."""
+        """The levers of `fit --levers` that all have to be allowed for this squeeze."""
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
             groups.append("offload")
@@ -321,7 +321,7 @@ def choose_levers(text: str | None) -> frozenset[str]:
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
-            raise ReportError(f"--levers={text}: no lever {name!r}: {remedy_for(name, LEVERS)}")
+            raise ReportError(f"--levers={text}: unknown lever {name!r}: {remedy_for(name, LEVERS)}")
     return frozenset(names)
 
 

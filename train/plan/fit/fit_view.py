@@ -63,8 +63,8 @@ NOTES = (
 
 
 def slower(row: Mapping[str, Any]) -> str:
-    """Returns how much slower a mesh is than the choice: "12.0%", "at least 34.0%", "a tie". Returns "" for the
-    choice, and for a mesh that does not fit."""
+    """Returns how much slower a mesh is than the chosen configuration: "12.0%", "at least 34.0%", "a tie". Returns ""
+    for the mesh of the choice, and for a mesh that does not fit."""
     if row["slower"] is None or not row["fits"]:
         return ""
     bounded = row["least_seconds"]
@@ -74,7 +74,7 @@ def slower(row: Mapping[str, Any]) -> str:
 
 
 def lost(row: Record) -> str:
-    """Returns how much slower a variant is than the choice, in words."""
+    """Returns how much slower a variant is than the chosen configuration, in words."""
     if row["is_chosen"]:
         return "chosen"
     return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"

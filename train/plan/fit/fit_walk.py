@@ -1,5 +1,4 @@
-"""Searches for the fastest configuration that fits a memory budget, with the usual tuning steps. Each variant is
-compiled.
+"""Searches for the fastest configuration that fits a memory budget. Every variant that it tries is compiled.
 
 The walk starts from a bf16 baseline. If the baseline does not fit, the walk looks for the least recomputation that
 fits. If full recomputation does not fit, it moves activations and then state to host memory, and finally, if allowed,
@@ -7,8 +6,8 @@ reduces the precision. While larger micro-batches are predicted to be faster, it
 that fits, and accumulates micro-batches to the requested batch.
 
 Meshes are compared by the step that recomputes everything. Its predicted time without the recomputation is a lower
-bound for every plan on the mesh. Of variants whose predicted times tie (`ranking.TIE`), the one that recomputes least
-is chosen, then the one that needs the least memory.
+bound for every plan on the mesh. If predicted times tie (`ranking.TIE`), the variant that recomputes least is chosen,
+then the variant that needs the least memory.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class MeasuredRow:
 def rows(name: str) -> tuple[MeasuredRow, ...]:
     """Returns the rows of a set. Raises ReportError for an unknown set."""
     if name not in SETS:
-        raise ReportError(f"no set {name!r}: {remedy_for(name, SETS)}")
+        raise ReportError(f"unknown set of measured rows {name!r}: {remedy_for(name, SETS)}")
     return importlib.import_module(f"bytescope.train.plan.validation.setups_{name}").rows()
 
 

@@ -297,9 +297,9 @@ def test_levers_by_name(text, found):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("remat,rmat", "--levers=remat,rmat: no lever 'rmat': did you mean remat?"),
-        ("", "--levers=: no lever '': choose one of remat, micro"),
-        ("remat,", "no lever ''"),
+        ("remat,rmat", "--levers=remat,rmat: unknown lever 'rmat': did you mean remat?"),
+        ("", "--levers=: unknown lever '': choose one of remat, micro"),
+        ("remat,", "unknown lever ''"),
     ],
 )
 def test_a_lever_that_does_not_exist(text, message):
