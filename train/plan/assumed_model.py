@@ -15,13 +15,13 @@ from bytescope.memory.formulas.model_shape import ExpertShape, Latent
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Flags of the model's shape that are valid only with --params: flag -> (the config key with this meaning, help text).
 SHAPE = {
-    "layers": ("model.n_layers", "number of layers of the model"),
-    "d-model": ("model.d_model", "width of the residual stream"),
-    "heads": ("model.n_heads", "number of attention heads"),
-    "kv-heads": ("model.n_kv_heads", "number of key/value heads"),
+    "layers": ("model.n_layers", "number of layers of the model (default: derived from --params)"),
+    "d-model": ("model.d_model", "width of the residual stream (default: derived from --params)"),
+    "heads": ("model.n_heads", "number of attention heads (default: derived from d-model)"),
+    "kv-heads": ("model.n_kv_heads", "number of key/value heads (default: the number of heads)"),
     "d-head": ("model.d_head", "width of an attention head (default: d-model / heads)"),
     "d-ff": ("model.d_ff", "width of the MLP (default: four times d-model)"),
-    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
+    "vocabulary": ("model.vocab_size", "size of the vocabulary (default 50304)"),
 }
 # Flags without a value that are valid only with --params: flag -> (field of the model, the value that the flag sets,
 # the config key with this meaning, help text).
