@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     with progress(sum(not row.reason for row in rows)) as tell:
         compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
-    result = validation_result.of(args.set, rows, compiled)
+    result = validation_result.validate_rows(args.set, rows, compiled)
     _finish(args, result)
     return INTERRUPTED if result.left else 0
 

@@ -296,7 +296,7 @@ MISTAKES = {
     "levers": [
         ("", "no config"),
         ("tiny --savings=", "--savings="),
-        ("tiny --savings=,", "no saving ''"),
+        ("tiny --savings=,", "unknown saving ''"),
         ("tiny --savings=fp61", "--savings=fp61"),
         ("tiny --savings=bf16,bf16", "twice"),
         ("tiny --jobs=-1", "--jobs=-1"),
