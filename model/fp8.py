@@ -94,7 +94,8 @@ def blocks(w_RC: jax.Array) -> BlockScaled:
 
 
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
-    """Returns the product a b^T over C, [M, N] in `dtype`: operands are dequantized, multiplied and summed in float32."""
+    """Returns the product a b^T over C, [M, N] in `dtype`: operands are dequantized, multiplied and summed in
+    float32."""
     a_wide_MC, b_wide_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
     return jnp.einsum("mc,nc->mn", a_wide_MC, b_wide_NC, preferred_element_type=jnp.float32).astype(dtype)
 

@@ -14,7 +14,7 @@ from bytescope.model.precision import Precision
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]; `width`: F, 0 for
+    """Feed-forward layer, gated or not by `config.mlp` (a row of MLPS): [B, L, D] to [B, L, D]. `width`: F, 0 for
     `config.d_ff`."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):

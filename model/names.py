@@ -1,7 +1,7 @@
-"""The vocabulary of checkpoint names: every tensor that a remat policy may keep, offload or recompute.
+"""The checkpoint names: every tensor that a remat policy may save, offload or recompute.
 
-`tag` is the only way a name enters the program. So a name outside this table cannot occur in one, and a policy that
-asks for it is refused.
+`tag` is the only function that gives a name to a tensor, and it rejects names outside NAMES. A policy that asks for
+another name is refused.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-# name -> (shape suffix, what it is); a scale's last letter is the dimension that its tiles of 128 cut
+# name -> (shape suffix, description); the last letter of a scale is the dimension that is cut into tiles of 128
 NAMES = {
     "embed": ("BLD", "token (and position) embedding, input of the first block"),
     "embed_mask": ("BLD", "dropout mask of the embedding, one byte per element"),
@@ -68,51 +68,52 @@ NAMES = {
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 
-# Never kept with model.mlp_chunk: each tile of the MLP is recomputed for its gradient (model/remat/tile.py).
+# Never saved with model.mlp_chunk: each tile of the MLP is recomputed for its gradient (model/remat/tile.py).
 TILED = ("mlp_norm", "gate", "up", "act", "mlp_out")
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """`x` unchanged, under its checkpoint name.
+    """Returns `x` unchanged, with a checkpoint name attached.
 
     Raises:
-      KeyError: the name is not in the vocabulary; add it there first.
+      KeyError: the name is not in NAMES; add it there first.
     """
     if name not in NAMES:
-        raise KeyError(f"checkpoint name {name!r} is not in model/names.py")
-    if (found := _FOUND.get()) is not None:
-        found[name] = x
+        raise KeyError(f"checkpoint name {name!r} is not in NAMES of model/names.py: add it there first")
+    if (tagged := _TAGGED.get()) is not None:
+        tagged[name] = x
     return checkpoint_name(x, name)
 
 
-_FOUND: ContextVar[dict[str, jax.Array] | None] = ContextVar("found", default=None)
+_TAGGED: ContextVar[dict[str, jax.Array] | None] = ContextVar("tagged", default=None)
 
 
 @contextlib.contextmanager
 def found_names() -> Iterator[dict[str, jax.Array]]:
-    """A dict of what is tagged while it lasts, by name: values of the trace under way, which may return them.
+    """Collects the values that are tagged inside the `with` block in a dict by name. The current trace may return
+    them.
 
-    Of one block under no checkpoint and with the naive attention kernel: what is tagged in an inner trace, such as that
-    of a loop or of a function with a gradient of its own, is not to be read outside of it.
+    Use it for one block without a checkpoint and with the naive attention kernel: values that are tagged in an inner
+    trace, such as a loop or a function with a custom gradient, must not be read outside that trace.
     """
-    found: dict[str, jax.Array] = {}
-    token = _FOUND.set(found)
+    tagged: dict[str, jax.Array] = {}
+    token = _TAGGED.set(tagged)
     try:
-        yield found
+        yield tagged
     finally:
-        _FOUND.reset(token)
+        _TAGGED.reset(token)
 
 
 def names_in(jaxpr: core.Jaxpr) -> set[str]:
-    """The checkpoint names in a traced program, those inside its loops and calls included."""
-    found = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
+    """Returns the checkpoint names in a traced program, including its loops and calls."""
+    names = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if isinstance(value, core.ClosedJaxpr):
-                found |= names_in(value.jaxpr)
+                names |= names_in(value.jaxpr)
             elif isinstance(value, core.Jaxpr):
-                found |= names_in(value)
-    return found
+                names |= names_in(value)
+    return names
 
 
 def _is_jaxpr(value: object) -> bool:

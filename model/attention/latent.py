@@ -1,4 +1,5 @@
-"""Multi-head latent attention: keys, values and optionally queries are projected from a low-rank latent of each token."""
+"""Multi-head latent attention: keys, values and optionally queries are projected from a low-rank latent of each
+token."""
 
 import math
 

@@ -180,7 +180,8 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
 
 
 def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
-    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns [X, ...] with zeros for padding."""
+    """Sends this device's rows [T * K, ...] to the devices of their experts. Returns [X, ...] with zeros for
+    padding."""
     return _ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
 
 

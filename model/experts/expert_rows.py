@@ -113,7 +113,8 @@ def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Returns the first row and the number of tiles of each expert, int32. `counts_E`: number of rows of each expert."""
+    """Returns the first row and the number of tiles of each expert, int32. `counts_E`: number of rows of each
+    expert."""
     if shape.slots:
         return jnp.arange(shape.experts, dtype=jnp.int32) * shape.slots, jnp.ones(shape.experts, jnp.int32)
     tiles_E = -(-counts_E // shape.tile)
