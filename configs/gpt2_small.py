@@ -7,8 +7,8 @@ Hardware: one H200 (described device; not yet measured on hardware).
 Memory: peak 13.54 GiB, allocated 13.63 GiB, predicted in use 13.66 GiB per device, of 128.17 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
 Loss: not trained at this size yet. Shrunk to two layers of width 128 on bytes: 1.95 nats per byte on 409,600 held-out
-  bytes of Python 3.11's library after 400 updates of 2,048 tokens; two CPU cores, 2 min 25 s while other programs ran, compile
-  and evaluation included; jax 0.10.2, 2026-11-22.
+  bytes of Python 3.11's library after 400 updates of 2,048 tokens; two CPU cores, 2 min 25 s while other programs ran,
+  compile and evaluation included; jax 0.10.2, 2026-11-22.
 
     bytescope train --config=gpt2_small --config.model.n_layers=2 --config.model.d_model=128 \
         --config.model.n_heads=4 --config.model.n_kv_heads=4 --config.model.d_head=32 --config.model.d_ff=512 \

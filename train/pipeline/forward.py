@@ -1,4 +1,4 @@
-"""A forward pass through the stages, one virtual stage after the other: of evaluations and samples."""
+"""The forward pass through the stages of a pipeline, one virtual stage after the other, for evaluations and samples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,13 @@ from bytescope.train.step.state import Batch
 
 @dataclasses.dataclass(frozen=True)
 class PipelineForward:
-    """The model outside of the stages (`graph`), and the stacks of a chunk; without dropout."""
+    """The forward pass of a pipelined model, without dropout.
+
+    Fields:
+      graph: the graph definition of the model outside the stages.
+      schedule: the order of the stages.
+      units: the stacks of layers in a chunk.
+    """
 
     graph: nnx.GraphDef
     schedule: Schedule
@@ -31,8 +37,10 @@ class PipelineForward:
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments as for
-        `Transformer.hidden_and_load`."""
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype.
+
+        Arguments as for `Transformer.hidden_and_load`.
+        """
         model = nnx.merge(self.graph, joined(params, frozen))
         packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
@@ -66,7 +74,7 @@ class PipelineForward:
     def loss(
         self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
     ) -> Callable[..., Any]:
-        """Returns a loss like `train.step.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
+        """Returns a loss like `train.step.loss_fn.make_loss`, for evaluation only: without auxiliary losses and loads.
 
         `mask`: see `PipelineGradients`.
         """
