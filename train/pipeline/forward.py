@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, broadcast_from
 from bytescope.train.step.state import Batch
 
 
@@ -58,7 +58,7 @@ class PipelineForward:
                 y_BLD = unit.run(
                     chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name], fixed[name], micro
                 )
-            return of_one(model.place, y_BLD, mine)
+            return broadcast_from(model.place, y_BLD, mine)
 
         run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
         places = [self.schedule.place_of(k) for k in range(self.schedule.virtual_stages)]

@@ -22,7 +22,7 @@ from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, broadcast_from, turns_scope, when
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load
@@ -161,7 +161,7 @@ class _Run:
     @property
     def _once(self) -> str:
         """The named scope of a loop with one iteration per micro-batch, counted over all ticks."""
-        return turns_of(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
+        return turns_scope(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
         """Returns the carry before the first tick."""
@@ -334,7 +334,7 @@ class _Run:
         """Returns the part [B, L, D] of `stage` on all stages."""
 
         def pick(x_1BLD):
-            return of_one(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
+            return broadcast_from(self.layout, x_1BLD[0], jax.lax.axis_index(STAGE) == stage)
 
         return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x_PBLD), ("batch", "stream", None))
 
