@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, broadcast_from
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside
 from bytescope.train.step.state import Batch
 
 

@@ -22,7 +22,7 @@ from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import joined
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
-from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, inside, broadcast_from, turns_scope, when
+from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside, turns_scope, when
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load

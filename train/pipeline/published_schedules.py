@@ -68,7 +68,8 @@ _ZB = "Qi et al. 2023, arXiv 2401.10241, table 1"
 _V = "Qi et al. 2024, arXiv 2405.15362; bubbles about, with F = B = W"
 _DUAL = "DeepSeek-AI 2024, arXiv 2412.19437, table 2"
 _FUSED = "a tick has a forward and a backward pass: the first stage holds 2 - 1/P"
-# DeepSeek-V3's ZB1P is the zero-bubble paper's ZB-H1; its B is B + W in this table. Interleaved has two chunks per stage.
+# DeepSeek-V3's ZB1P is the zero-bubble paper's ZB-H1; its B is B + W in this table. Interleaved has two chunks per
+# stage.
 PUBLISHED: Mapping[str, Published] = {
     "GPipe": Published(
         "Huang et al. 2018, arXiv 1811.06965", lambda P, w: (P - 1) * w.all, lambda P, M: Fraction(M), ours="gpipe"

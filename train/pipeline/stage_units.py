@@ -259,7 +259,8 @@ def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Cal
 def broadcast_from(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
     """Returns on all stages the `x` of the stage where `mine` is true. Call it inside the stages."""
     x = jnp.where(mine, x, 0)
-    # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is as exact.
+    # XLA's CPU compiler (0.10 to 0.12) aborts on 16-bit sums at this point. With one nonzero summand float32 is
+    # as exact.
     in_float32 = layout.mesh.devices.flat[0].platform == "cpu" and x.dtype.itemsize < 4
     return jax.lax.psum(x.astype(jnp.float32) if in_float32 else x, STAGE).astype(x.dtype)
 

@@ -48,8 +48,8 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
     idle_experts: number of experts that no token chose, summed over layers.
     dropped_share: fraction (0 to 1) of choices that found no room.
     router_entropy: entropy of a token's scores, in nats.
-    balance, router_z: auxiliary losses without their coefficients, averaged over layers. A pooled balance loss is one value
-      for all layers.
+    balance, router_z: auxiliary losses without their coefficients, averaged over layers. A pooled balance loss
+      is one value for all layers.
     expert_load: choices of each expert relative to the mean of its layer, [layers that have experts, experts].
     """
     if routing is None:
