@@ -141,8 +141,8 @@ class Layout(Placement):
             twice = next(axis for axis in used if used.count(axis) > 1)
             claims = [f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim]
             raise ValueError(
-                f"logical axes {tuple(axes)} use mesh axis {twice} twice: {' and '.join(claims)}; give each mesh axis to "
-                "one dimension"
+                f"logical axes {tuple(axes)} use mesh axis {twice} twice: {' and '.join(claims)}; "
+                "give each mesh axis to one dimension"
             )
         return PartitionSpec(*map(_entry, dims))
 
