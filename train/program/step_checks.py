@@ -60,8 +60,8 @@ def _check_layerwise(choices: Choices) -> None:
         )
     if settings.batch.accumulation_schedule:
         raise ValueError(
-            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer needs a constant number of "
-            "micro-batches; set batch.accumulation"
+            f"{settings.layerwise_key} with batch.accumulation_schedule: an update layer by layer needs a constant "
+            "number of micro-batches; set batch.accumulation"
         )
 
 

@@ -311,7 +311,7 @@ def run(
     if processes.first:
         wandb_run.check(config.train.wandb)
     try:
-        with startup.told(console, "planning the step", command.verbose) as tell:
+        with startup.progress_lines(console, "planning the step", command.verbose) as tell:
             program = settled_program(config, tell=tell, agree=processes.from_first)
     except UserError:  # keeps the exit code of its kind
         raise
