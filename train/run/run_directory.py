@@ -165,7 +165,7 @@ def _numbers(value: Any, prefix: str = "") -> dict[str, float]:
     object."""
     if not isinstance(value, dict):
         raise TypeError("not a JSON object")
-        numbers: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, inner in value.items():
         if isinstance(inner, dict) and not prefix:
             numbers |= _numbers(inner, f"{name}.")

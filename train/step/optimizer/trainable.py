@@ -35,11 +35,11 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], scan: bool) ->
             remedy = remedy_for(pattern, tuple(dict.fromkeys(map(_of_any_layer, sorted(names)))))
             raise ValueError(f"optimizer.freeze={pattern!r} matches no parameter: {remedy}")
         frozen |= own
-        if frozen and len(frozen) == len(names):
-            raise ValueError(
-                f"optimizer.freeze={','.join(patterns)} freezes every parameter: leave out the parameters to train"
-            )
-        return frozenset(frozen)
+    if frozen and len(frozen) == len(names):
+        raise ValueError(
+            f"optimizer.freeze={','.join(patterns)} freezes every parameter: leave out the parameters to train"
+        )
+    return frozenset(frozen)
 
 
 def _of_any_layer(name: str) -> str:
