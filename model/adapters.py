@@ -68,7 +68,7 @@ class Adaptable(Protocol):
 
     lora: Lora | None
     place: Placement
-    again: bool
+    regather: bool
 
 
 def is_adapter(name: str) -> bool:
@@ -95,7 +95,11 @@ def add_adapters(module: Adaptable, lora: Lora, dtype: DTypeLike, rngs: nnx.Rngs
             ("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
             ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]), *axes[inputs:])),
         ):
-            setattr(module, f"w_{target}_{half}", nnx.Param(value, axes=own, contracted=True, wide=False, frozen=False))
+            setattr(
+                module,
+                f"w_{target}_{half}",
+                nnx.Param(value, axes=own, contracted=True, always_float32=False, frozen=False),
+            )
 
 
 def _rank(lora: Lora, others: Sequence[str]) -> str:
@@ -133,9 +137,9 @@ def adapted(
     halves = {f"lora_{target}": getattr(module, f"w_{target}_a") for target in own}
     down = f"{left},{contracted}r->blr"
     if len(contracted) == 1 and left == "bld":
-        low = enter(down, x, halves, place, again=module.again)
+        low = enter(down, x, halves, place, regather=module.regather)
     else:
-        low = [multiply(down, x, half, place, again=module.again, name=name) for name, half in halves.items()]
+        low = [multiply(down, x, half, place, regather=module.regather, name=name) for name, half in halves.items()]
     added = {}
     for target, x_BLr in zip(own, low):
         x_BLr = tag(place(x_BLr, ("batch", "length", None)), f"lora_{target}") * lora.scale
@@ -143,5 +147,5 @@ def adapted(
         # The branch whose output is added to the residual stream ends in the stream's layout.
         product = leave if kept == "d" else multiply
         named = {"out": f"lora_{target}"} if kept == "d" else {"name": f"lora_{target}"}
-        added[target] = product(up, x_BLr, half, place, again=module.again, **named)
+        added[target] = product(up, x_BLr, half, place, regather=module.regather, **named)
     return [y + added[target] if target in added else y for target, y in zip(targets, outs)]

@@ -151,14 +151,14 @@ class Block(nnx.Module):
             context_BTHK = self.attention.from_cache(context)
         return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
-    def set(self, layer: jax.Array | int, again: bool) -> "Block":
+    def set(self, layer: jax.Array | int, regather: bool) -> "Block":
         """Sets this block's layer index (from 0) and whether it gathers its parameters again in the backward pass
-        (`again` of `layers.enter`). Returns the block."""
-        self.attention.again = again
+        (`regather` of `layers.enter`). Returns the block."""
+        self.attention.regather = regather
         for mlp in self._dense_mlps():
-            mlp.again = again
+            mlp.regather = regather
         if self.routed:
-            self.experts.again = again
+            self.experts.regather = regather
         self.attention.layer = layer
         return self
 

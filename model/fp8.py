@@ -63,14 +63,14 @@ def quantize(x: jax.Array, tile: Sequence[int]) -> BlockScaled:
     NaN and do not affect other tiles.
     """
     counts = [-(-size // width) for size, width in zip(x.shape, tile, strict=True)]
-    wide = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
-    cut = wide.reshape([size for pair in zip(counts, tile) for size in pair])
+    padded = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
+    cut = padded.reshape([size for pair in zip(counts, tile) for size in pair])
     within = tuple(range(1, cut.ndim, 2))
     largest = jnp.abs(cut).max(within, keepdims=True)
     # Uses primitives of lax instead of jnp functions that are calls, because a report finds a name by the operation
     # that computes the named value.
     scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
-    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
+    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(padded.shape)
     return BlockScaled(values[tuple(map(slice, x.shape))], scale.reshape(counts))
 
 
@@ -96,8 +96,8 @@ def blocks(w_RC: jax.Array) -> BlockScaled:
 def emulated(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
     """Returns the product a b^T over C, [M, N] in `dtype`: operands are dequantized, multiplied and summed in
     float32."""
-    a_wide_MC, b_wide_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
-    return jnp.einsum("mc,nc->mn", a_wide_MC, b_wide_NC, preferred_element_type=jnp.float32).astype(dtype)
+    a32_MC, b32_NC = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
+    return jnp.einsum("mc,nc->mn", a32_MC, b32_NC, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def native(a_MC: BlockScaled, b_NC: BlockScaled, dtype: jnp.dtype) -> jax.Array:
@@ -137,7 +137,7 @@ class Linear:
       kept, within, back: logical axes of the activation as saved, as multiplied, and of its gradient.
       name: checkpoint name of the activation; "" saves it unquantized, for an activation that is saved anyway.
       outs: names of the products.
-      again: True if weights are passed as stored, and gathered and cast in both the forward and the backward pass.
+      regather: True if weights are passed as stored, and gathered and cast in both the forward and the backward pass.
       product: a row of PRODUCTS.
     """
 
@@ -148,7 +148,7 @@ class Linear:
     back: Axes
     name: str
     outs: tuple[str, ...]
-    again: bool
+    regather: bool
     product: str
 
     @property
@@ -167,9 +167,9 @@ class Linear:
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
-        """Returns the weight as a product reads it: cast and gathered if it is passed as stored (`again`), else
+        """Returns the weight as a product reads it: cast and gathered if it is passed as stored (`regather`), else
         unchanged."""
-        return place.weight(w.astype(dtype), axes) if self.again else w
+        return place.weight(w.astype(dtype), axes) if self.regather else w
 
 
 def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -217,7 +217,7 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
 
     Args:
       x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
-      weights: in the compute dtype, or as stored if `how.again`.
+      weights: in the compute dtype, or as stored if `how.regather`.
     """
     # Quantized and tagged outside the custom gradient: inside it both tags would be attributed to the same source
     # line.
@@ -242,13 +242,13 @@ def _products(how, place, kept, weights, dtype):
                 outs.append(y_RN.reshape(*within[0].shape[:2], *w.shape[how.contracted :]))
         return tuple(outs)
 
-    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    operands = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     return place.own(
         own,
         (how.weights, *_axes(how, within)),
         tuple(map(how.out, how.weights)),
         sums=tuple(how.sums(axes)[0] for axes in how.weights),
-    )(wide, *within)
+    )(operands, *within)
 
 
 def _forward(how, place, x, quantized, weights):
@@ -268,15 +268,15 @@ def _backward(how, place, residuals, d_outs):
             d_weights.append(product(tokens, rows(d_out_RN.T), dtype).reshape(w.shape))
         return sum(dx).reshape(within[0].shape), *d_weights
 
-    wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
+    operands = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     features = tuple(dict.fromkeys(axis for axes in how.weights for axis in how.sums(axes)[1]))
     dx, *d_weights = place.own(
         own,
         (tuple(map(how.out, how.weights)), how.weights, *_axes(how, within)),
         (how.within, *how.weights),
         sums=(features, *[how.within[:2]] * len(weights)),
-    )(d_outs, wide, *within)
-    if how.again:
+    )(d_outs, operands, *within)
+    if how.regather:
         d_weights = [place.gradient(dw, axes).astype(w.dtype) for dw, axes, w in zip(d_weights, how.weights, weights)]
     return place(dx, how.back), None, tuple(d_weights)
 

@@ -29,7 +29,7 @@ def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Tran
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
-            if not node.get_metadata()["wide"]:
+            if not node.get_metadata()["always_float32"]:
                 node.set_value(node[...].astype(dtype))
     return model
 
@@ -57,8 +57,8 @@ def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     def part(node: Any, path: tuple[Any, ...], inside: bool) -> Any:
         if not isinstance(node, dict):
             return node if (dotted(path) in names) == inside else None
-        found = {key: part(value, (*path, key), inside) for key, value in node.items()}
-        return {key: value for key, value in found.items() if value is not None} or None
+        kept_children = {key: part(value, (*path, key), inside) for key, value in node.items()}
+        return {key: value for key, value in kept_children.items() if value is not None} or None
 
     return part(tree, (), False) or {}, part(tree, (), True)
 

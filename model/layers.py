@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 
 from bytescope.model.fp8 import Linear, linear
 from bytescope.model.names import tag
-from bytescope.model.placement import HERE, Axes, Placement
+from bytescope.model.placement import ONE_DEVICE, Axes, Placement
 from bytescope.model.quantized.quantized_formats import Matrix, dequantize
 from bytescope.model.quantized.weight import Quantized
-from bytescope.model.remat.offload import here, stored_like
+from bytescope.model.remat.offload import stored_like, to_device
 
 
 def param(
@@ -29,7 +29,7 @@ def param(
     fill: float = 0.0,
     pad: tuple[int, ...] = (),
     contracted: bool = False,
-    wide: bool = False,
+    always_float32: bool = False,
 ) -> nnx.Param:
     """Returns a parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant
     `fill`.
@@ -37,7 +37,7 @@ def param(
     Args:
       pad: number of zeros to append to each dimension of `shape`.
       contracted: True if only matrix products in the compute dtype read the parameter.
-      wide: True if the parameter is float32 in every precision preset, frozen or not.
+      always_float32: True if the parameter is float32 in every precision preset, frozen or not.
 
     Raises:
       ValueError: the number of axes differs from the number of dimensions.
@@ -48,7 +48,7 @@ def param(
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
         value = jnp.pad(value, [(0, after) for after in pad])
-    return nnx.Param(value, axes=axes, contracted=contracted, wide=wide, frozen=False)
+    return nnx.Param(value, axes=axes, contracted=contracted, always_float32=always_float32, frozen=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -77,7 +77,7 @@ def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Ar
     smaller dtype."""
     if isinstance(p, Quantized):
         return p.read(dtype, place)
-    return gathered(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
+    return gathered(to_device(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
 def _read_for(p: nnx.Param | Quantized, x: jax.Array, place: Placement) -> jax.Array:
@@ -129,7 +129,7 @@ def _narrow_rows_backward(place, residuals, d_BLD):
 _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 
 
-def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = HERE) -> jax.Array:
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = ONE_DEVICE) -> jax.Array:
     """Returns the table rows of int32 tokens, [B, L, D] in the table's dtype.
 
     The gradient of a row is summed in float32 for any table dtype, because a frequent token adds to its row thousands
@@ -147,18 +147,18 @@ STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
-    """Returns `x` with the sharding of the axes `here`. Its gradient gets the sharding of the axes `back`."""
-    return place(x_BLD, here)
+def move(x_BLD: jax.Array, place: Placement, axes: Axes, gradient_axes: Axes) -> jax.Array:
+    """Returns `x` with the sharding of `axes`. Its gradient gets the sharding of `gradient_axes`."""
+    return place(x_BLD, axes)
 
 
-def _move_forward(x_BLD, place, here, back):
-    return move(x_BLD, place, here, back), None
+def _move_forward(x_BLD, place, axes, gradient_axes):
+    return move(x_BLD, place, axes, gradient_axes), None
 
 
-def _move_backward(place, here, back, residual, d_BLD):
-    del here, residual
-    return (place(d_BLD, back),)
+def _move_backward(place, axes, gradient_axes, residual, d_BLD):
+    del axes, residual
+    return (place(d_BLD, gradient_axes),)
 
 
 move.defvjp(_move_forward, _move_backward)
@@ -194,7 +194,7 @@ class _Product:
     stored: tuple[str, Matrix] | None = None
 
     @classmethod
-    def of(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
+    def from_param(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
         """Returns the description of the product with the parameter `p`."""
         if isinstance(p, Quantized):
             return cls(name, spec, p.matrix.axes, True, (p.base, p.matrix))
@@ -204,7 +204,7 @@ class _Product:
         """Returns the weight whose stored value is `w` (see `_value`) in `dtype`, gathered for the computation."""
         if self.stored:
             return dequantize(*self.stored, w, dtype, place)
-        return place.weight(here(w).astype(dtype), self.axes)
+        return place.weight(to_device(w).astype(dtype), self.axes)
 
 
 def _value(p: nnx.Param | Quantized) -> Any:
@@ -212,7 +212,7 @@ def _value(p: nnx.Param | Quantized) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _again(
+def _regathered(
     products: tuple[_Product, ...],
     place: Placement,
     moves: tuple[Axes, Axes] | None,
@@ -228,12 +228,12 @@ def _again(
     return _products([(one.name, one.spec) for one in products], within, read_weights)
 
 
-def _again_forward(products, place, moves, x, weights):
+def _regathered_forward(products, place, moves, x, weights):
     kept = None if all(one.frozen for one in products) else x
-    return _again(products, place, moves, x, weights), (kept, weights)
+    return _regathered(products, place, moves, x, weights), (kept, weights)
 
 
-def _again_backward(products, place, moves, residuals, d_outs):
+def _regathered_backward(products, place, moves, residuals, d_outs):
     x, weights = residuals
     within, dx, d_weights = x if x is None or not moves else place(place(x, moves[1]), moves[0]), [], []
     for one, w, dy in zip(products, weights, d_outs):
@@ -249,7 +249,7 @@ def _again_backward(products, place, moves, residuals, d_outs):
     return place(sum(dx), moves[1]) if moves else sum(dx), tuple(d_weights)
 
 
-_again.defvjp(_again_forward, _again_backward)
+_regathered.defvjp(_regathered_forward, _regathered_backward)
 
 
 def enter(
@@ -258,7 +258,7 @@ def enter(
     params: Mapping[str, nnx.Param],
     place: Placement,
     *,
-    again: bool,
+    regather: bool,
     matmul: str = "wide",
     name: str = "",
 ) -> tuple[jax.Array, ...]:
@@ -266,7 +266,7 @@ def enter(
     of `x` serves all products.
 
     Args:
-      again: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in the
+      regather: True to save `x` and the parameters as stored for the gradient, and to gather and cast them again in the
         backward pass. Autodiff would save the gathered parameters of every layer. Inside a checkpoint, which keeps
         them for only one layer, pass False: one gather then serves the recomputation and the gradient.
       matmul: "wide" for unquantized operands, or a row of PRODUCTS (model/fp8.py), whose products save `x` quantized.
@@ -274,13 +274,13 @@ def enter(
     """
     if matmul != "wide":
         axes = tuple(p.get_metadata()["axes"] for p in params.values())
-        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), again, matmul)
+        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), regather, matmul)
         return linear(
-            how, place, x_BLD, tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values())
+            how, place, x_BLD, tuple(p[...] if regather else read(p, x_BLD.dtype, place) for p in params.values())
         )
-    if again:
-        products = tuple(_Product.of(each, spec, p) for each, p in params.items())
-        return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
+    if regather:
+        products = tuple(_Product.from_param(each, spec, p) for each, p in params.items())
+        return _regathered(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
     # Sharded like the stream first: a remat policy then saves the shard, not the result of the gather.
     within_BLD = move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
@@ -293,7 +293,7 @@ def leave(
     p: nnx.Param,
     place: Placement,
     *,
-    again: bool,
+    regather: bool,
     matmul: str = "wide",
     name: str = "",
     out: str = "out",
@@ -301,24 +301,24 @@ def leave(
     """Returns `einsum(spec, x, p)` [B, L, D] in the dtype of `x`, moved back into the layout of the residual stream.
 
     Args:
-      again, matmul: as in `enter`.
+      regather, matmul: as in `enter`.
       name: as in `enter`. If it is "", fp8 products save `x` unquantized; use that if `x` is saved anyway.
       out: the named scope of the product.
     """
     if matmul != "wide":
         axes = p.get_metadata()["axes"]
         own = ("batch", "length", *axes[: x.ndim - 2])
-        how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
-        (y_BLD,) = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
+        how = Linear(spec, (axes,), own, own, own, name, (out,), regather, matmul)
+        (y_BLD,) = linear(how, place, x, (p[...] if regather else read(p, x.dtype, place),))
     else:
-        y_BLD = multiply(spec, x, p, place, again=again, name=out)
+        y_BLD = multiply(spec, x, p, place, regather=regather, name=out)
     return move(y_BLD, place, STREAM, WITHIN)
 
 
-def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, name: str) -> jax.Array:
-    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `again`: as in `enter`."""
-    if again:
-        return _again((_Product.of(name, spec, p),), place, None, x, (_value(p),))[0]
+def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, regather: bool, name: str) -> jax.Array:
+    """Returns `einsum(spec, x, p)` in the dtype of `x`, without moving `x` or the result. `regather`: as in `enter`."""
+    if regather:
+        return _regathered((_Product.from_param(name, spec, p),), place, None, x, (_value(p),))[0]
     return jnp.einsum(spec, x, _read_for(p, x, place))
 
 

@@ -18,7 +18,7 @@ class Mlp(nnx.Module):
     `config.d_ff`."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, width or config.d_ff, config.init_std, precision.param
@@ -36,7 +36,13 @@ class Mlp(nnx.Module):
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
         up_BLF, *gate = enter(
-            "bld,df->blf", x_BLD, weights, self.place, again=self.again, matmul=self.precision.matmul, name="mlp_norm"
+            "bld,df->blf",
+            x_BLD,
+            weights,
+            self.place,
+            regather=self.regather,
+            matmul=self.precision.matmul,
+            name="mlp_norm",
         )
         up_BLF, *gate = adapted(
             self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2), "mlp_norm_mask"
@@ -55,7 +61,7 @@ class Mlp(nnx.Module):
             act_BLF,
             self.w_down,
             self.place,
-            again=self.again,
+            regather=self.regather,
             matmul=self.precision.matmul,
             name="act",
             out="mlp_out",

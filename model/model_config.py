@@ -96,7 +96,7 @@ class ModelConfig(ModelKeys):
     """
 
     @classmethod
-    def of(cls, keys: ModelKeys) -> "ModelConfig":
+    def from_keys(cls, keys: ModelKeys) -> "ModelConfig":
         """Returns the checked architecture for the config group `keys`."""
         return cls(**{**vars(keys), "rope_scaling": tuple(keys.rope_scaling)})
 

@@ -89,7 +89,7 @@ _TAGGED: ContextVar[dict[str, jax.Array] | None] = ContextVar("tagged", default=
 
 
 @contextlib.contextmanager
-def found_names() -> Iterator[dict[str, jax.Array]]:
+def collect_tagged() -> Iterator[dict[str, jax.Array]]:
     """Collects the values that are tagged inside the `with` block in a dict by name. The current trace may return
     them.
 

@@ -184,4 +184,4 @@ class Placement:
         return function
 
 
-HERE = Placement()
+ONE_DEVICE = Placement()

@@ -52,7 +52,7 @@ class Precision:
         return self.cast == "step"
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Precision":
+    def from_config(cls, values: Mapping[str, Any]) -> "Precision":
         """Returns the precision for `config.precision`: the roles of the preset, replaced by the keys that are not "".
 
         Raises:
@@ -63,10 +63,10 @@ class Precision:
         precision = dataclasses.replace(PRECISIONS[values["preset"]], **chosen)
         for wrong, remedy in CLASHES:
             if wrong(precision):
-                raise ValueError(f"precision.preset={values['preset']} with {precision.shown()}: {remedy}")
+                raise ValueError(f"precision.preset={values['preset']} with {precision.describe()}: {remedy}")
         return precision
 
-    def shown(self) -> str:
+    def describe(self) -> str:
         """Returns the roles that differ from the default preset, as config keys in text."""
         default = Precision()
         rows = {
@@ -78,15 +78,15 @@ class Precision:
 
 
 # Values in the config -> dtypes or values of the fields.
-WIDE, NARROW = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
+STORED_DTYPES, COMPUTED_DTYPES = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
 ROUNDINGS, CASTS, LOSS_SCALES = ("nearest", "stochastic"), ("layer", "step"), ("none", "dynamic")
 ROLES: Mapping[str, Mapping[str, Any]] = {
-    "param": WIDE,
-    "compute": NARROW,
-    "reduce": {"as_made": None, **NARROW},
-    "accumulator": WIDE,
-    "norm": WIDE,
-    "logits": NARROW,
+    "param": STORED_DTYPES,
+    "compute": COMPUTED_DTYPES,
+    "reduce": {"as_made": None, **COMPUTED_DTYPES},
+    "accumulator": STORED_DTYPES,
+    "norm": STORED_DTYPES,
+    "logits": COMPUTED_DTYPES,
     "rounding": {name: name for name in ROUNDINGS},
     "cast": {name: name for name in CASTS},
     "loss_scale": {name: name for name in LOSS_SCALES},

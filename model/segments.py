@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from bytescope.model.placement import HERE, Placement
+from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.zigzag import zigzag
 
 
@@ -30,8 +30,8 @@ class Packed:
     real_BL: jax.Array | None = None
 
     @classmethod
-    def of(
-        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = HERE
+    def from_ids(
+        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
     ) -> "Packed | None":
         """Builds the record from segment ids in the order of the row and a token mask in the order of the tokens.
 

@@ -16,11 +16,11 @@ from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
-from bytescope.model.placement import HERE, Placement
+from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
-from bytescope.model.remat.offload import here, settle
+from bytescope.model.remat.offload import settle, to_device
 from bytescope.model.remat.policies import LayerPolicies, Segment
 from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, of_stack, runs_of, split_layers, stacked
 from bytescope.model.segments import Packed, token_positions
@@ -58,7 +58,7 @@ class Transformer(nnx.Module):
         precision: Precision,
         *,
         remat: LayerPolicies = KEEP_ALL,
-        place: Placement = HERE,
+        place: Placement = ONE_DEVICE,
         ahead: int = 1,
         base: str = "bf16",
         lora: Lora | None = None,
@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
             self.dense_blocks = self._init_stack(key_N[jnp.asarray(layers[DENSE])], False, base)
 
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
-        made = Block(
+        block = Block(
             self.config,
             self.precision,
             self.place,
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
             lora=self.lora,
             rngs=nnx.Rngs(params=key),
         )
-        return quantized(made, base) if FORMATS[base] else made
+        return quantized(block, base) if FORMATS[base] else block
 
     def _init_stack(self, key_N: jax.Array, routed: bool, base: str) -> Block:
         def block(key: jax.Array) -> Block:
@@ -161,7 +161,7 @@ class Transformer(nnx.Module):
 
         Arguments as for `hidden_and_load`.
         """
-        return Packed.of(segments_BL, real_BL, self.place)
+        return Packed.from_ids(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         """Returns the input of the first block, [B, L, D] in the compute dtype. Arguments and errors as for
@@ -204,7 +204,7 @@ class Transformer(nnx.Module):
         # its fsdp group, then an all-to-all exchanges sequences and columns. If the table were gathered, every device
         # would hold all V x D elements of the table and of its gradient.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
-        x_BLD = look_up(here(self.w_token[...]), tokens_BL, self.place)
+        x_BLD = look_up(to_device(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.embed_scale != 1.0:
             x_BLD = x_BLD * jnp.asarray(self.config.embed_scale, x_BLD.dtype)
@@ -269,7 +269,7 @@ class Transformer(nnx.Module):
                 own = state
                 if whole_N is not None:
                     own = jax.tree.map(partial(of_stack, layer - run.offset), state, whole_N)
-                return nnx.merge(graph, own).set(layer, again=policy.saveable is None)
+                return nnx.merge(graph, own).set(layer, regather=policy.saveable is None)
 
             return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
 
@@ -330,7 +330,7 @@ class Transformer(nnx.Module):
     def head(self) -> jax.Array:
         """Returns the matrix from hidden states to logits in `precision.param`: [D, padded V], or [padded V, D] if
         tied."""
-        return here((self.w_token if self.config.tie_embeddings else self.w_head)[...])
+        return to_device((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns logits [B, L, V] of hidden states. They are multiplied in the dtype of `x_BLD`, and stored and
@@ -366,10 +366,10 @@ def contracted(model: Transformer) -> dict:
     return _of_parameters(model, lambda variable: variable.get_metadata()["contracted"])
 
 
-def wide(model: Transformer) -> dict:
+def always_float32(model: Transformer) -> dict:
     """Returns a tree of bools with the structure of the parameters: True if the parameter is float32 in every
     precision preset."""
-    return _of_parameters(model, lambda variable: variable.get_metadata()["wide"])
+    return _of_parameters(model, lambda variable: variable.get_metadata()["always_float32"])
 
 
 def _of_parameters(model: Transformer, read: Callable[[nnx.Variable], object]) -> dict:

@@ -141,10 +141,10 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
         )
     width = config.score_width
     if width % 8 or width > 128:
-        shown = f"model.d_head={config.d_head}"
+        width_keys = f"model.d_head={config.d_head}"
         if width > config.d_head:
-            shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"
-        return f"it needs a head width that is a multiple of 8 up to 128, not {shown}; use chunked"
+            width_keys = f"{width}, {width_keys} and model.mla_d_rope={config.mla_d_rope}"
+        return f"it needs a head width that is a multiple of 8 up to 128, not {width_keys}; use chunked"
     if config.value_width > width:
         return (
             f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use chunked"

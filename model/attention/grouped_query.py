@@ -26,7 +26,7 @@ class Attention(nnx.Module):
     the context."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
         self.layer: jax.Array | int | None = None  # layer index from 0, set by Block.set
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
             x_BLD,
             weights,
             self.place,
-            again=self.again,
+            regather=self.regather,
             matmul=self.precision.matmul,
             name="attn_norm",
         )
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
                 context_BLHK,
                 self.w_o,
                 self.place,
-                again=self.again,
+                regather=self.regather,
                 matmul=self.precision.matmul,
                 name=name,
                 out="attn_out",

@@ -31,7 +31,7 @@ class LatentAttention(Attention):
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.regather = config, precision, place, False
         self.lora: Lora | None = None
         self.layer: jax.Array | int | None = None
         D, H, K, V = config.d_model, config.n_heads, config.score_width, config.value_width
@@ -108,7 +108,7 @@ class LatentAttention(Attention):
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
         """Returns queries before rotation, [B, L, H, d_head + mla_d_rope]."""
         if not self.config.mla_q_rank:
-            (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, again=self.again)
+            (q_BLHK,) = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, regather=self.regather)
             return tag(self.place(q_BLHK, _HEADS), "q")
         q_BLc = self.norm_q_latent(tag(self._down(x_BLD, "q_down"), "q_latent"))
         return tag(self._up(q_BLc, "q_up")[0], "q")
@@ -122,7 +122,7 @@ class LatentAttention(Attention):
                 self.place(x_BLD, STREAM),
                 getattr(self, f"w_{name}"),
                 self.place,
-                again=self.again,
+                regather=self.regather,
                 name=name,
             )
             return self.place(y_BLc, STREAM)
@@ -130,5 +130,5 @@ class LatentAttention(Attention):
     def _up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:
         """Projects latents to heads [B, L, H, head width], one result for each of the matrices `w_<name>`."""
         weights = {name: getattr(self, f"w_{name}") for name in names}
-        outs = enter("blc,chk->blhk", x_BLc, weights, self.place, again=self.again)
+        outs = enter("blc,chk->blhk", x_BLc, weights, self.place, regather=self.regather)
         return [self.place(y_BLHK, _HEADS) for y_BLHK in outs]

@@ -62,7 +62,7 @@ class _Rank:
     c: int
 
     @classmethod
-    def of(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
+    def for_length(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
         """Splits a rank's `length` positions into blocks that are as even as possible, of at most `chunk` positions
         each."""
         n = length // 2
@@ -110,12 +110,12 @@ class _Rank:
             return None
         chunks_BCn, C = segments_BL.reshape(segments_BL.shape[0], -1, self.n), self.ring.size
 
-        def of(rank):
+        def ids_of(rank):
             both = jnp.stack([rank, 2 * C - 1 - rank])
             return self.blocks(jnp.take(chunks_BCn, both, axis=1).reshape(-1, 2 * self.n), -1)
 
         rank = jax.lax.axis_index(self.ring.axis)
-        return of(rank), of((rank - hops) % C)
+        return ids_of(rank), ids_of((rank - hops) % C)
 
     def send(self, x: jax.Array) -> jax.Array:
         """Sends `x` to the next rank of the ring and returns what the previous rank sent."""
@@ -137,7 +137,7 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
     covers the whole row."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    rank, C = _Rank.of(ring, length, chunk), ring.size
+    rank, C = _Rank.for_length(ring, length, chunk), ring.size
     q, k, v = (rank.blocks(x) for x in (q_BLHK.reshape(B, length, G, H // G, K), k_BLGK, v_BLGK))
     kv = jnp.stack([k, v])
 
@@ -167,7 +167,7 @@ def _backward_rank(
     """Returns the gradients of one rank's queries, keys and values."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    rank, C = _Rank.of(ring, length, chunk), ring.size
+    rank, C = _Rank.for_length(ring, length, chunk), ring.size
     q, d_out = (rank.blocks(x.reshape(B, length, G, H // G, K)) for x in (q_BLHK, d_context_BLHK))
     k, v = rank.blocks(k_BLGK), rank.blocks(v_BLGK)
     delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, length, G, H // G)

@@ -42,8 +42,8 @@ class Exchange:
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
     """Returns the maximum number of rows of a device: `factor` times the mean, or all rows that can arrive if factor
     is 0."""
-    most = tokens * peers.size * min(k, experts // peers.size)
-    return min(int(factor * tokens * k), most) if factor else most
+    max_rows = tokens * peers.size * min(k, experts // peers.size)
+    return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
 
 # ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------

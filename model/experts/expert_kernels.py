@@ -51,9 +51,9 @@ def _weights_by_tile(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles) -> jax.Arra
 
     def add(total_ECN, xs):
         x_TC, y_TN, expert = xs
-        here = jax.lax.dynamic_index_in_dim(total_ECN, expert, keepdims=False)
-        here = here + jnp.einsum("tc,tn->cn", x_TC, y_TN, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_index_in_dim(total_ECN, here, expert, 0), None
+        own_sum = jax.lax.dynamic_index_in_dim(total_ECN, expert, keepdims=False)
+        own_sum = own_sum + jnp.einsum("tc,tn->cn", x_TC, y_TN, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_index_in_dim(total_ECN, own_sum, expert, 0), None
 
     zeros = jnp.zeros((tiles.count.size, x_XC.shape[1], y_XN.shape[1]), jnp.float32)
     return jax.lax.scan(add, zeros, (*cut, tiles.expert))[0].astype(x_XC.dtype)
@@ -97,29 +97,29 @@ def rows_times(
     `w` is [E, C, N], or [E, N, C] if `transposed`. `interpret` runs the kernel as plain jax on any backend.
     """
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
-    tile, wide, deep = X // tiles.expert.size, _block(N, BLOCK), _block(C, DEPTH)
+    tile, columns_per_block, summed_per_block = X // tiles.expert.size, _block(N, BLOCK), _block(C, DEPTH)
 
     last = tiles.count.size - 1
 
     def kernel(expert_ref, first_ref, count_ref, x_ref, w_ref, out_ref):
         i, j = pl.program_id(0), pl.program_id(1)
-        expert, rows, columns = expert_ref[i], pl.ds(i * tile, tile), pl.ds(j * wide, wide)
+        expert, rows, columns = expert_ref[i], pl.ds(i * tile, tile), pl.ds(j * columns_per_block, columns_per_block)
         # The buffer has room for the maximum number of rows, so most of it is usually empty and skipped.
-        steps = (i < first_ref[last] + count_ref[last]).astype(jnp.int32) * (C // deep)
+        steps = (i < first_ref[last] + count_ref[last]).astype(jnp.int32) * (C // summed_per_block)
 
         def add(step, total):
-            part = pl.ds(step * deep, deep)
+            part = pl.ds(step * summed_per_block, summed_per_block)
             block = w_ref[expert, columns, part].T if transposed else w_ref[expert, part, columns]
             return total + jax.lax.dot(x_ref[rows, part], block, preferred_element_type=jnp.float32)
 
-        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, wide), jnp.float32))
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, columns_per_block), jnp.float32))
         out_ref[rows, columns] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((X, N), x_XC.dtype)
     return pl.pallas_call(
         kernel,
         out_shape=out,
-        grid=(tiles.expert.size, N // wide),
+        grid=(tiles.expert.size, N // columns_per_block),
         name="expert_rows",
         **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
     )(tiles.expert, tiles.first, tiles.count, x_XC, w)
@@ -129,25 +129,25 @@ def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: boo
     """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype of `x_XC`."""
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
-    high, wide, deep = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)
+    rows_per_block, columns_per_block, summed_per_block = _block(C, BLOCK), _block(N, BLOCK), _block(tile, DEPTH)
 
     def kernel(first_ref, count_ref, x_ref, y_ref, out_ref):
         e, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        rows, columns = pl.ds(i * high, high), pl.ds(j * wide, wide)
-        begin, steps = first_ref[e] * tile, count_ref[e] * (tile // deep)
+        rows, columns = pl.ds(i * rows_per_block, rows_per_block), pl.ds(j * columns_per_block, columns_per_block)
+        begin, steps = first_ref[e] * tile, count_ref[e] * (tile // summed_per_block)
 
         def add(step, total):
-            part = pl.ds(begin + step * deep, deep)
+            part = pl.ds(begin + step * summed_per_block, summed_per_block)
             return total + jax.lax.dot(x_ref[part, rows].T, y_ref[part, columns], preferred_element_type=jnp.float32)
 
-        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((high, wide), jnp.float32))
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((rows_per_block, columns_per_block), jnp.float32))
         out_ref[e, rows, columns] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((E, C, N), x_XC.dtype)
     return pl.pallas_call(
         kernel,
         out_shape=out,
-        grid=(E, C // high, N // wide),
+        grid=(E, C // rows_per_block, N // columns_per_block),
         name="expert_weights",
         **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
     )(tiles.first, tiles.count, x_XC, y_XN)

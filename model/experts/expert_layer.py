@@ -17,7 +17,7 @@ from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
 from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
-from bytescope.model.remat.offload import here
+from bytescope.model.remat.offload import to_device
 
 
 @partial(
@@ -58,16 +58,16 @@ class Experts(nnx.Module):
     def __init__(
         self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False, rngs: nnx.Rngs
     ):
-        self.config, self.precision, self.place, self.pooled, self.again = config, precision, place, pooled, True
+        self.config, self.precision, self.place, self.pooled, self.regather = config, precision, place, pooled, True
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
-        wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
-        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, wide=True)
+        into, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
+        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, always_float32=True)
         if config.router_bias:
-            self.router_bias = param(None, (E,), ("router",), jnp.float32, wide=True)
+            self.router_bias = param(None, (E,), ("router",), jnp.float32, always_float32=True)
         if self.gated:
-            self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
-        self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+            self.w_gate = param(rngs.params(), (E, D, F), into, dtype, std=std, contracted=True)
+        self.w_up = param(rngs.params(), (E, D, F), into, dtype, std=std, contracted=True)
         self.w_down = param(
             rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers), contracted=True
         )
@@ -75,7 +75,7 @@ class Experts(nnx.Module):
     def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
         """Returns the router logits [B, L, E] float32 and the chosen experts of each token."""
         with jax.named_scope("router"):
-            logits = _logits_again if self.again else _logits
+            logits = _logits_regathered if self.regather else _logits
             logits_BLE = logits(self.place, self.w_router.get_metadata()["axes"], x_BLD, self.w_router[...])
             logits_BLE = tag(self.place(logits_BLE, ("batch", "length", None)), "router_logits")
             bias_E = None
@@ -113,11 +113,11 @@ class Experts(nnx.Module):
             x_X1D = tag(x_X1D, "dispatched")
         with jax.named_scope("experts"):
             matrices = (self.w_up, self.w_gate) if self.gated else (self.w_up,)
-            up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, again=self.again)
+            up_XF, *gate = expert_products.enter(kernel, place, x_X1D, matrices, plan, regather=self.regather)
             up_XF = tag(up_XF, "expert_up")
             act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)
             act_XF = tag(expert_products.weigh(place, act_XF, weight_X1), "expert_act")
-            y_X1D = expert_products.leave(kernel, place, act_XF, self.w_down, plan, again=self.again)
+            y_X1D = expert_products.leave(kernel, place, act_XF, self.w_down, plan, regather=self.regather)
         with jax.named_scope("combine"):
             y_BLD = expert_products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
         return y_BLD, plan.dropped.sum().astype(jnp.float32)
@@ -139,13 +139,16 @@ class Experts(nnx.Module):
 def _logits(place: Placement, axes: Axes, x_BLD: jax.Array, w_DE: jax.Array) -> jax.Array:
     # The default precision would compute float32 as TF32 on tensor cores.
     return jnp.einsum(
-        "bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes), precision=jax.lax.Precision.HIGHEST
+        "bld,de->ble",
+        x_BLD.astype(jnp.float32),
+        gathered(to_device(w_DE), place, axes),
+        precision=jax.lax.Precision.HIGHEST,
     )
 
 
-# `_logits` with a gradient that reads `x` and the parameter as stored; `again` of `layers.enter`.
-_logits_again = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
-_logits_again.defvjp(
+# `_logits` with a gradient that reads `x` and the parameter as stored; `regather` of `layers.enter`.
+_logits_regathered = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
+_logits_regathered.defvjp(
     lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
     lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE),
 )

@@ -17,10 +17,10 @@ from flax import nnx
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Axes, Placement
-from bytescope.model.remat.offload import here, stored_like
+from bytescope.model.remat.offload import stored_like, to_device
 
 TOKENS, CHOICES = ("batch", "length", None), ("batch", "length", None)
-ROWS, WIDE, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "copies")
+ROWS, HIDDEN, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows", "copies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +131,17 @@ class Weight:
     Fields:
       axes: its logical axes.
       frozen: True if it gets no gradient.
-      again: True if it is gathered and cast again for the gradient, as in `layers.enter`.
+      regather: True if it is gathered and cast again for the gradient, as in `layers.enter`.
     """
 
     axes: Axes
     frozen: bool
-    again: bool
+    regather: bool
 
     @classmethod
-    def of(cls, p: nnx.Param, again: bool) -> "Weight":
+    def from_param(cls, p: nnx.Param, regather: bool) -> "Weight":
         """Returns the description of the parameter `p`."""
-        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], again)
+        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], regather)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -185,7 +185,7 @@ def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
     computed = _computed(which, weights, x.dtype, place)
     outs = _times(kernel, place, which, spec, x, computed, tiles)
     kept = None if all(one.frozen for one in which) else x
-    return outs, (kept, weights, None if which[0].again else computed, tiles)
+    return outs, (kept, weights, None if which[0].regather else computed, tiles)
 
 
 def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
@@ -234,7 +234,7 @@ def _computed(
     which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype, place: Placement
 ) -> tuple[jax.Array, ...]:
     """Returns the weights as a layer multiplies them: cast, then gathered."""
-    return tuple(place.weight(here(w).astype(dtype), one.axes) for one, w in zip(which, weights))
+    return tuple(place.weight(to_device(w).astype(dtype), one.axes) for one, w in zip(which, weights))
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -246,16 +246,16 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
 
 
 def enter(
-    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, again: bool
+    kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *, regather: bool
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows by each parameter [E, D, F]. Returns one [X, F] for each. `again`: as in `layers.enter`."""
-    which = tuple(Weight.of(p, again) for p in params)
-    return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
+    """Multiplies rows by each parameter [E, D, F]. Returns one [X, F] for each. `regather`: as in `layers.enter`."""
+    which = tuple(Weight.from_param(p, regather) for p in params)
+    return _multiply(kernel, place, which, (ROWS, HIDDEN), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
-def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, again: bool) -> jax.Array:
-    """Multiplies rows by the parameter [E, F, D]. Returns [X, tensor, D]. `again`: as in `layers.enter`."""
-    return _multiply(kernel, place, (Weight.of(p, again),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
+def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, regather: bool) -> jax.Array:
+    """Multiplies rows by the parameter [E, F, D]. Returns [X, tensor, D]. `regather`: as in `layers.enter`."""
+    return _multiply(kernel, place, (Weight.from_param(p, regather),), (HIDDEN, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 
 def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:
@@ -264,4 +264,4 @@ def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Arra
     def times(act_XF, weight_X1):
         return act_XF * weight_X1.astype(act_XF.dtype)
 
-    return place.own(times, (WIDE, NUMBERS), WIDE)(act_XF, weight_X1)
+    return place.own(times, (HIDDEN, NUMBERS), HIDDEN)(act_XF, weight_X1)

@@ -68,8 +68,8 @@ def blocks(
         )
 
     rows = (B, G, H // G, T)
-    least = jnp.finfo(jnp.float32).min
-    start = jnp.zeros((*rows, value_width), jnp.float32), jnp.full(rows, least), jnp.zeros(rows, jnp.float32)
+    lowest = jnp.finfo(jnp.float32).min
+    start = jnp.zeros((*rows, value_width), jnp.float32), jnp.full(rows, lowest), jnp.zeros(rows, jnp.float32)
     turns = view.positions_BT.max() // (count * PAGE) + 1
     sums_BGRTV, _, total_BGRT = jax.lax.fori_loop(0, turns, turn, start)
     context_BGRTV = sums_BGRTV / jnp.maximum(total_BGRT, 1e-30)[..., None]
@@ -164,8 +164,8 @@ def attend(
             )
             return sums_RK * kept_R[:, None] + added_RK, above_R, total_R * kept_R + probs_RS.sum(-1)
 
-        least = jnp.full((high,), jnp.finfo(jnp.float32).min, jnp.float32)
-        start = jnp.zeros((high, K), jnp.float32), least, jnp.zeros((high,), jnp.float32)
+        lowest = jnp.full((high,), jnp.finfo(jnp.float32).min, jnp.float32)
+        start = jnp.zeros((high, K), jnp.float32), lowest, jnp.zeros((high,), jnp.float32)
         turns = (length + PAGES * PAGE - 1) // (PAGES * PAGE)
         sums_RK, _, total_R = jax.lax.fori_loop(0, turns, turn, start)
         out_ref[b, g] = (sums_RK / jnp.maximum(total_R, 1e-30)[:, None]).astype(out_ref.dtype)

@@ -62,7 +62,7 @@ def _blocks(model: Transformer) -> Iterator[Block]:
     config = model.config
     if not config.scan:
         for layer, block in enumerate(model.blocks):
-            yield block.set(layer, again=False)
+            yield block.set(layer, regather=False)
         return
     names = {stack_of(config, layer) for layer in range(config.n_layers)}
     stacks = {name: nnx.split(getattr(model, name)) for name in names}
@@ -71,4 +71,4 @@ def _blocks(model: Transformer) -> Iterator[Block]:
         graph, state = stacks[name]
         row = layers_of(config, name).index(layer)
         own = jax.tree.map(lambda leaf, row=row: leaf[row], state)
-        yield nnx.merge(graph, own).set(layer, again=False)
+        yield nnx.merge(graph, own).set(layer, regather=False)

@@ -27,7 +27,9 @@ class Quantized(nnx.Module):
         self.base, self.matrix = base, matrix
         parts = format_of(base).parts(matrix)
         for name, array in quantize_on_device(base, matrix, w).items():
-            setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
+            setattr(
+                self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, always_float32=False, frozen=True)
+            )
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns the stored arrays by name."""

@@ -11,7 +11,7 @@ HOST = jax.memory.Space.Host
 Result = TypeVar("Result")
 
 
-def here(w: jax.Array) -> jax.Array:
+def to_device(w: jax.Array) -> jax.Array:
     """Returns a parameter in device memory, copied if it is stored in host memory. Its gradient goes to the
     parameter's memory."""
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w

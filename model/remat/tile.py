@@ -59,7 +59,7 @@ def tiled(
         parameters = tree.unflatten([state.replace(weight) for state, weight in zip(blank, weights)])
         modules = [nnx.merge(graph, state) for (graph, _), state in zip(split, parameters)]
         for module in modules:
-            module.place, module.again = Gathered(place), False
+            module.place, module.regather = Gathered(place), False
         return run(*modules, x_BCD)
 
     def gather(values):

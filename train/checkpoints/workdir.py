@@ -161,7 +161,7 @@ class Identity:
     adapter: str = ""
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
     ) -> "Identity":
         """Returns the identity of a run with this config."""
@@ -286,7 +286,7 @@ def recorded(path: Path) -> Identity:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
-    return dataclasses.replace(old, config={**Identity.of(base.get_config(), 0, "").config, **old.config})
+    return dataclasses.replace(old, config={**Identity.from_config(base.get_config(), 0, "").config, **old.config})
 
 
 def _damaged(path: Path, why: str) -> UserError:

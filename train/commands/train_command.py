@@ -150,7 +150,7 @@ def _train(args: argparse.Namespace) -> int:
                     console=make_console(quiet=not processes.first),
                     processes=processes,
                     asked=asked,
-                    command=Command.of(args),
+                    command=Command.from_args(args),
                     stop=stop,
                 )
             except KeyboardInterrupt:  # before `stop` takes the signals over

@@ -53,7 +53,7 @@ class Ticks:
     keep: jax.Array
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "Ticks":
+    def from_schedule(cls, schedule: Schedule) -> "Ticks":
         """Returns the arrays of a schedule."""
         stage, chunk = schedule.place_of(0)
 
@@ -113,7 +113,7 @@ class PipelineGradients:
         micros = self._micros(rest, stacks, frozen, batch, key_AB, factor)
         run = _Run(self, stacks, rest, fixed, frozen, batch, micros, factor)
         with jax.named_scope(f"ticks_full_{full_ticks(self.schedule)}"):
-            carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.of(self.schedule))
+            carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.from_schedule(self.schedule))
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ class Stages:
         return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod
-    def of(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
+    def divide(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
         """Divides the layers evenly: each virtual stage has a range of layers."""
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])

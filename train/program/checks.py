@@ -44,7 +44,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
         raise ValueError(
             "remat.policy=auto must be resolved before a program is built: call train.plan.remat_auto.settled_program"
         )
-    asked_precision = Precision.of(vars(settings.precision))
+    asked_precision = Precision.from_config(vars(settings.precision))
     mesh = settings.mesh
     layout = Layout(
         make_mesh(mesh.sizes, devices),
@@ -182,7 +182,7 @@ def _choose_kernels(
     settings: Settings, precision: Precision, layout: Layout
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
     """Returns the model with its kernels, then (attention kernel, reason) and (expert kernel, reason)."""
-    model, platform = ModelConfig.of(settings.model), platform_of(layout.mesh.devices.flat[0])
+    model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
             f"data.seq_len={settings.seq_len} is longer than model.max_seq_len="
@@ -267,7 +267,7 @@ def _choose_stages(
             f"{asked} with {model.padded_vocab} rows of the token table, which do not divide over the stages: set "
             f"model.vocab_multiple={stages * tensor}"
         )
-    return schedule, Stages.of(model, schedule)
+    return schedule, Stages.divide(model, schedule)
 
 
 def _refused_with_stages(

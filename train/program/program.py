@@ -21,7 +21,7 @@ from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, parted
-from bytescope.model.transformer import contracted, logical_axes, wide
+from bytescope.model.transformer import always_float32, contracted, logical_axes
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.forward import PipelineForward
@@ -392,7 +392,8 @@ def _make_scaling(choices: Choices) -> Scaling | None:
 def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
     """Returns the description of the trained parameters as a step reads them."""
     axes, products, in_float32 = (
-        parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))
+        parted(tree, choices.frozen)[0]
+        for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
     )
     return Weights(choices.layout, axes, products, in_float32, choices.precision)
 

@@ -24,7 +24,7 @@ class Command:
     verbose: bool = False
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Command":
+    def from_args(cls, args: argparse.Namespace) -> "Command":
         """Returns the command of the parsed arguments. With --fit its overrides are those that the search chose."""
         flags = []
         for name in ("rates", "coordinator", "process", "processes"):

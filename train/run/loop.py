@@ -320,7 +320,7 @@ def run(
     data = open_data(DataConfig(**config.data))
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
-    identity = Identity.of(
+    identity = Identity.from_config(
         config,
         program.batch.global_rows,
         data.fingerprint,

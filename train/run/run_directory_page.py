@@ -237,7 +237,7 @@ def _routing(run: RunDirectory) -> list[HeaderFigure]:
 def _findings(run: RunDirectory) -> list[Finding]:
     """Returns the findings about routers, then the largest findings of the report."""
     own = run.report.findings if run.report else []
-    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS]]
+    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
 
 
 def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:

@@ -19,14 +19,15 @@ class Weights:
 
     Fields:
       layout: the sharding of arrays over the mesh.
-      axes, contracted, wide: results of the functions `logical_axes`, `contracted` and `wide` of model/transformer.py.
+      axes, contracted, always_float32: trees with the structure of the parameters, from the functions of the same
+        names (`logical_axes`, ...) in model/transformer.py.
       precision: dtypes by role.
     """
 
     layout: Layout
     axes: Any
     contracted: Any
-    wide: Any
+    always_float32: Any
     precision: Precision
 
     def copy(self, params: Any) -> Any:
@@ -42,15 +43,15 @@ class Weights:
         if not gathers and not cast:
             return params
 
-        def one(param, axes, contracted, wide):
+        def one(param, axes, contracted, always_float32):
             with jax.named_scope("param_copy"):
-                if (contracted or cast) and not wide:
+                if (contracted or cast) and not always_float32:
                     param = param.astype(self.precision.compute)
                 if gathers and (contracted or not strategy.gradients):
                     return self.layout.gather(param, axes)
                 return self.layout.held(param, axes) if cast else param
 
-        copy = self._map(one, params, self.contracted, self.wide)
+        copy = self._map(one, params, self.contracted, self.always_float32)
         # The barrier makes one copy for all readers: otherwise the compiler would cast again for each unrolled layer.
         return jax.lax.optimization_barrier(copy) if cast else copy
 

@@ -113,7 +113,7 @@ def test_data_that_hardly_fit_the_run_are_said_and_run():
     (line,) = lines(14, 8000)  # 8 sequences an update
     assert line.startswith("train.steps=1000 reads each sequence 571 times") and "train.steps=28," in line
     (line,) = lines(9000, 8000, **{"model.vocab_size": 50_304})
-    assert "data.tokenizer=bytes makes 256 different tokens, and model.vocab_size=50304: set data.tokenizer" in line
+    assert "data.tokenizer=bytes has 256 different tokens, but model.vocab_size=50304: set data.tokenizer" in line
     assert lines(9000, 8000, IdTokenizer(64), **{"model.vocab_size": 50_304}) == []
 
 

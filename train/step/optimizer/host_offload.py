@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from bytescope.model.remat.offload import HOST, here, stored_like
+from bytescope.model.remat.offload import HOST, stored_like, to_device
 
 KIND = "pinned_host"
 AT_ONCE = 2**30  # bytes that are initialized in one program on the way to host memory
@@ -61,7 +61,7 @@ def is_hosted(leaf: Any) -> bool:
 
 def fetch(tree: Any) -> Any:
     """Moves every leaf of the tree to device memory."""
-    return jax.tree.map(here, tree)
+    return jax.tree.map(to_device, tree)
 
 
 def stow(tree: Any, like: Any) -> Any:
