@@ -111,7 +111,7 @@ class ModelConfig(ModelKeys):
         names = {f.name for f in dataclasses.fields(cls)}
         if set(values) != names:
             odd = ", ".join(sorted(set(values) ^ names))
-            raise ValueError(f"config.model and ModelConfig disagree on: {odd}")
+            raise ValueError(f"config.model has missing or unknown keys: {odd}; give exactly the fields of ModelConfig")
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
     def is_global(self, layer: Any) -> Any:
@@ -197,10 +197,9 @@ class ModelConfig(ModelKeys):
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
-                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
-                "slows all pairs alike, four positive numbers: "
-                "factor,low_frequency_factor,high_frequency_factor,original_positions, or YaRN's five: "
-                "factor,beta_fast,beta_slow,original_positions,attention_factor"
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or positive numbers: "
+                "factor (linear), factor,low_frequency_factor,high_frequency_factor,original_positions (Llama 3.1), or "
+                "factor,beta_fast,beta_slow,original_positions,attention_factor (YaRN)"
             )
         if len(numbers) == 5 and self.rope_theta <= 1:
             raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
@@ -226,8 +225,8 @@ class ModelConfig(ModelKeys):
             )
         if self.position != "rope":
             raise ValueError(
-                f"model.position={self.position} with {kind}: a part of its heads carries the rotary "
-                "position; set model.position=rope"
+                f"model.position={self.position} with {kind}: latent attention needs rotary "
+                "positions; set model.position=rope"
             )
         if self.mla_d_rope % 2:
             raise ValueError(

@@ -219,7 +219,7 @@ def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
         per_device, cause = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
         setting, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
         raise ValueError(
-            f"{setting}: the {inputs} inputs of {name} are not whole blocks of {block}{per_device}: "
+            f"{setting}: the {inputs} inputs of {name} cannot be split into blocks of {block}{per_device}: "
             f"change {cause}{remedy}"
         )
 

@@ -164,8 +164,12 @@ def test_devices_quantize_as_the_host_does(base):
 @pytest.mark.quick
 def test_blocks_that_are_not_whole():
     odd = Matrix((96, 64), ("d_model", "d_ff"), 1)
-    with pytest.raises(ValueError, match=r"=nf4: the 96 inputs of w_up are not whole blocks of 64: change the size"):
+    with pytest.raises(
+        ValueError, match=r"=nf4: the 96 inputs of w_up cannot be split into blocks of 64: change the size"
+    ):
         quantized_formats.check_blocks("nf4", "w_up", odd)
-    with pytest.raises(ValueError, match=r"the 128 inputs of w_q are not whole blocks of 64 on each of 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"the 128 inputs of w_q cannot be split into blocks of 64 on each of 4 devices"
+    ):
         quantized_formats.check_blocks("nf4", "w_q", MATRICES[0], shards=4)
     quantized_formats.check_blocks("int8", "w_up", odd, shards=3)

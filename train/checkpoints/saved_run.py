@@ -162,7 +162,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
         try:
             node[name] = tuple(value) if isinstance(known[key], tuple) else value
         except TypeError as error:
-            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore it") from error
+            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore the file") from error
     return config
 
 

@@ -236,7 +236,9 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
     deadline = time.monotonic() + SHARED_S
     while not (workdir / CONFIG).exists():  # a network file system may show the file late
         if time.monotonic() > deadline:
-            raise UserError(f"{workdir} of process 0 is not visible here: give a --workdir that all processes share")
+            raise UserError(
+                f"{workdir} of process 0 is not visible on this machine: give a --workdir that all processes share"
+            )
         time.sleep(0.1)
     return notes
 
@@ -282,7 +284,7 @@ def recorded(path: Path) -> Identity:
         if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
             raise ValueError("values of wrong types")
     except KeyError as error:
-        raise _damaged(path, f"no key {error}") from error
+        raise _damaged(path, f"the key {error} is missing") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.

@@ -122,7 +122,10 @@ def times_of(schedule: Schedule, table: np.ndarray) -> Times:
         times[unit] = int(tick)
     wanted = schedule.micro_batches * schedule.virtual_stages
     if len(times) != wanted:
-        raise ReportError(f"schedule {schedule.name}: {len(times)} of {wanted} units are in the table")
+        raise ReportError(
+            f"schedule {schedule.name}: the table has {len(times)} of {wanted} units (pairs of micro-batch and virtual "
+            "stage)"
+        )
     return times
 
 

@@ -201,7 +201,7 @@ def _choose_kernels(
         # XLA's compiler (0.10 to 0.12) would abort the process.
         raise ValueError(
             f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
-            "this level; set model.attention=cudnn or naive, or leave the level empty"
+            "this level; set model.attention=cudnn or naive, or leave xla.optimization_level empty"
         )
     moe_kernel = choose_moe_kernel(model, platform)
     return dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0]), kernel, moe_kernel
@@ -249,7 +249,7 @@ def _choose_stages(
     if stages == 1:
         if virtual > 1:
             raise ValueError(
-                f"pipeline.virtual={virtual} with mesh.stage=1: there are no stages; set "
+                f"pipeline.virtual={virtual} with mesh.stage=1: there is only one stage; set "
                 "mesh.stage, or pipeline.virtual=1"
             )
         return None, None

@@ -56,7 +56,7 @@ def _check_layerwise(choices: Choices) -> None:
     if choices.precision.loss_scale == "dynamic":
         raise ValueError(
             f"{settings.layerwise_key} with precision.preset={settings.precision.preset}: an overflow in one layer "
-            "would have to undo the update of all layers; choose bf16, which needs no loss scale"
+            "would have to undo the update of all layers; choose precision.preset=bf16, which needs no loss scale"
         )
     if settings.batch.accumulation_schedule:
         raise ValueError(
@@ -97,7 +97,7 @@ def _check_fused(choices: Choices, state: TrainState) -> None:
         if segment.groups > 1:
             raise ValueError(
                 f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
-                "choose full, or another policy without groups"
+                "set remat.policy=full, or another policy without groups"
             )
 
 

@@ -158,7 +158,7 @@ def _check_vocabulary(vocab_size: int, multiple: int) -> None:
     max_size = MAX_INT // multiple * multiple
     if vocab_size > max_size:
         raise ValueError(
-            f"model.vocab_size={vocab_size} is too large, rounded up to a multiple of model.vocab_multiple="
+            f"model.vocab_size={vocab_size} exceeds int32 when rounded up to a multiple of model.vocab_multiple="
             f"{multiple}: give at most {max_size}"
         )
 

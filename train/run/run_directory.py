@@ -187,7 +187,7 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
         if breakdown.get(key) is not None:
             _check(breakdown, {key: float})
     if breakdown["devices"] < 1:
-        raise TypeError(f"devices is {breakdown['devices']}")
+        raise TypeError(f"devices is {breakdown['devices']}, not 1 or more")
     return breakdown
 
 
@@ -198,6 +198,6 @@ def _check(value: Any, fields: Mapping[str, type]) -> None:
         one = value[name]
         allowed = (int, float) if kind is float else kind
         if not isinstance(one, allowed) or isinstance(one, bool):
-            raise TypeError(f"{name} is {type(one).__name__}")
+            raise TypeError(f"{name} is {type(one).__name__}, not {kind.__name__}")
         if isinstance(one, int | float) and not 0 <= one < 1e15:  # rejects nan too
-            raise TypeError(f"{name} is {one}")
+            raise TypeError(f"{name} is {one}, not a number from 0 to 1e15")

@@ -242,7 +242,7 @@ def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
         ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
         ({"remat.policy": "sqrt"}, "remat.policy=sqrt"),
         ({"remat.policy": "offload"}, "stash is in device memory"),
-        ({"mesh.stage": 1, "pipeline.virtual": 2}, "there are no stages"),
+        ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
         ({"model.n_layers": 1}, "need a layer each"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
         ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),

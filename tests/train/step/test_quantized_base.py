@@ -124,7 +124,7 @@ def test_no_policy_keeps_what_is_dequantized(overrides):
 @pytest.mark.parametrize(
     ("devices", "overrides", "message"),
     [
-        (1, {"model.d_model": 96}, "the 96 inputs of w_[a-z]+ are not whole blocks of 64: change the size"),
+        (1, {"model.d_model": 96}, "the 96 inputs of w_[a-z]+ cannot be split into blocks of 64: change the size"),
         (
             8,
             {"mesh.fsdp": 8, "batch.micro": 1},

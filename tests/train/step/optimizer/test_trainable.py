@@ -50,7 +50,7 @@ def test_patterns_choose_parameters(patterns, found):
         ({"optimizer.freeze": "blocks.0.*"}, "set model.scan=false"),
         ({"optimizer.freeze": "*"}, "every parameter"),
         ({"optimizer.freeze": "w_head", "offload.params": "true"}, "set offload.params=false"),
-        ({"optimizer.freeze": "*w_q", "precision.preset": "fp8"}, "blocks.attention.w_q too; .*preset=bf16"),
+        ({"optimizer.freeze": "*w_q", "precision.preset": "fp8"}, "frozen blocks.attention.w_q; .*preset=bf16"),
         (
             {"optimizer.freeze": "blocks.*", "optimizer.fused_backward": "true", "optimizer.clip_norm": "0"},
             "all blocks frozen",
