@@ -72,7 +72,7 @@ def test_the_ends_of_the_ranges_are_valid(key, value):
 
 @pytest.mark.parametrize("text", ["a,b,c,d", "0", "-8", "8,1", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
 def test_scaling_of_rotary_positions_takes_one_or_four_positive_numbers(text):
-    with pytest.raises(ValueError, match="rope_scaling=.*four positive numbers"):
+    with pytest.raises(ValueError, match="rope_scaling=.*or positive numbers"):
         ModelConfig.from_dict(small_config({"model.rope_scaling": text}).model)
     for valid in ("8", "8,1,4,8192"):
         assert ModelConfig.from_dict(small_config({"model.rope_scaling": valid}).model).rope_scaling[0] == 8

@@ -220,7 +220,9 @@ def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
         assert main(["page", str(place)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     make_run(tmp_path / "one")
-    with pytest.raises(ReportError, match=f"is not a run directory.* it contains 1 run, the newest is {tmp_path / 'one'}"):
+    with pytest.raises(
+        ReportError, match=f"is not a run directory.* it contains 1 run, the newest is {tmp_path / 'one'}"
+    ):
         run_directory.read(tmp_path)
 
 
