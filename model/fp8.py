@@ -158,12 +158,12 @@ class Linear:
         return len(set(left) & set(right))
 
     def sums(self, weight: Axes) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
-        """Returns the logical axes of a weight that are contracted in the forward pass, and those contracted in the
-        gradient of the activation."""
+        """Returns two groups of logical axes of a weight: axes contracted in the forward pass, and axes contracted in
+        the gradient of the activation."""
         return weight[: self.contracted], weight[self.contracted :]
 
     def out(self, weight: Axes) -> Axes:
-        """Returns the logical axes of the product with a weight of logical axes `weight`."""
+        """Returns the logical axes of the product with a weight that has the logical axes `weight`."""
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:

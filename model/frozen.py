@@ -47,9 +47,10 @@ def router_biases(tree: Any) -> list[str]:
 
 
 def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
-    """Splits nested dicts of parameters into (parameters not in `names`, parameters in `names`), without empty dicts.
+    """Splits nested dicts of parameters by `names`, dotted paths: returns (parameters not in `names`, parameters in
+    `names`).
 
-    Returns (tree, None) if `names` is empty.
+    The results contain no empty dicts. Returns (tree, None) if `names` is empty.
     """
     if not names:
         return tree, None
@@ -64,7 +65,7 @@ def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
 
 
 def joined(trained: Any, frozen: Any) -> Any:
-    """Merges the halves of a parameter tree that `parted` returned. `frozen` is None if all parameters are trained."""
+    """Merges two parts of a parameter tree that `parted` returned. `frozen` is None if all parameters are trained."""
     if frozen is None:
         return trained
     keys = {**trained, **frozen}

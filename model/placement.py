@@ -140,7 +140,8 @@ class Placement:
         return function(self, *arrays, weights)
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
-        """Returns the residual stream that enters a layer with the sharding in which loops stack it."""
+        """Returns the residual stream `x_BLD` that enters a layer, with the sharding in which the loop over layers
+        stacks it."""
         return x_BLD
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
@@ -150,7 +151,7 @@ class Placement:
         return w
 
     def reduced(self, d_w: jax.Array) -> jax.Array:
-        """Returns a gradient in the dtype in which devices sum it."""
+        """Casts a gradient to the dtype in which devices sum gradients."""
         return d_w if self.reduce is None else d_w.astype(self.reduce)
 
     def narrows(self, dtype: DTypeLike) -> bool:
@@ -158,8 +159,10 @@ class Placement:
         return self.reduce is not None and jnp.dtype(self.reduce).itemsize < jnp.dtype(dtype).itemsize
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns the gradient of a parameter with logical `axes` in the dtype and sharding that it has until the
-        update."""
+        """Returns the gradient `d_w` of a parameter with the dtype and sharding that gradients have until the update.
+
+        `axes`: the logical axes of the parameter.
+        """
         del axes
         return d_w
 

@@ -51,8 +51,11 @@ def layers_of(config: ModelConfig, stack: str) -> list[int]:
 
 
 def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
-    """Returns the runs of all layers, in order. `segments`: ranges of layers with their policies, which cover all
-    layers."""
+    """Returns the runs of all layers, in order: consecutive layers with the same policy that are all dense or all with
+    experts.
+
+    `segments`: ranges of layers with their remat policies, which cover all layers.
+    """
     runs: list[LayerRun] = []
     done = {BLOCKS: 0, DENSE: 0}
     for segment in segments:

@@ -179,7 +179,7 @@ class Transformer(nnx.Module):
 
     @property
     def runs(self) -> list[LayerRun]:
-        """The layers grouped by structure and remat policy, in order."""
+        """The layers as runs of consecutive layers with the same structure and remat policy, in order."""
         return runs_of(self.config, self.remat.segments(self.config.n_layers))
 
     def layers(self) -> list[tuple[LayerRun, Callable[..., tuple[jax.Array, Load | None]]]]:
@@ -190,7 +190,8 @@ class Transformer(nnx.Module):
         return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
     def at_once(self, segment: Segment) -> int:
-        """Returns the number of layers per step of the loop over a range of layers, or over one group of the range."""
+        """Returns the number of layers per iteration of the loop over a range of layers, or over one group of a nested
+        policy."""
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:

@@ -90,8 +90,8 @@ def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) 
 
 
 def triangle(n: int) -> Pairs:
-    """Returns the query and key block indices of the pairs on or below the diagonal of n by n blocks: two int32 arrays
-    [n(n+1)/2]."""
+    """Returns the block index pairs (query block, key block) on or below the diagonal of n x n blocks: two int32
+    arrays [n(n+1)/2]."""
     i, j = np.tril_indices(n)
     return i.astype(np.int32), j.astype(np.int32)
 
@@ -135,8 +135,10 @@ def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tupl
 
 
 def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the initial float32 sums: weighted values [n, B, G, R, c, width], maximum scores and denominators [n, B,
-    G, R, c]. `q`: query blocks."""
+    """Returns the initial values of the online softmax for query blocks `q`, float32.
+
+    They are sums of weighted values [n, B, G, R, c, width], maximum scores and denominators [n, B, G, R, c].
+    """
     rows = q.shape[:-1]
     return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 

@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         return self.inputs(x_BTD, packed)
 
     def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
-        """Turns the attention context over cached entries into the heads' context. Here both are the same."""
+        """Returns the heads' context for the attention context over cached entries. In this class they are equal."""
         return context_BTHV
 
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:

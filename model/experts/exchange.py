@@ -40,8 +40,8 @@ class Exchange:
 
 
 def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    """Returns the maximum number of rows of a device: `factor` times the mean, or all rows that can arrive if factor
-    is 0."""
+    """Returns the maximum number of expert rows of a device: `factor` times the mean, or all rows that can arrive if
+    factor is 0."""
     max_rows = tokens * peers.size * min(k, experts // peers.size)
     return min(int(factor * tokens * k), max_rows) if factor else max_rows
 
@@ -85,7 +85,7 @@ def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    """Returns the plan for the rows as they are sent: rows of all experts, the experts of one peer adjacent.
+    """Returns the plan for sending rows in slots: rows of all experts, with the experts of one peer adjacent.
 
     The plan's tiles describe the rows that this device receives.
     """

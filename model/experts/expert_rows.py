@@ -43,7 +43,8 @@ class Shape:
 
 
 def tile_of(choices: int, experts: int) -> int:
-    """Returns the rows of a tile when `choices` rows are distributed over `experts`.
+    """Returns the size of a tile, in rows, if `choices` pairs of token and expert are distributed over `experts`
+    experts.
 
     The result is a power of 2, at most the mean rows of an expert, and between SMALLEST_TILE and LARGEST_TILE.
     """
@@ -52,12 +53,17 @@ def tile_of(choices: int, experts: int) -> int:
 
 
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
-    """Returns the shape that holds `rows` rows of `experts` experts, with room for padding each expert's last tile."""
+    """Returns the shape of the tile layout: `rows` rows of `experts` experts, with room for padding each expert's last
+    tile."""
     return Shape(experts, (-(-rows // tile) + experts) * tile, tile)
 
 
 def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
-    """Returns the shape that gives each expert `factor` times the mean rows, rounded up to a multiple of 8."""
+    """Returns the shape of the slot layout. Each expert gets `factor` times the mean rows, rounded up to a multiple of
+    8 slots.
+
+    `choices`: number of pairs of token and expert on the device.
+    """
     slots = max(-(-int(choices * factor / experts) // 8) * 8, 8)
     return Shape(experts, experts * slots, slots, slots)
 
@@ -99,11 +105,11 @@ class Plan:
 
 
 def rank_in_expert(expert_N: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns for each of N choices its position among the choices of the same expert, and the number of choices per
-    expert, both int32.
+    """Counts the choices (pairs of token and expert) of each expert.
 
-    `expert_N`: expert indices from 0, `experts` for a choice of another device's expert. Uses a stable sort, because a
-    running count would need an array [N, E].
+    Returns, both int32, the position of each of N choices among the choices of the same expert, and the number of
+    choices of each expert. `expert_N`: expert indices from 0, `experts` for a choice of another device's expert. Uses
+    a stable sort, because a running count would need an array [N, E].
     """
     order_N = jnp.argsort(expert_N, stable=True)
     counts_E = jnp.bincount(expert_N, length=experts + 1)[:experts].astype(jnp.int32)
@@ -122,8 +128,10 @@ def first_rows(counts_E: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]
 
 
 def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
-    """Returns the plan for choices [T, K] of experts numbered from 0 on this device. `shape.experts` marks experts of
-    other devices."""
+    """Returns the row positions of the experts `expert_TK` that each token chose, [T, K].
+
+    Experts are numbered from 0 on this device. `shape.experts` marks experts of other devices.
+    """
     expert_N = expert_TK.reshape(-1)
     rank_N, counts_E = rank_in_expert(expert_N, shape.experts)
     first_E, tiles_E = first_rows(counts_E, shape)
@@ -141,8 +149,10 @@ def make_plan(expert_TK: jax.Array, shape: Shape) -> Plan:
 
 
 def sources(place_N: jax.Array, rows: int) -> jax.Array:
-    """Inverts the row positions `place_N` of N choices: returns the choice in each of `rows` rows, int32 [X], N for an
-    empty row."""
+    """Inverts row positions: returns which of N choices is in each of `rows` rows, int32 [X], and N for an empty row.
+
+    `place_N`: the row of each choice.
+    """
     return (
         jnp.full(rows, place_N.size, jnp.int32).at[place_N].set(jnp.arange(place_N.size, dtype=jnp.int32), mode="drop")
     )

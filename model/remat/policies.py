@@ -149,7 +149,8 @@ PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 
 def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
-    """A checkpoint policy that saves products with batch dimensions, which only the attention core has."""
+    """Returns True for products with batch dimensions, which only the attention core has. Used as a checkpoint
+    policy."""
     return bool(
         cp.dots_saveable(primitive, *inputs, **params)
         and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params)
@@ -260,7 +261,7 @@ class LayerPolicies:
 
     @property
     def asked(self) -> set[str]:
-        """The checkpoint names in the config itself, not those of rows of POLICIES."""
+        """The checkpoint names that the config lists itself. Names that belong to rows of POLICIES are not included."""
         asked = {*self.save, *self.offload}
         for text in self.layers:
             name = self._range(text)[2]

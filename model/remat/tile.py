@@ -20,7 +20,7 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement of a module whose parameters are already gathered. Activations are sharded as `place` does it."""
+    """The placement of a module whose parameters are already gathered. It shards activations like `place`."""
 
     place: Placement
 
@@ -29,9 +29,9 @@ class Gathered(Placement):
 
 
 def count_tiles(length: int, chunk: int, parts: int) -> int:
-    """Returns the number of tiles of `chunk` positions on each of `parts` devices that share `length` positions.
+    """Returns the number of tiles on each of `parts` devices that share a sequence of `length` positions.
 
-    Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
+    A tile has `chunk` positions. Returns 1 if `chunk` is 0 or if the length is not divisible by parts * chunk.
     """
     return length // parts // chunk if chunk and not length % (parts * chunk) else 1
 

@@ -236,11 +236,11 @@ class Layout(Placement):
         return self._constrain(w, self.spec(axes))
 
     def held(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a copy of a parameter, sharded like the stored parameter."""
+        """Returns a copy of the parameter `w` with the sharding of the stored parameter."""
         return self._constrain(w, self.spec(axes, state=self.strategy.stored))
 
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """Shards a gradient, or a sum of gradients, that already has the dtype `reduce`, as gradients are stored."""
+        """Shards a gradient, or a sum of gradients, like stored gradients. Its dtype must already be `reduce`."""
         return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:

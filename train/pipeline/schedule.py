@@ -112,7 +112,10 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def times_of(schedule: Schedule, table: np.ndarray) -> Times:
-    """Returns the tick of each unit of a table. Raises ReportError if a unit is missing or occurs twice."""
+    """Returns the tick of each unit, a pair (micro-batch, virtual stage), of a table.
+
+    Raises ReportError if a unit is missing or occurs twice.
+    """
     times: Times = {}
     for tick, stage in zip(*np.nonzero(table[:, :, 0] != IDLE)):
         m, chunk, _ = table[tick, stage]
@@ -153,7 +156,8 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 
 def _check_slots(schedule: Schedule) -> None:
-    """Raises ReportError if two units of a stage use a slot at once, or if a unit reads a slot of another unit."""
+    """Raises ReportError if a stage uses a stash slot for two units at once, or reads a slot that holds another
+    unit."""
     last_table = schedule.weights if schedule.apart else schedule.backward
     for stage in range(schedule.stages):
         used: dict[int, Unit] = {}

@@ -40,7 +40,8 @@ def _one_chunk(name: str, virtual: int) -> None:
 
 
 def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)."""
+    """Returns the schedule with all forward passes first, then all backward passes (Huang et al. 2018, arXiv
+    1811.06965)."""
     _one_chunk(name, v)
     start = M + P - 1
     # Backward passes run in the order of the forward passes: outputs wait as long as in reverse order, and losses come
@@ -51,14 +52,17 @@ def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
-    """PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503) with a forward and a backward pass in one tick."""
+    """Returns PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503), with a forward and a backward pass in one
+    tick."""
     _one_chunk(name, v)
     return _interleaved(name, P, M, 1)
 
 
 def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
-    """The v chunks of a stage in turn, P micro-batches at a time (Narayanan et al. 2021, arXiv 2104.04473, section
-    2.2)."""
+    """Returns the interleaved schedule (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    The v chunks of a stage run in turn, P micro-batches at a time.
+    """
     if v > 1 and M % P:
         raise ReportError(
             f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
@@ -80,9 +84,9 @@ def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _v(name: str, P: int, M: int, v: int) -> Schedule:
-    """Two chunks per stage, placed as a V (Qi et al. 2024, arXiv 2405.15362).
+    """Returns the schedule with two chunks per stage that are placed as a V (Qi et al. 2024, arXiv 2405.15362).
 
-    The first and the last virtual stage are on the same stage, and all stages need the same stash.
+    The first and the last virtual stage are on the same stage, and all stages need the same number of stash slots.
     """
     if v not in (1, 2):
         raise ReportError(
@@ -96,8 +100,10 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
 
 
 def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
-    """1F1B with separate weight gradients in the first ticks without a backward pass, or at its end (Qi et al. 2023,
-    arXiv 2401.10241)."""
+    """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
+
+    A stage computes them in its first ticks without a backward pass, or at the end of the schedule.
+    """
     _one_chunk(name, v)
     one = _interleaved("1f1b", P, M, 1)
     forward, backward = (times_of(one, table) for table in (one.forward, one.backward))
@@ -113,7 +119,13 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """A row of SCHEDULES: `make(name, P, M, v)`, a one-line summary, and the chunks per stage in its drawing."""
+    """A row of SCHEDULES.
+
+    Fields:
+      make: (name, stages, micro-batches, chunks per stage) -> the schedule.
+      summary: one line for the user.
+      chunks: number of chunks per stage in the drawing of the schedule.
+    """
 
     make: Callable[[str, int, int, int], Schedule]
     summary: str
@@ -139,7 +151,8 @@ def _table(
     backward: Times,
     weights: Times | None = None,
 ) -> Schedule:
-    """Returns the schedule with the given ticks of every unit, and assigns its slots."""
+    """Returns the schedule in which each (micro-batch, virtual stage) runs in the given ticks, with stash slots
+    assigned."""
     ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
     last_use = weights or backward
@@ -179,7 +192,10 @@ def _table(
 
 
 def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """Assigns a slot to each (first tick, last tick, unit), sorted by first tick. Uses the minimum number of slots."""
+    """Assigns a slot to each (first tick, last tick, (micro-batch, virtual stage)), given in order of first ticks.
+
+    Uses the minimum number of slots.
+    """
     free_from: list[int] = []  # the last tick of each slot
     slots = {}
     for start, end, unit in lives:

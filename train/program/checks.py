@@ -87,7 +87,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
 
 
 def check_without_devices(settings: Settings) -> None:
-    """Raises ValueError if a remat policy does not exist. Starts no device."""
+    """Raises ValueError if a remat policy does not exist. This check needs no devices."""
     if settings.remat.policy != AUTO:
         settings.layer_policies(fp8=False)
 

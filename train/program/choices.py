@@ -72,8 +72,8 @@ class Choices:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack name -> the layer index of each of its rows, for stacks that a pipeline stores in another order than
-        the model's."""
+        """Stack name -> the layer index of each of its rows. Only stacks that a pipeline stores in another order than
+        the model's are included."""
         return self.stages.order if self.stages else {}
 
     def transformer(

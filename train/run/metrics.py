@@ -67,7 +67,8 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Returns the number of frozen parameters among `matmul_parameters`. `frozen`: dotted paths of parameters."""
+    """Returns the number of frozen parameters among those that `matmul_parameters` counts. `frozen`: dotted paths of
+    parameters."""
     head = "w_token" if model.tie_embeddings else "w_head"
     table = {**_matrices(model, False), **_matrices(model, True), head: model.d_model * model.vocab_size}
     routed = model.expert_layers

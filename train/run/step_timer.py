@@ -17,7 +17,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Lap:
-    """Means per step of a lap.
+    """Means per step over a lap, the time between two rows of metrics.
 
     Fields:
       seconds: duration of a step.
@@ -114,7 +114,8 @@ class Clock:
         self._was_saving = self._saving()
 
     def lap(self) -> Lap:
-        """Ends the lap, begins the next one, and returns the means of the ended lap."""
+        """Ends the current lap, which is the time since the last row, and returns its means per step. Begins the next
+        lap."""
         seconds, steps = time.perf_counter() - self._began, max(self._steps, 1)
         lap = Lap(seconds / steps, self._tokens / steps, self._waiting / steps)
         self._total, self._total_waiting = self._total + seconds, self._total_waiting + self._waiting

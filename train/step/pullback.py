@@ -1,4 +1,4 @@
-"""Splits the gradient function of a layer into residuals to save and values that the backward pass can read
+"""Splits the residuals of a layer's gradient function into those to save and those the backward pass can read
 elsewhere."""
 
 import dataclasses
@@ -11,7 +11,8 @@ Leaves = list[jax.Array]
 
 @dataclasses.dataclass
 class Pullback:
-    """The gradient function of one layer: which of its residuals are saved, and where the others are read.
+    """The gradient function of one layer: which of its residuals are saved, and where the backward pass reads the
+    rest.
 
     It is filled while the forward loop is traced. The backward loop rebuilds each layer's pullback from it.
     """

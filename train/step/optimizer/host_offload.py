@@ -1,8 +1,8 @@
 """Training state in pinned host memory: which leaves are there, and how they move to the device and back.
 
-The sharding of a leaf determines its memory, for present and for described devices. A program takes such leaves in
-host memory and returns them there, in place. Inside a step their types tell the memory (`jax.typeof`). Leaves in host
-memory must be fetched before the step computes with them.
+The sharding of a leaf includes its memory kind, on present and on described devices. A program takes leaves in host
+memory and returns them there, in place. Inside a step the type of a leaf includes its memory (`jax.typeof`). Leaves in
+host memory must be fetched before the step computes with them.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Returns True if programs for this device can have arrays in pinned host memory."""
+    """Returns True if programs for this device can have arrays in pinned host memory. Described devices count as
+    True."""
     try:
         memories = device.addressable_memories()
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):

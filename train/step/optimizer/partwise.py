@@ -1,4 +1,4 @@
-"""The update by parts: each layer of the stacked blocks in turn, then every other parameter separately.
+"""The update by parts: each layer of the stacked blocks, one after the other, then every other parameter separately.
 
 Every optimizer of this project computes the update of a parameter only from that parameter, except for the clipping
 norm. The result therefore equals one update of all parameters. Only one layer's state is on the device at a time:
@@ -55,8 +55,10 @@ def owner(path: tuple, known: set[tuple]) -> tuple | None:
 
 
 def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the number of pieces of at most PIECE bytes into which a table's rows are split. 0 if the table is small
-    or its rows are sharded."""
+    """Returns the number of pieces into which a table's rows are split so that each has at most PIECE bytes.
+
+    Returns 0 if the table is small or its rows are sharded.
+    """
     if _rows_sharded(leaf.sharding):
         return 0
     size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
