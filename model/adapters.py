@@ -108,7 +108,7 @@ def _rank(lora: Lora, others: Sequence[str]) -> str:
     return "adapter_state" if lora.shared and "d_model" not in others else "adapter"
 
 
-def adapted(
+def add_adapter_outputs(
     module: Adaptable,
     spec: str,
     x: jax.Array,

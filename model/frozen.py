@@ -46,7 +46,7 @@ def router_biases(tree: Any) -> list[str]:
     return [path for path in paths if path.endswith(ROUTER_BIAS)]
 
 
-def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
+def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     """Splits nested dicts of parameters by `names`, dotted paths: returns (parameters not in `names`, parameters in
     `names`).
 
@@ -64,9 +64,13 @@ def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     return part(tree, (), False) or {}, part(tree, (), True)
 
 
-def joined(trained: Any, frozen: Any) -> Any:
-    """Merges two parts of a parameter tree that `parted` returned. `frozen` is None if all parameters are trained."""
+def merge_parameters(trained: Any, frozen: Any) -> Any:
+    """Merges two parts of a parameter tree that `split_parameters` returned. `frozen` is None if all parameters
+    are trained."""
     if frozen is None:
         return trained
     keys = {**trained, **frozen}
-    return {key: joined(trained[key], frozen[key]) if key in trained and key in frozen else keys[key] for key in keys}
+    return {
+        key: merge_parameters(trained[key], frozen[key]) if key in trained and key in frozen else keys[key]
+        for key in keys
+    }

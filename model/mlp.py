@@ -5,7 +5,7 @@ import math
 import jax
 from flax import nnx
 
-from bytescope.model.adapters import Lora, adapted
+from bytescope.model.adapters import Lora, add_adapter_outputs
 from bytescope.model.layers import ACTIVATIONS, MLPS, enter, fold, leave, param, read
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.names import tag
@@ -44,7 +44,7 @@ class Mlp(nnx.Module):
             matmul=self.precision.matmul,
             name="mlp_norm",
         )
-        up_BLF, *gate = adapted(
+        up_BLF, *gate = add_adapter_outputs(
             self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2), "mlp_norm_mask"
         )
         if self.config.bias:
@@ -66,7 +66,7 @@ class Mlp(nnx.Module):
             name="act",
             out="mlp_out",
         )
-        (y_BLD,) = adapted(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
+        (y_BLD,) = add_adapter_outputs(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         return tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")

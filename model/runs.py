@@ -70,14 +70,14 @@ def runs_of(config: ModelConfig, segments: Sequence[Segment]) -> list[LayerRun]:
     return runs
 
 
-def stacked(loads: Sequence[Load | None]) -> Load | None:
+def stack_loads(loads: Sequence[Load | None]) -> Load | None:
     """Concatenates the loads of several runs along their axis of layers. Returns None if no run has experts."""
     present = [load for load in loads if load is not None]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
 
 
 @jax.custom_vjp
-def of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
+def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
     """Reads `leaf` from the stack of all layers, `whole_N`, at index `layer`. The gradient goes to `leaf`.
 
     The compiler copies the part of a stack that a loop iterates over, which costs the memory of all parameters once
@@ -87,8 +87,9 @@ def of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
 
 
-of_stack.defvjp(
-    lambda layer, leaf, whole_N: (of_stack(layer, leaf, whole_N), None), lambda _, gradient: (None, gradient, None)
+read_from_stack.defvjp(
+    lambda layer, leaf, whole_N: (read_from_stack(layer, leaf, whole_N), None),
+    lambda _, gradient: (None, gradient, None),
 )
 
 

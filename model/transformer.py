@@ -20,9 +20,9 @@ from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
-from bytescope.model.remat.offload import settle, to_device
+from bytescope.model.remat.offload import order_offloads, to_device
 from bytescope.model.remat.policies import LayerPolicies, Segment
-from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, of_stack, runs_of, split_layers, stacked
+from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, read_from_stack, runs_of, split_layers, stack_loads
 from bytescope.model.segments import Packed, token_positions
 
 KEEP_ALL = LayerPolicies()
@@ -143,7 +143,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequences are longer than `max_seq_len`.
         """
-        dropout_key_B = dropout_key_B if self.drops else None
+        dropout_key_B = dropout_key_B if self.has_dropout else None
         packed = self.packed(segments_BL, real_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         return self.finish(x_BLD), pool_balance(load)
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """True if the model or its adapters have dropout."""
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
@@ -231,7 +231,7 @@ class Transformer(nnx.Module):
             for run in runs:
                 x_BLD, load = self._unroll_run(run, x_BLD, key_B, packed)
                 loads.append(load)
-            return x_BLD, stacked(loads)
+            return x_BLD, stack_loads(loads)
         stacks = {}
         for name in dict.fromkeys(run.stack for run in runs):
             graph, state_N = nnx.split(getattr(self, name))
@@ -244,7 +244,7 @@ class Transformer(nnx.Module):
             whole_N = whole_N if run.segment.policy.saveable else None
             x_BLD, load = self._scan_run(run, graph, next(states), x_BLD, key_B, packed, whole_N)
             loads.append(load)
-        return x_BLD, stacked(loads)
+        return x_BLD, stack_loads(loads)
 
     def _block(
         self,
@@ -269,7 +269,7 @@ class Transformer(nnx.Module):
             def read_block() -> Block:
                 own = state
                 if whole_N is not None:
-                    own = jax.tree.map(partial(of_stack, layer - run.offset), state, whole_N)
+                    own = jax.tree.map(partial(read_from_stack, layer - run.offset), state, whole_N)
                 return nnx.merge(graph, own).set(layer, regather=policy.saveable is None)
 
             return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
@@ -311,12 +311,12 @@ class Transformer(nnx.Module):
                 with jax.named_scope(f"layer_{layer}"):
                     x_BLD, load = block(x_BLD, state, layer, key_B, packed)
                     loads.append(jax.tree.map(lambda leaf: leaf[None], load))
-            return x_BLD, stacked(loads)
+            return x_BLD, stack_loads(loads)
 
         graph, _ = nnx.split(self.blocks[segment.start])
         block = self._block(run, graph)
         if segment.policy.offloads:
-            block = settle(block)
+            block = order_offloads(block)
         numbers = range(segment.start, segment.stop)
         states = [nnx.split(self.blocks[layer])[1] for layer in numbers]
         if segment.groups == 1:
@@ -326,7 +326,7 @@ class Transformer(nnx.Module):
             group = partial(layers, numbers=numbers[first : first + size])
             x_BLD, load = segment.policy.wrap(group, scanned=False)(x_BLD, states[first : first + size])
             loads.append(load)
-        return x_BLD, stacked(loads)
+        return x_BLD, stack_loads(loads)
 
     def head(self) -> jax.Array:
         """Returns the matrix from hidden states to logits in `precision.param`: [D, padded V], or [padded V, D] if

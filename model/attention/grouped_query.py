@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.adapters import Lora, adapted
+from bytescope.model.adapters import Lora, add_adapter_outputs
 from bytescope.model.attention.attention_kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.layers import enter, fold, leave, param, read
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         """Returns queries [B, L, H, K] and keys and values [B, L, G, K] in the compute dtype, before rotation."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        outs = adapted(
+        outs = add_adapter_outputs(
             self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2), "attn_norm_mask"
         )
         for which, y_BLHK in zip(weights, outs):
@@ -160,7 +160,9 @@ class Attention(nnx.Module):
                 name=name,
                 out="attn_out",
             )
-            (y_BLD,) = adapted(self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask")
+            (y_BLD,) = add_adapter_outputs(
+                self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask"
+            )
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             return tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")

@@ -52,7 +52,7 @@ def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> in
 def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     choices = tokens * k * peers.size
     rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
-    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.tile_of(choices, experts))
+    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.choose_tile(choices, experts))
     return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
@@ -233,8 +233,8 @@ EXCHANGES = {
     "local": Exchange("every device has all experts", _shape_here, **GATHERED),
     "slots": Exchange("every device has all experts, rows in slots", _shape_slots, **SLOTS),
     "allgather": Exchange("tokens gathered from all peers, outputs reduce-scattered", _shape_here, **GATHERED),
-    "all_to_all": Exchange("slots of fixed size exchanged", _shape_slots, **SLOTS),
-    "ragged_all_to_all": Exchange("rows of varying number exchanged", _shape_here, **RAGGED),
+    "all_to_all": Exchange("fixed-size slots exchanged between peers", _shape_slots, **SLOTS),
+    "ragged_all_to_all": Exchange("varying numbers of rows exchanged between peers", _shape_here, **RAGGED),
 }
 # The values of mesh.dispatch.
 DISPATCHES = ("auto", "allgather", "all_to_all", "ragged_all_to_all")

@@ -121,11 +121,11 @@ def rows_times(
         out_shape=out,
         grid=(tiles.expert.size, N // columns_per_block),
         name="expert_rows",
-        **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
+        **_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out),
     )(tiles.expert, tiles.first, tiles.count, x_XC, w)
 
 
-def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
+def weight_gradients(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
     """Returns for each expert the sum over its rows of x^T y: [X, C] and [X, N] to [E, C, N] in the dtype of `x_XC`."""
     (X, C), N, E = x_XC.shape, y_XN.shape[1], tiles.count.size
     tile = X // tiles.expert.size
@@ -149,7 +149,7 @@ def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: boo
         out_shape=out,
         grid=(E, C // rows_per_block, N // columns_per_block),
         name="expert_weights",
-        **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
+        **_call_arguments(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out),
     )(tiles.first, tiles.count, x_XC, y_XN)
 
 
@@ -159,7 +159,7 @@ def _block(size: int, largest: int) -> int:
     return size if size <= largest else math.gcd(size, largest)
 
 
-def _how(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
+def _call_arguments(interpret: bool, flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> dict:
     """Returns the keyword arguments of a kernel call, with its cost estimate, because reports cannot look into a
     kernel."""
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
@@ -173,15 +173,15 @@ def _grouped(interpret: bool) -> tuple[Callable[..., jax.Array], ...]:
     return (
         partial(rows_times, interpret=interpret),
         partial(rows_times, transposed=True, interpret=interpret),
-        partial(weights_of, interpret=interpret),
+        partial(weight_gradients, interpret=interpret),
     )
 
 
 KERNELS = {
     "grouped": Products("Pallas kernels over tiles of rows, on NVIDIA GPUs from Ampere on", *_grouped(False)),
-    "grouped_interpreted": Products("the same as plain jax, for any backend", *_grouped(True)),
+    "grouped_interpreted": Products("the grouped kernels run as plain jax, on any backend", *_grouped(True)),
     "capacity": Products(
-        "batched products over slots of fixed number; more rows are dropped",
+        "batched products over a fixed number of slots; rows beyond them are dropped",
         partial(_batched, "esc,ecn->esn"),
         partial(_batched, "esn,ecn->esc"),
         _batched_weights,
@@ -222,9 +222,9 @@ def choose_moe_kernel(config: ModelConfig, platform: str) -> tuple[str, str]:
         raise ValueError(f"model.moe_kernel={asked!r}: choose one of {', '.join(MOE_KERNELS)}")
     if asked == "auto":
         if on_gpu:
-            return "grouped", "no row dropped, least memory"
+            return "grouped", "drops no row and needs the least memory"
         return "scan", f"the grouped kernels run on NVIDIA GPUs from Ampere on, not on {platform}"
     if asked == "grouped" and not on_gpu:
         # Interpreted kernels are slow and only meant for tests.
-        return "grouped_interpreted", "as asked, interpreted off the GPU"
-    return asked, "as asked"
+        return "grouped_interpreted", "as configured, interpreted because there is no GPU"
+    return asked, "as configured"

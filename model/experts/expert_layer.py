@@ -10,7 +10,7 @@ from flax import nnx
 
 from bytescope.model.experts import expert_products
 from bytescope.model.experts.expert_kernels import CAPACITY
-from bytescope.model.experts.expert_products import How
+from bytescope.model.experts.expert_products import DispatchSettings
 from bytescope.model.experts.routers import Choice, choose
 from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, gathered, move, param, read
 from bytescope.model.model_config import ModelConfig
@@ -106,7 +106,7 @@ class Experts(nnx.Module):
         factor = config.capacity_factor
         if kernel == "capacity" and not factor:
             factor = CAPACITY
-        how = How(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
+        how = DispatchSettings(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
         with jax.named_scope("dispatch"):
             plan = expert_products.make_plan(how, place, choice.expert_BLK)
             x_X1D, weight_X1 = expert_products.dispatch(how, place, x_BLD, choice.weight_BLK, plan)

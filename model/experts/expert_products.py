@@ -24,7 +24,7 @@ ROWS, HIDDEN, NUMBERS = ("rows", "copies", None), ("rows", "d_expert"), ("rows",
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class DispatchSettings:
     """The settings by which rows reach their experts and are multiplied.
 
     Fields:
@@ -40,7 +40,7 @@ class How:
     experts: int
 
 
-def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
+def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) -> Any:
     """Computes every device's plan from the int32 expert indices of each token. Padding has index `how.experts` and
     gets no row."""
     exchange = EXCHANGES[how.exchange]
@@ -55,7 +55,7 @@ def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch(
-    how: How, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
+    how: DispatchSettings, place: Placement, x_BLD: jax.Array, weight_BLK: jax.Array, plan: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Moves tokens to the devices of their experts. Returns rows [X, tensor, D] in the dtype of `x_BLD` and their
     router weights [X, tensor] float32."""
@@ -92,7 +92,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def combine(how: How, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
+def combine(how: DispatchSettings, place: Placement, y_X1D: jax.Array, like_BLD: jax.Array, plan: Any) -> jax.Array:
     """Returns the sum of each token's rows, [B, L, D]. `like_BLD`: an array [B, L, 0] that gives B and L."""
 
     def move(y_X1D, like_BLD, plan):

@@ -42,7 +42,7 @@ class Shape:
         return self.rows // self.tile
 
 
-def tile_of(choices: int, experts: int) -> int:
+def choose_tile(choices: int, experts: int) -> int:
     """Returns the size of a tile, in rows, if `choices` pairs of token and expert are distributed over `experts`
     experts.
 

@@ -22,7 +22,7 @@ def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
     return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 
-def settle(layer: Callable[..., Result]) -> Callable[..., Result]:
+def order_offloads(layer: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps `layer(x, state, *rest)` so that its offloaded residuals reach host memory before its result is read.
 
     The wrapper also makes the layer's gradients be computed together. Frozen parameters of `state` get no gradient.

@@ -26,12 +26,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from bytescope.memory.errors import one_line
-from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.launch.failures import keep_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import stderr_held
-from bytescope.train.pipeline.layer_order import LAYERS, Order, as_ordered, reordered
+from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.step.state import TrainState
@@ -119,10 +119,10 @@ def portable(state: TrainState) -> Saved:
     counters follow from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
-    _, biases = parted(state.frozen, router_biases(state.frozen))
+    _, biases = split_parameters(state.frozen, router_biases(state.frozen))
     return Saved(
         state.step,
-        joined(state.params, biases),
+        merge_parameters(state.params, biases),
         state.opt_state.inner_opt_state if multi else state.opt_state,
         state.tally,
         state.loss_scale,
@@ -134,7 +134,7 @@ def complete(saved: Saved, abstract: TrainState) -> TrainState:
 
     The frozen parameters of the result are only the router biases, or None if there are none.
     """
-    params, biases = parted(saved.params, router_biases(saved.params))
+    params, biases = split_parameters(saved.params, router_biases(saved.params))
     opt_state = saved.opt_state
     if isinstance(abstract.opt_state, optax.MultiStepsState):
         shapes = abstract.opt_state._replace(inner_opt_state=())
@@ -385,7 +385,7 @@ class Checkpoints:
                 meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
                 position = Position(int(meta["step"]), int(meta["sequences"]))
                 arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
-                as_written = as_ordered(wanted, order, written)
+                as_written = describe_reordered(wanted, order, written)
                 difference = _difference(arrays, describe(as_written))
                 if difference:
                     raise UserError(
@@ -404,7 +404,7 @@ class Checkpoints:
             return damages[0]
         if position.step != step or np.asarray(checksums(state)).tolist() != sums:
             return "its arrays do not match their checksums"
-        return reordered(state, written, order, wanted), position
+        return reorder(state, written, order, wanted), position
 
     def _set_aside(self, step: int) -> Path:
         self.aside.mkdir(exist_ok=True)

@@ -235,7 +235,7 @@ class Layout(Placement):
             )(w)
         return self._constrain(w, self.spec(axes))
 
-    def held(self, w: jax.Array, axes: Axes) -> jax.Array:
+    def shard_like_stored(self, w: jax.Array, axes: Axes) -> jax.Array:
         """Returns a copy of the parameter `w` with the sharding of the stored parameter."""
         return self._constrain(w, self.spec(axes, state=self.strategy.stored))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside
 from bytescope.train.step.state import Batch
@@ -41,7 +41,7 @@ class PipelineForward:
 
         Arguments as for `Transformer.hidden_and_load`.
         """
-        model = nnx.merge(self.graph, joined(params, frozen))
+        model = nnx.merge(self.graph, merge_parameters(params, frozen))
         packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
         names = [unit.rows.stack for unit in self.units]
@@ -80,7 +80,7 @@ class PipelineForward:
         """
 
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
-            model = nnx.merge(self.graph, joined(params, frozen))
+            model = nnx.merge(self.graph, merge_parameters(params, frozen))
             x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), mask(batch))
             with jax.named_scope("loss"):
                 total = cross_entropy(x_BLD, model.head(), batch["targets"])

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.schedule_figures import full_ticks
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside, turns_scope, when
@@ -124,7 +124,7 @@ class PipelineGradients:
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
         """Returns the model outside the stages."""
-        return nnx.merge(self.graph, joined({**rest, **stacks}, frozen))
+        return nnx.merge(self.graph, merge_parameters({**rest, **stacks}, frozen))
 
     def _micros(
         self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None

@@ -20,7 +20,7 @@ LAYERS: Order = {}  # the model order in all stacks
 BY_DEFAULT = (None, "device", "unpinned_host")  # memory kinds that programs write to; pinned host memory is not one
 
 
-def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
+def describe_reordered(abstract: Any, order: Order, wanted: Order) -> Any:
     """Returns shapes and shardings of the tree `abstract`, which is in `order`, converted to the order `wanted`."""
 
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
@@ -36,7 +36,7 @@ def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
     return _of_stacks(abstract, order, wanted, one)
 
 
-def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
+def reorder(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
     """Returns the tree, which is in `order`, converted to the order `wanted`. Unused rows are 0.
 
     Args:

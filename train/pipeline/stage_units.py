@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from bytescope.model import Transformer
 from bytescope.model.experts.expert_layer import Load, choice_shares
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.runs import BLOCKS
 from bytescope.model.segments import Packed
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.pipeline.schedule import Schedule
 from bytescope.train.pipeline.stages import StackRows
 from bytescope.train.step.pullback import Pullback, row_of
-from bytescope.train.step.routing import weighed
+from bytescope.train.step.routing import weighted_load
 from bytescope.train.step.step_weights import Weights
 
 Leaves = list[jax.Array]
@@ -82,7 +82,7 @@ class StackUnit:
         """
 
         def run(x_BLD, own):
-            y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
+            y_BLD, load = self.block(x_BLD, merge_parameters(own, fixed), number, micro.key_B, micro.packed)
             if load is None:
                 losses = jnp.zeros(2)
             elif load.shares is None:
@@ -133,7 +133,9 @@ class StackUnit:
             x_BLD, layer_load, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
             stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
             if layer_load is not None:
-                load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(layer_load, micro.tokens))
+                load = jax.tree.map(
+                    lambda sums, new: sums.at[row].add(new), load, weighted_load(layer_load, micro.tokens)
+                )
                 if layer_load.shares is not None:
                     pool = pool.at[number].add(jnp.stack([choice_shares(layer_load.counts), layer_load.shares]))
             return x_BLD, stash, load, pool
@@ -148,7 +150,7 @@ class StackUnit:
         `forward`."""
 
         def turn(index, x_BLD):
-            weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
+            weights = merge_parameters(*row_of((own, fixed), chunk * self.rows.rows + index))
             return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
 
         return jax.lax.fori_loop(0, count, turn, x_BLD)

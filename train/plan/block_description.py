@@ -18,7 +18,7 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.pipeline.layer_order import LAYERS, as_ordered
+from bytescope.train.pipeline.layer_order import LAYERS, describe_reordered
 from bytescope.train.program.program import Program
 from bytescope.train.step.loss_fn import make_loss
 
@@ -38,7 +38,7 @@ def trace_gradient(program: Program) -> Any:
 def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the loss with nothing recomputed, and the shapes of its arguments, the trained parameters first."""
     whole = dataclasses.replace(program, stages=None)
-    params, frozen = as_ordered((program.state.params, program.state.frozen), program.order, LAYERS)
+    params, frozen = describe_reordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
     loss = make_loss(
         program.loss,

@@ -11,7 +11,7 @@ from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.train.generate.training_sample import sample_bytes
 from bytescope.train.program.program import Program, init_state
-from bytescope.train.step.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
+from bytescope.train.step.optimizer.host_offload import device_bytes, device_sizes, jit_leaves, leaf_groups
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
@@ -62,6 +62,6 @@ def _turns_of_init(program: Program) -> Iterator[int]:
     # The sharding names the devices, because results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, made = jax.tree.leaves(program.state), 0
-    for places in turns(program.state):
-        yield made + _own_bytes(chosen(make, leaves, places).lower(seed))
+    for places in leaf_groups(program.state):
+        yield made + _own_bytes(jit_leaves(make, leaves, places).lower(seed))
         made += device_bytes([leaves[place] for place in places])

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
-from bytescope.model.frozen import dotted, names_of, parted
+from bytescope.model.frozen import dotted, names_of, split_parameters
 from bytescope.model.transformer import always_float32, contracted, logical_axes
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
@@ -34,7 +34,7 @@ from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
-from bytescope.train.step.optimizer.host_offload import hosted_state, in_turns
+from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
@@ -156,7 +156,7 @@ class Program(Choices):
 
     def init(self) -> TrainState:
         """Creates the initial state on the devices in its shardings. Its values are the same on every mesh."""
-        return in_turns(self._init, self.state)(self.settings.seed)
+        return compute_in_groups(self._init, self.state)(self.settings.seed)
 
     def _init(self, seed: jax.Array) -> TrainState:
         return init_state(
@@ -176,7 +176,7 @@ class Program(Choices):
             def own(seed: jax.Array) -> TrainState:
                 return dataclasses.replace(self._init(seed), frozen=None)
 
-            fresh = in_turns(own, dataclasses.replace(self.state, frozen=None))(self.settings.seed)
+            fresh = compute_in_groups(own, dataclasses.replace(self.state, frozen=None))(self.settings.seed)
             return dataclasses.replace(fresh, frozen=params)
 
         def rest() -> TrainState:
@@ -184,8 +184,8 @@ class Program(Choices):
             fresh = state_around(zeros, self.parts.optimizer, self.parts.scaling, routed=self.parts.routed)
             return dataclasses.replace(fresh, params=None, frozen=None)
 
-        trained, frozen = parted(params, self.frozen)
-        fresh = in_turns(rest, dataclasses.replace(self.state, params=None, frozen=None))()
+        trained, frozen = split_parameters(params, self.frozen)
+        fresh = compute_in_groups(rest, dataclasses.replace(self.state, params=None, frozen=None))()
         return dataclasses.replace(fresh, params=trained, frozen=frozen)
 
     def init_frozen(self) -> Any:
@@ -195,9 +195,9 @@ class Program(Choices):
 
         def init(seed: jax.Array) -> Any:
             model = self.transformer(nnx.Rngs(params=jax.random.key(seed)))
-            return parted(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
+            return split_parameters(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
 
-        return in_turns(init, self.state.frozen)(self.settings.seed)
+        return compute_in_groups(init, self.state.frozen)(self.settings.seed)
 
 
 def init_state(
@@ -209,7 +209,7 @@ def init_state(
       scaling: the rule of the loss scale, None without one.
       frozen: dotted paths of parameters that are not trained.
     """
-    trained, rest = parted(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
+    trained, rest = split_parameters(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
     return state_around(trained, optimizer, scaling, rest, routed=transformer.config.routed)
 
 
@@ -305,7 +305,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
     partwise = _make_partwise(choices, schedule, micro_steps, state)
     pipeline = None
     if choices.schedule:
-        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.drops)
+        pipeline, loss = _make_pipeline(choices, graph, weights, abstract.has_dropout)
     parts = StepParts(
         loss,
         optimizer,
@@ -315,7 +315,7 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         local_loss=_make_local_loss(choices),
         scaling=scaling,
         partwise=partwise,
-        fused=_make_fused(choices, graph, weights, partwise, abstract.drops),
+        fused=_make_fused(choices, graph, weights, partwise, abstract.has_dropout),
         routed=choices.model.routed,
         bias_rate=_bias_rate(choices, abstract),
         pipeline=pipeline,
@@ -392,7 +392,7 @@ def _make_scaling(choices: Choices) -> Scaling | None:
 def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
     """Returns the description of the trained parameters as a step reads them."""
     axes, products, in_float32 = (
-        parted(tree, choices.frozen)[0]
+        split_parameters(tree, choices.frozen)[0]
         for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
     )
     return Weights(choices.layout, axes, products, in_float32, choices.precision)

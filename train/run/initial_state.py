@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bytescope.memory.view.progress_bar import progress
-from bytescope.model.frozen import joined, parted, router_biases
+from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.program.program import Program
@@ -39,7 +39,7 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     console.print(f"resumed at step {position.step}")
     frozen = frozen_params(program, console)
     if state.frozen is not None:
-        frozen = joined(parted(frozen, router_biases(frozen))[0], state.frozen)
+        frozen = merge_parameters(split_parameters(frozen, router_biases(frozen))[0], state.frozen)
     return dataclasses.replace(state, frozen=frozen), position
 
 

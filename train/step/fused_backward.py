@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.placement import row_major
 from bytescope.model.segments import Packed
 from bytescope.train.step.loss_fn import in_ring_order
@@ -69,7 +69,7 @@ class FusedBackward:
         inputs_BL, targets_BL = in_ring_order(batch, self.weights.layout)
 
         def transformer(rest):
-            return nnx.merge(self.graph, joined({**rest, "blocks": computed["blocks"]}, frozen))
+            return nnx.merge(self.graph, merge_parameters({**rest, "blocks": computed["blocks"]}, frozen))
 
         def end(rest, x_BLD):
             model = transformer(rest)
@@ -103,7 +103,7 @@ class FusedBackward:
                 own = jax.tree.map(row_major, fetch(row_of(stack, number)))
                 fixed = jax.tree.map(row_major, row_of(base, number))
                 y_BLD, pullback = jax.vjp(
-                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own
+                    lambda x_BLD, own: block(x_BLD, merge_parameters(own, fixed), number, key_B, packed)[0], x_BLD, own
                 )
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.model.zigzag import zigzag
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.losses import LOSSES, LossConfig, LossSettings, count_tokens
@@ -87,7 +87,7 @@ def make_loss(
     def loss(
         params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None, frozen: Any = None
     ) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
-        transformer = nnx.merge(graph, joined(params, frozen))
+        transformer = nnx.merge(graph, merge_parameters(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
         x_BLD, load = transformer.hidden_and_load(
             inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, experts=model.experts > 0, layout=layout)

@@ -24,7 +24,7 @@ def no_load(layers: int, experts: int) -> Load:
     return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
 
 
-def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
+def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
     """Returns a micro-batch's load with its means multiplied by the unmasked targets, so that loads can be summed."""
     if load is None:
         return None
@@ -85,7 +85,7 @@ def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, A
     return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
 
-def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
+def move_router_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
     """Returns the frozen parameters with the routers' biases moved by `rate`.
 
     A bias moves up if its expert was chosen less often than the mean of its layer, and down if more often

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from bytescope.model.experts.expert_layer import Load
-from bytescope.model.frozen import joined
+from bytescope.model.frozen import merge_parameters
 from bytescope.train.step.optimizer.loss_scale import LossScale
 from bytescope.train.step.routing import Routed, no_load
 
@@ -67,4 +67,4 @@ class TrainState:
     @property
     def model_params(self) -> Any:
         """All parameters of the model, as one nested dict."""
-        return joined(self.params, self.frozen)
+        return merge_parameters(self.params, self.frozen)

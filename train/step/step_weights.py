@@ -49,7 +49,7 @@ class Weights:
                     param = param.astype(self.precision.compute)
                 if gathers and (contracted or not strategy.gradients):
                     return self.layout.gather(param, axes)
-                return self.layout.held(param, axes) if cast else param
+                return self.layout.shard_like_stored(param, axes) if cast else param
 
         copy = self._map(one, params, self.contracted, self.always_float32)
         # The barrier makes one copy for all readers: otherwise the compiler would cast again for each unrolled layer.

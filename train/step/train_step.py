@@ -16,10 +16,10 @@ from bytescope.model import Precision
 from bytescope.model.experts.expert_layer import Load
 from bytescope.train.parallel.axes import BATCH
 from bytescope.train.step.losses import count_tokens
-from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, guard
+from bytescope.train.step.optimizer.loss_scale import LossScale, Scaling, undo_overflow
 from bytescope.train.step.optimizer.rounding import apply_updates
 from bytescope.train.step.optimizer.rules import grad_norm
-from bytescope.train.step.routing import EXPERT_LOAD, Routed, moved_biases, routing_metrics, weighed
+from bytescope.train.step.routing import EXPERT_LOAD, Routed, move_router_biases, routing_metrics, weighted_load
 from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
 
@@ -116,7 +116,7 @@ class StepParts:
             if self.scaling is None:
                 return params, opt_state, None
             assert state.loss_scale is not None
-            return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
+            return undo_overflow(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
     def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
         """Returns the frozen parameters after an update. If `done`, the routers' biases are moved toward balance."""
@@ -125,7 +125,7 @@ class StepParts:
         with jax.named_scope("router_bias"):
             assert tally.routing is not None  # bias_rate is nonzero only in models with routers
             counts_NE = tally.routing.counts if self.pipeline is None else self.pipeline.in_rows(tally.routing.counts)
-            return moved_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
+            return move_router_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
 
     def metrics(
         self, state: TrainState, tally: Tally, opt_state: Any, loss_scale: LossScale | None
@@ -175,7 +175,7 @@ def _sums(
     def one(micro_batch, key_B):
         (_, (total, load)), grads = jax.value_and_grad(scaled, has_aux=True)(weights, micro_batch, key_B)
         tokens = count_tokens(micro_batch["targets"])
-        return Tally(total, tokens, weighed(load, tokens)), keep(grads)
+        return Tally(total, tokens, weighted_load(load, tokens)), keep(grads)
 
     if key_AB.shape[0] == 1:  # no accumulator
         return one(jax.tree.map(lambda x: x[0], batch), key_AB[0])

@@ -14,7 +14,7 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
-from bytescope.model.frozen import parted
+from bytescope.model.frozen import split_parameters
 from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.stored_array import StoredArray
@@ -42,7 +42,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    params, frozen = parted(
+    params, frozen = split_parameters(
         load_params(source, program.model, program.state.model_params, order=program.order), program.frozen
     )
     state = dataclasses.replace(

@@ -70,7 +70,7 @@ def stow(tree: Any, like: Any) -> Any:
     return jax.tree.map(stored_like, tree, like)
 
 
-def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def move_to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the abstract array `leaf` placed in host memory."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
@@ -80,7 +80,7 @@ def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> An
     the device."""
 
     def move(leaf):
-        return described(leaf) if leaf.ndim else leaf
+        return move_to_host(leaf) if leaf.ndim else leaf
 
     params, opt_state = state.params, state.opt_state
     if hosts_params:
@@ -92,8 +92,8 @@ def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> An
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def turns(like: Any) -> list[list[int]]:
-    """Returns the indices of the leaves of the abstract tree `like`, in the groups that `in_turns` computes together.
+def leaf_groups(like: Any) -> list[list[int]]:
+    """Returns the indices of the leaves of the abstract tree `like`, grouped as in `compute_in_groups`.
 
     The first group stays on the device. The other groups go to host memory and have about a GiB each.
     """
@@ -111,7 +111,7 @@ def turns(like: Any) -> list[list[int]]:
     return [places for places in out if places]
 
 
-def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
+def jit_leaves(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
     """Returns a jitted function that computes only the leaves `places` (indices) of the result of `make`, placed like
     `leaves`."""
 
@@ -123,7 +123,7 @@ def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> An
     return jax.jit(some, out_shardings=[leaves[place].sharding for place in places], keep_unused=True)
 
 
-def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
+def compute_in_groups(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
     """Returns a function that computes `make` in several programs, with results placed like the abstract tree `like`.
 
     Results for host memory are computed about a GiB at a time, because every array is first computed on the device and
@@ -133,8 +133,8 @@ def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
     def run_groups(*args):
         out = {}
-        for places in turns(like):
-            out |= zip(places, jax.block_until_ready(chosen(make, leaves, places)(*args)))
+        for places in leaf_groups(like):
+            out |= zip(places, jax.block_until_ready(jit_leaves(make, leaves, places)(*args)))
         return tree.unflatten([out[place] for place in range(len(leaves))])
 
     return run_groups

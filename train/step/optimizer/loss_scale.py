@@ -85,7 +85,9 @@ def keep_if(done: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda one, other: jnp.where(done, one, other), new, old)
 
 
-def guard(scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]) -> tuple[Any, Any, LossScale]:
+def undo_overflow(
+    scaling: Scaling, scale: LossScale, new: tuple[Any, Any], old: tuple[Any, Any]
+) -> tuple[Any, Any, LossScale]:
     """Returns (params, optimizer state, loss scale) after an update that may have overflowed.
 
     `new` and `old` are (params, optimizer state) with and without the update. After an overflow the result is `old`,
