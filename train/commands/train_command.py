@@ -177,7 +177,7 @@ def _train(args: argparse.Namespace) -> int:
                     console=make_console(quiet=not processes.first),
                     processes=processes,
                     asked=asked,
-                    command=Command.of(args),
+                    command=Command.from_args(args),
                     stop=stop,
                 )
             except KeyboardInterrupt:  # before `stop` handles the signals

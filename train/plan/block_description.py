@@ -19,7 +19,7 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.pipeline.layer_order import LAYERS, as_ordered
+from bytescope.train.pipeline.layer_order import LAYERS, describe_reordered
 from bytescope.train.program.program import Program
 from bytescope.train.step.loss_fn import make_loss
 
@@ -41,7 +41,7 @@ def _loss_of_micro_batch(program: Program) -> tuple[Callable[..., Any], tuple[An
     """Returns the loss function without recomputation, and the shapes of its arguments. The first argument is the
     trained parameters."""
     whole = dataclasses.replace(program, stages=None)
-    params, frozen = as_ordered((program.state.params, program.state.frozen), program.order, LAYERS)
+    params, frozen = describe_reordered((program.state.params, program.state.frozen), program.order, LAYERS)
     graph, _ = nnx.split(nnx.eval_shape(lambda: whole.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
     loss = make_loss(
         program.loss,

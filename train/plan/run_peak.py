@@ -12,7 +12,7 @@ from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.train.generate.training_sample import sample_bytes
 from bytescope.train.program.program import Program, init_state
-from bytescope.train.step.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
+from bytescope.train.step.optimizer.host_offload import device_bytes, device_sizes, jit_leaves, leaf_groups
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
@@ -68,6 +68,6 @@ def _turns_of_init(program: Program) -> Iterator[int]:
     # The sharding names the devices, because results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, earlier_bytes = jax.tree.leaves(program.state), 0
-    for indices in turns(program.state):
-        yield earlier_bytes + _own_bytes(chosen(make, leaves, indices).lower(seed))
+    for indices in leaf_groups(program.state):
+        yield earlier_bytes + _own_bytes(jit_leaves(make, leaves, indices).lower(seed))
         earlier_bytes += device_bytes([leaves[index] for index in indices])
