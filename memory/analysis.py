@@ -92,15 +92,15 @@ def report_of(
         account = _with_xla_totals(account, compilation.program, stats)
 
     transfers = host_transfers.find(module, target.host_link_bytes_per_s if target else 0.0)
-    unseen = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
-    predicted = account.allocated_bytes + overhead_bytes(unseen, POOL)
+    overheads = runtime_overheads.find(_runtime_facts(account, read, stats, target, loop))
+    predicted = account.allocated_bytes + overhead_bytes(overheads, POOL)
     judged = JudgedProgram(
         **vars(account),
         **vars(_verdict(predicted, target.limit_bytes if target else None)),
         collectives=read.collectives,
         work=_work(read, transfers, per_host),
         target=target.to_json() if target else {},
-        unseen=unseen,
+        runtime_overheads=overheads,
     )
     subject = subject or Subject()
     step_seconds = StepSeconds()

@@ -32,7 +32,7 @@ CATEGORIES = ROWS[:-1]
 STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
 PHASES = ("argument", *STEP_PHASES, "output", "")
 MEMORIES = ("device", "on_chip", "host")
-# Places of the bytes that the compiler does not count: in the allocator's pool, or on the GPU outside of the pool.
+# Places of runtime overheads: in the allocator's pool, or on the GPU outside of the pool.
 POOL, CARD = "pool", "card"
 
 
@@ -100,7 +100,10 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOverhead:
-    """Bytes of one device that no compiler counts. `where`: `POOL` or `CARD`; `source`: the source of the figure."""
+    """Memory of one device that the runtime takes and the compiler's report does not contain.
+
+    `where`: `POOL` (in the allocator's pool) or `CARD` (outside of it); `source`: the source of the figure.
+    """
 
     name: str
     bytes: int
@@ -109,7 +112,7 @@ class RuntimeOverhead:
 
 
 def overhead_bytes(rows: Iterable[RuntimeOverhead], where: str) -> int:
-    """Returns the bytes of these overheads in the `POOL` or on the `CARD`."""
+    """Returns the sum of the overheads that are in one place, `POOL` or `CARD`, in bytes."""
     return sum(row.bytes for row in rows if row.where == where)
 
 

@@ -15,9 +15,11 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   that point in `timeline`.
 - `allocated_bytes`: bytes that the runtime allocates: arguments, outputs without an alias, constants, packed
   temporaries.
-- `unseen`: bytes that the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
-  peak/runtime_overheads.py). `peak_bytes` and `allocated_bytes` do not include them. `predicted_bytes`: allocated bytes
-  plus the `unseen` ones inside the allocator's pool.
+- `runtime_overheads`: memory that the runtime takes and the compiler's report does not contain: CUDA context, NCCL
+  buffers, rounding of the allocator and others (`RuntimeOverhead`; the table is in peak/runtime_overheads.py).
+  `peak_bytes` and `allocated_bytes` do not include them. `predicted_bytes`: allocated bytes plus the runtime overheads
+  inside the allocator's pool. `unseen`: the same list under the key of version 0.1; this version still writes it, the
+  next version will not.
 - `limit_bytes`: bytes available on the device; `fits`: whether `predicted_bytes` are within it; `verdict`: the same as
   a word. Without a target they are null, null and "unknown".
 - `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
@@ -49,6 +51,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -191,7 +194,7 @@ class JudgedProgram(PeakAccount):
     collectives: tuple[Collective, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    unseen: tuple[RuntimeOverhead, ...] = ()
+    runtime_overheads: tuple[RuntimeOverhead, ...] = ()
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
@@ -201,9 +204,16 @@ class JudgedProgram(PeakAccount):
         """Maximum bytes that the allocator will count: allocated bytes and the overheads in its pool."""
         return self.allocated_bytes + self.overhead(POOL)
 
+    @property
+    def unseen(self) -> tuple[RuntimeOverhead, ...]:
+        """The name of `runtime_overheads` in version 0.1. Reading it emits a DeprecationWarning."""
+        warnings.warn("report.unseen is now report.runtime_overheads", DeprecationWarning, stacklevel=2)
+        return self.runtime_overheads
+
     def overhead(self, where: str) -> int:
-        """Bytes that the runtime takes in the `POOL` or on the `CARD` and the compiler does not count."""
-        return overhead_bytes(self.unseen, where)
+        """Returns the sum of the runtime overheads in the allocator's pool (`POOL`) or outside of it (`CARD`), in
+        bytes."""
+        return overhead_bytes(self.runtime_overheads, where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +248,11 @@ class ReportRecord(JudgedProgram):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain JSON values, keys in a stable order."""
-        out = {key: schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key)) for key in KEYS}
+        out = {}
+        for key in KEYS:
+            out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
+            if key == "runtime_overheads":
+                out["unseen"] = out[key]  # the key of version 0.1
         out["predicted_bytes"] = self.predicted_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
@@ -264,6 +278,8 @@ class ReportRecord(JudgedProgram):
                 f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
                 "write it again with bytescope report --json=FILE"
             )
+        if "runtime_overheads" not in value and "unseen" in value:  # written by version 0.1
+            value = {**value, "runtime_overheads": value["unseen"]}
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
@@ -297,7 +313,7 @@ KEYS = (
     "communication",
     "collectives",
     "transfers",
-    "unseen",
+    "runtime_overheads",
     "work",
     "roofline",
     "prediction",
@@ -317,7 +333,7 @@ _ITEMS = {
     "collectives": Collective,
     "zero": ZeroRow,
     "transfers": Transfer,
-    "unseen": RuntimeOverhead,
+    "runtime_overheads": RuntimeOverhead,
 }
 _RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")

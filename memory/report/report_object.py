@@ -228,8 +228,8 @@ def _compile_and_report(
 def _largest_parts(report: Report) -> str:
     """Returns the largest rows of the peak, and the runtime overheads in the allocator's pool."""
     rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
-    unseen = [(row.name, row.bytes) for row in report.unseen if row.where == report_record.POOL]
-    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)
+    overheads = [(row.name, row.bytes) for row in report.runtime_overheads if row.where == report_record.POOL]
+    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *overheads) if count)
 
 
 def load(path: str | Path) -> Report:

@@ -154,7 +154,7 @@ def overheads(report: ReportRecord) -> str:
 
 
 def _items(report: ReportRecord, where: str) -> str:
-    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
+    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == where)
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
