@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from bytescope.memory.errors import ReportError, disk_remedy, nearest, one_of, remedy_for
+from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
 
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
             near = near or nearest(flag[1], known)
-        raise ReportError(f"{message}{': ' if near else ''}{one_of(near)}; see {self.prog} --help")
+        raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError for a value that is not among the choices of its flag."""

@@ -66,7 +66,7 @@ def prediction(report: report_record.ReportRecord) -> dict | None:
 
     Each is None where that alone is not known. Rates are those of this process, else what the report states.
     """
-    found = step_prediction.of_report(report) or step_prediction.StepPrediction.stated(report)
+    found = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
     if found is None and bound is None:
         return None

@@ -33,34 +33,34 @@ WIRE: Mapping[str, Callable[[int], float]] = {
 RAGGED = "ragged-all-to-all"
 
 
-def find(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
+def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
     """Every collective that the step runs over more than one device, in the order of the schedule.
 
     `mesh`: names and sizes of the mesh axes, for the axes of a collective; `per_host`: number of devices of a host, for
     its number of hosts, 0 if unknown.
     """
-    counts = runs(look.module)
-    found: list[Collective] = []
-    for id in look.order:
-        instruction = look.module.instructions[id]
+    counts = runs(attribution.module)
+    collectives: list[Collective] = []
+    for id in attribution.order:
+        instruction = attribution.module.instructions[id]
         times = counts.get(instruction.computation, 0)
         kind = instruction.opcode.removesuffix("-start")
         if kind in WIRE and times:
-            found += _collective(look, mesh, per_host, instruction, kind, times)
-    return tuple(found)
+            collectives += _collective(attribution, mesh, per_host, instruction, kind, times)
+    return tuple(collectives)
 
 
 def _collective(
-    look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
+    attribution: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str, times: int
 ) -> Iterator[Collective]:
     """Yields the record of an instruction that runs `times` in a step, or nothing if the collective sends nothing."""
-    module = look.module
+    module = attribution.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     sent, group = share(kind, groups, module.devices)
     if not sent:
         return
     # An async-start wraps a computation with the collective: the name, place and users of the start apply.
-    callers = [c for c in look.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
+    callers = [c for c in attribution.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
     start = callers[0] if callers else instruction
     arrays = arrays_of(module, instruction)
     given = sum(shape.bytes for shape in arrays)
@@ -69,8 +69,8 @@ def _collective(
         payload = result = given * group
     elif kind == "reduce-scatter":
         result = given // group
-    named, metadata, scope = look.best_named(start, ())
-    overlapped = overlap.of(look, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
+    named, metadata, scope = attribution.best_named(start, ())
+    overlapped = overlap.find_overlap(attribution, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
     yield Collective(
         name=start.name,
         kind=kind,
@@ -80,7 +80,7 @@ def _collective(
         times=times,
         bytes=payload,
         wire_bytes=round(sent * payload),
-        phase=look.phase(scope, named or start),
+        phase=attribution.phase(scope, named or start),
         component=scope.component,
         module="/".join(scope.path),
         op_name=metadata.op_name,
@@ -95,11 +95,11 @@ def _collective(
 def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
     """The arrays that a collective sends; a combined collective has several."""
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    found = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    shapes = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
     if instruction.opcode.removesuffix("-start") != RAGGED:
-        return found
+        return shapes
     # Rows, the buffer that they arrive in, and offsets. At most the smaller of rows and buffer is sent.
-    return [min(found[:2], key=lambda shape: shape.bytes)]
+    return [min(shapes[:2], key=lambda shape: shape.bytes)]
 
 
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
@@ -126,13 +126,13 @@ def _dtype(arrays: Iterable[HloShape]) -> str:
     return "+".join(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 
-def rows(found: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
+def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
     """Bytes per step and device by kind and axes, most wire bytes first, with the bytes that the formulas expect.
 
     A formula is a row of its own if the compiler has no collective of its kind over its axes.
     """
     by_key: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for item in found:
+    for item in collectives:
         by_key.setdefault((item.kind, item.axes), []).append(item)
     formulas: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
     for entry in expected:

@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import Any, cast
 
 from bytescope.memory.hlo.loops import MEAN_TURNS
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
@@ -108,14 +108,14 @@ def count(jaxpr: Any) -> FlopCount:
 
     inner = jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    found = _count(live, "")
+    counted = _count(live, "")
     return FlopCount(
-        round(found.total),
-        round(found.recomputed),
-        round(found.kernel_recomputed),
-        found.notes,
-        {key: round(flops) for key, flops in found.by.items()},
-        {phase: round(flops) for phase, flops in found.replicated.items()},
+        round(counted.total),
+        round(counted.recomputed),
+        round(counted.kernel_recomputed),
+        counted.notes,
+        {key: round(flops) for key, flops in counted.by.items()},
+        {phase: round(flops) for phase, flops in counted.replicated.items()},
     )
 
 
@@ -259,13 +259,13 @@ def _while(equation: Any, stack: str) -> FlopCount:
 
 
 def _cond(equation: Any, stack: str) -> FlopCount:
-    branches = [_count(opened(branch), stack) for branch in equation.params["branches"]]
+    branches = [_count(inner_jaxpr(branch), stack) for branch in equation.params["branches"]]
     return max(branches, key=lambda branch: branch.total)
 
 
 def _linear_call(equation: Any, stack: str) -> FlopCount:
     """Counts only the callee, because the other jaxpr is the transpose, which does not run."""
-    return _count(opened(equation.params["callee"]), stack)
+    return _count(inner_jaxpr(equation.params["callee"]), stack)
 
 
 def _shard_map(equation: Any, stack: str) -> FlopCount:

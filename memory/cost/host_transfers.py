@@ -41,14 +41,14 @@ def uncounted(module: Module) -> set[int]:
     for instruction in module.instructions.values():
         if instruction.opcode == "while" and not loops.trip_count(module, instruction):
             pending += instruction.called
-    found: set[int] = set()
+    inside: set[int] = set()
     while pending:
         computation = pending.pop()
-        if computation not in found and computation in module.computations:
-            found.add(computation)
+        if computation not in inside and computation in module.computations:
+            inside.add(computation)
             for id in module.computations[computation].instructions:
                 pending += module.instructions[id].called
-    return found
+    return inside
 
 
 # Opcode -> which operand crosses, whole or in part, to the result.

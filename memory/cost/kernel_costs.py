@@ -34,19 +34,19 @@ _WORKSPACE = ("int8", "uint8")
 Sums = dict[str, list[int]]
 
 
-def find(look: Attribution) -> dict[str, dict[str, int]]:
+def find(attribution: Attribution) -> dict[str, dict[str, int]]:
     """Phase -> {"product_bytes", "other_bytes"} of one step and device: kernels with a matrix product, other
     kernels."""
-    walk = _Walk(look)
-    sums = walk.computation(look.module.entry, "")
+    walk = _Walk(attribution)
+    sums = walk.computation(attribution.module.entry, "")
     return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
 
 
 class _Walk:
     """Sums of computations, each counted once for every phase that it is called in."""
 
-    def __init__(self, look: Attribution):
-        self.look, self.module = look, look.module
+    def __init__(self, attribution: Attribution):
+        self.attribution, self.module = attribution, attribution.module
         self.known: dict[tuple[int, str], Sums] = {}
 
     def computation(self, id: int, around: str) -> Sums:
@@ -57,7 +57,7 @@ class _Walk:
             computation = self.module.computations.get(id)
             for number in computation.instructions if computation else ():
                 instruction = self.module.instructions[number]
-                phase = phase_of(self.look, instruction, around)
+                phase = phase_of(self.attribution, instruction, around)
                 if instruction.opcode in _CALLING:
                     _add(sums, self.called(instruction, phase))
                 else:
@@ -78,16 +78,16 @@ class _Walk:
         return out
 
 
-def phase_of(look: Attribution, instruction: Instruction, around: str) -> str:
+def phase_of(attribution: Attribution, instruction: Instruction, around: str) -> str:
     """The phase of an operation; a nameless one, such as the compiler's own copies, has the phase of its caller.
 
     `around`: the phase of the caller, "" in the entry computation.
     """
-    scope = look.scope(instruction)
+    scope = attribution.scope(instruction)
     if "optimizer" in scope.path:
         return "optimizer"
-    if scope.phase or not around or look.module.metadata(instruction).op_name:
-        return look.phase(scope, instruction)
+    if scope.phase or not around or attribution.module.metadata(instruction).op_name:
+        return attribution.phase(scope, instruction)
     return around
 
 
@@ -184,9 +184,9 @@ def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]
     result = module.shape(fusion)
     if root is None or result.parts is None:
         return read + _written(module, root, result)
-    made = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
-    made += [None] * (len(result.parts) - len(made))
-    return read + sum(_written(module, maker, part) for maker, part in zip(made, result.parts))
+    makers = [module.instructions.get(id) for id in root.operands] if root.opcode == "tuple" else []
+    makers += [None] * (len(result.parts) - len(makers))
+    return read + sum(_written(module, maker, part) for maker, part in zip(makers, result.parts))
 
 
 def _needed(

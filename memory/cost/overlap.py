@@ -56,16 +56,16 @@ class Overlap(NamedTuple):
     flops: int = 0
 
 
-def of(look: Attribution, start: Instruction) -> Overlap:
+def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
     """The compute scheduled between an asynchronous start and its done, on one device."""
-    module = look.module
+    module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
         return Overlap(False)
     computation = module.computations.get(start.computation)
     order = (computation.schedule if computation else None) or []
     positions = {id: position for position, id in enumerate(order)}
-    done = _done(look, start)
+    done = _done(attribution, start)
     if start.id not in positions or done is None or done.id not in positions:
         return Overlap(True)
     count, total = 0, 0
@@ -78,10 +78,10 @@ def of(look: Attribution, start: Instruction) -> Overlap:
     return Overlap(True, count, total)
 
 
-def _done(look: Attribution, start: Instruction) -> Instruction | None:
+def _done(attribution: Attribution, start: Instruction) -> Instruction | None:
     """The done of an asynchronous operation, found through its updates."""
     for _ in range(_MAX_UPDATES):
-        after = [user for user in look.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
+        after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
             return None
         if after[0].opcode.endswith("-done"):

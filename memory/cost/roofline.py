@@ -242,7 +242,7 @@ def _best(run: Callable[[], Any]) -> float:
     return min(taken)
 
 
-def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+def bound_of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
 
     None if the program was not traced, or the target's rates are unknown. Raises ReportError if they are not of the
@@ -253,10 +253,10 @@ def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     rates = figures(answer["target"])
     if rates is None:
         return None
-    found = seconds(_checked(answer["work"]), rates)
-    if not math.isfinite(found.total):
+    prediction = seconds(_checked(answer["work"]), rates)
+    if not math.isfinite(prediction.total):
         raise ReportError("a damaged report (its work takes for ever at the target's rates): write it again")
-    return found
+    return prediction
 
 
 # Key of a phase's work -> the names of its parts, () for a single number.

@@ -23,7 +23,7 @@ from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Compilation:
 
 def check_sizes(jaxpr: Any) -> None:
     """Raises ReportError for a traced program with an array of more than `MAX_BYTES`, naming its shape."""
-    seen, pending = {}, [opened(jaxpr)]
+    seen, pending = {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:

@@ -173,10 +173,10 @@ def _allocation(data: bytes, span: Span) -> Allocation:
 
 
 def _assigned(data: bytes, span: Span) -> tuple[int, int, int]:
-    found = {1: 0, 2: 0, 3: 0}
+    values = {1: 0, 2: 0, 3: 0}
     for field, value in wire.fields(data, span):
-        found[field] = _size(value) if field in (2, 3) else wire.number(value)
-    return found[1], found[2], found[3]
+        values[field] = _size(value) if field in (2, 3) else wire.number(value)
+    return values[1], values[2], values[3]
 
 
 def _trace(data: bytes, span: Span) -> HeapTrace:

@@ -172,7 +172,7 @@ class Flow:
 
     def dependent(self, sources: set[int]) -> set[int]:
         """Returns the ids of the instructions that depend on `sources`, directly or not."""
-        found: set[int] = set()
+        dependents: set[int] = set()
         pending = list(sources)
         while pending:
             id = pending.pop()
@@ -183,14 +183,14 @@ class Flow:
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == id:
                 reached += [caller.id for caller in self.callers.get(computation.id, ())]
-            if id in found:  # computations that a dependent instruction calls depend as well
+            if id in dependents:  # computations that a dependent instruction calls depend as well
                 for called in instruction.called:
                     inner = self.module.computations.get(called)
                     reached += inner.parameters.values() if inner else ()
-            fresh = [other for other in reached if other not in found]
-            found.update(fresh)
+            fresh = [other for other in reached if other not in dependents]
+            dependents.update(fresh)
             pending += fresh
-        return found
+        return dependents
 
     def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
         """Yields the instructions that made a value, the one with the most specific name first."""
@@ -217,12 +217,12 @@ class Flow:
             return []
         if instruction.opcode == "parameter":
             callers = [caller for caller in self.callers.get(instruction.computation, ()) if caller.opcode in _CALLING]
-            found = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
+            inputs = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
         else:
-            found = [self.module.instructions.get(id) for id in instruction.operands]
+            inputs = [self.module.instructions.get(id) for id in instruction.operands]
             if instruction.opcode in _CALLING and instruction.called:
-                found.insert(0, self.module.root(instruction.called[0]))
-        return [one for one in found if one is not None]
+                inputs.insert(0, self.module.root(instruction.called[0]))
+        return [one for one in inputs if one is not None]
 
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
         """Yields the instructions that read a value, directly or through the results of others, nearest first."""

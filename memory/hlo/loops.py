@@ -63,7 +63,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
     conditions = loop.called[1:2]
-    found: list[int] = []
+    constants: list[int] = []
     less = False
     seen: set[int] = set()
     while conditions:
@@ -75,13 +75,13 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
             instruction = module.instructions[id]
             conditions += instruction.called
             if instruction.opcode == "constant":
-                found += _integer(module, instruction)
+                constants += _integer(module, instruction)
             elif instruction.opcode == "compare":
                 less |= any(
                     field == 63 and wire.text(module.data, value) == "LT"
                     for field, value in wire.fields(module.data, instruction.span)
                 )
-    return found[0] if less and len(found) == 1 and found[0] > 0 else None
+    return constants[0] if less and len(constants) == 1 and constants[0] > 0 else None
 
 
 def full_turns(module: Module, loop: Instruction) -> int | None:
@@ -109,8 +109,8 @@ def backend_config(module: Module, instruction: Instruction) -> dict[str, Any]:
     for field, value in wire.fields(module.data, instruction.span):
         if field == 43:
             try:
-                found = json.loads(wire.text(module.data, value))
+                config = json.loads(wire.text(module.data, value))
             except (ValueError, RecursionError):
                 return {}
-            return found if isinstance(found, dict) else {}
+            return config if isinstance(config, dict) else {}
     return {}

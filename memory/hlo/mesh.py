@@ -82,14 +82,14 @@ def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 def match(module: Module, layouts: Iterable[ArgumentLayout]) -> dict[int, ArgumentLayout]:
     """Returns entry parameter number -> layout; jax leaves out unused arguments."""
     left = iter(layouts)
-    found = {}
+    matched = {}
     for number, parameter in sorted(module.parameters.items()):
         shape = module.shape(parameter)
         for layout in left:
             if (layout.local, layout.dtype) == (shape.dims, shape.dtype):
-                found[number] = layout
+                matched[number] = layout
                 break
-    return found
+    return matched
 
 
 def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
@@ -187,12 +187,12 @@ def _members(data: bytes, span: Span) -> list[int]:
 
 def _iota(data: bytes, span: Span) -> Groups:
     """[groups, size] <= [dims] T(perm): num_replica_groups 1, num_devices_per_group 2, dims 3, perm 4."""
-    found: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
+    values: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
     for field, value in wire.fields(data, span):
-        if field in found:
-            found[field] += wire.numbers(data, value)
-    count, size, dims = (found[1] or [1])[-1], (found[2] or [1])[-1], found[3]
-    order = _transposed(dims or [count * size], found[4])
+        if field in values:
+            values[field] += wire.numbers(data, value)
+    count, size, dims = (values[1] or [1])[-1], (values[2] or [1])[-1], values[3]
+    order = _transposed(dims or [count * size], values[4])
     if count * size != len(order):
         raise wire.WireError(f"{count} replica groups of {size} do not make {len(order)} devices")
     return [order[i * size : (i + 1) * size] for i in range(count)]

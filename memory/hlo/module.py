@@ -135,8 +135,8 @@ class Module:
 
     def root(self, computation: int) -> Instruction | None:
         """The root of a computation, None for an unknown id."""
-        found = self.computations.get(computation)
-        return self.instructions.get(found.root) if found else None
+        body = self.computations.get(computation)
+        return self.instructions.get(body.root) if body else None
 
 
 def read_module(data: bytes, span: Span) -> Module:

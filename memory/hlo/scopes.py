@@ -207,8 +207,8 @@ def locate(path: tuple[str, ...]) -> tuple[str, int]:
     inner = [at for at in range(len(path)) if at or len(path) == 1]  # the outmost module holds all others
     modules = [at for at in inner if bare[at] not in CONTAINERS and not is_layer(words[at])]
     layers = [at for at in inner if is_layer(words[at])]
-    found = (modules or layers or inner or [0])[-1]
-    return (re.sub(r"_\d+$", "", words[found]), found + 1) if path else ("", 0)
+    inmost = (modules or layers or inner or [0])[-1]
+    return (re.sub(r"_\d+$", "", words[inmost]), inmost + 1) if path else ("", 0)
 
 
 def is_layer(word: str) -> bool:

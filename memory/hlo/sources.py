@@ -133,12 +133,12 @@ def component_of_code(frames: Iterable[Frame]) -> str:
 
 def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
     """Returns the classes of the called modules from outside in, for libraries that open no scopes."""
-    found: list[str] = []
+    classes: list[str] = []
     for kind, frame in _visible(frames):
         parts = frame.function.split(".")
         if kind != PLUMBING and parts[-1] == "__call__" and len(parts) > 1 and parts[-2][:1].isupper():
-            found.append(parts[-2])
-    return tuple(dict.fromkeys(reversed(found)))
+            classes.append(parts[-2])
+    return tuple(dict.fromkeys(reversed(classes)))
 
 
 def _known(kind: str, frame: Frame, inmost: bool) -> str:

@@ -35,7 +35,7 @@ def name(path: Path, trace: ProfilerTrace) -> None:
     for operation in trace.operations:
         if operation.program[1] == op_scopes.main and operation.name and operation.name not in named:
             key = (operation.program, operation.name, operation.op_name)
-            named[operation.name] = op_scopes.op_name(key), op_scopes.of(key)
+            named[operation.name] = op_scopes.op_name(key), op_scopes.scope(key)
     try:
         path.write_bytes(with_names(path.read_bytes(), {op: text for op, (text, _) in named.items() if text}))
         perfetto = path.parent / PERFETTO

@@ -169,11 +169,11 @@ def find(trace: ProfilerTrace) -> Breakdown:
     hidden: Counter[str] = Counter()
     idle: dict[str, list[tuple[int, int]]] = {}
     for device, operations in by_device.items():
-        shares, idle[device], overlapped = divide(operations, op_scopes.of, start, stop)
+        shares, idle[device], overlapped = divide(operations, op_scopes.scope, start, stop)
         taken.update(shares)
         hidden.update(overlapped)
         counts.update(map(key_of, operations))
-    rows = [Instructions(key[1], op_scopes.of(key), taken[key], count) for key, count in counts.items()]
+    rows = [Instructions(key[1], op_scopes.scope(key), taken[key], count) for key, count in counts.items()]
     rows.sort(key=lambda row: (-row.taken, row.name))
     cells: Counter[tuple[str, str]] = Counter()
     for row in rows:

@@ -65,10 +65,10 @@ class OpScopes:
         for operation in trace.operations:
             inside = any(start <= operation.start < stop for start, stop in pauses)
             (paused if inside else lengths)[operation.program[1]] += operation.stop - operation.start
-        named = [name for found in (lengths, paused) for name, _ in found.most_common() if name]
+        named = [name for counter in (lengths, paused) for name, _ in counter.most_common() if name]
         self.main = named[0] if named else ""
 
-    def of(self, key: Key) -> OpScope:
+    def scope(self, key: Key) -> OpScope:
         """Returns the scope of an instruction; if no module has it, the scope by its op_name or its kernel."""
         if key not in self._known:
             self._known[key] = self._find(key)
@@ -88,7 +88,7 @@ class OpScopes:
         if module is None or key[0][1] != self.main:
             return False
         instruction = module.instruction(key[1])
-        return instruction is not None and instruction.computation == module.look.module.entry
+        return instruction is not None and instruction.computation == module.attribution.module.entry
 
     def _find(self, key: Key) -> OpScope:
         program, name, op_name = key
@@ -125,7 +125,7 @@ class _Module:
     def __init__(self, proto: bytes):
         program = hlo_buffers.read(proto)
         module = program.module
-        self.look = assemble.attribution_of(program)
+        self.attribution = assemble.attribute_program(program)
         self._named = {instruction.name: instruction for instruction in module.instructions.values()}
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
@@ -135,12 +135,12 @@ class _Module:
 
     def scope(self, instruction: Instruction) -> OpScope:
         """Returns the phase and component of an instruction."""
-        look, opcode = self.look, instruction.opcode
-        scope = look.scope(instruction)
-        named = "/" in look.module.metadata(instruction).op_name
+        attribution, opcode = self.attribution, instruction.opcode
+        scope = attribution.scope(instruction)
+        named = "/" in attribution.module.metadata(instruction).op_name
         if not named:  # added by the compiler
-            scope = look.best_named(instruction, ())[2]
-        phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
+            scope = attribution.best_named(instruction, ())[2]
+        phase = "optimizer" if "optimizer" in scope.path else attribution.phase(scope, instruction)
         component = scope.component or OTHER
         if opcode in _ENCLOSING:
             component = LOOPS
@@ -152,13 +152,13 @@ class _Module:
 
     def op_name(self, instruction: Instruction) -> str:
         """Returns the op_name of an instruction, else of the nearest instruction that has a name."""
-        own = self.look.module.metadata(instruction).op_name
-        return own if "/" in own else self.look.best_named(instruction, ())[1].op_name
+        own = self.attribution.module.metadata(instruction).op_name
+        return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
         """Returns whether an instruction only moves its operand."""
         if instruction.opcode == "fusion" and instruction.called:
-            root = self.look.module.root(instruction.called[0])
+            root = self.attribution.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
         return instruction.opcode in _COPYING
 

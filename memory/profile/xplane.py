@@ -84,10 +84,10 @@ def find(place: str | Path) -> Path:
     if os.path.isfile(place):
         return place
     inside = place.rglob(f"*{SUFFIX}") if os.path.isdir(place) else ()
-    found = sorted(inside, key=lambda path: (path.parent.name, path.name))
-    if not found:
+    traces = sorted(inside, key=lambda path: (path.parent.name, path.name))
+    if not traces:
         raise ReportError(f"no *{SUFFIX} in {place}: bytescope train --profile=3 writes one, as jax.profiler does")
-    newest = [path for path in found if path.parent == found[-1].parent]
+    newest = [path for path in traces if path.parent == traces[-1].parent]
     if len(newest) > 1:
         raise ReportError(f"{len(newest)} traces in {newest[0].parent}, one per process: name one, such as {newest[0]}")
     return newest[0]
@@ -125,8 +125,8 @@ def parse(data: bytes) -> ProfilerTrace:
         elif plane.name.startswith(_DEVICE):
             operations += plane.device_operations()
         elif is_host(plane.name):
-            found, more = plane.host_events()
-            on_host += found
+            host_operations, more = plane.host_events()
+            on_host += host_operations
             spans += more
     # If there is an accelerator, the step did not run on the host's own threads.
     return ProfilerTrace(tuple(operations or on_host), tuple(spans), programs)
@@ -158,32 +158,32 @@ class _Plane:
     def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
         """(name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
         if key not in self._known:
-            name, shown = "", ""
+            name, display_name = "", ""
             stats: dict[str, Any] = {}
             for field, value in wire.fields(self.data, self.kinds.get(key, (0, 0))):
                 if field == 2:
                     name = wire.text(self.data, value)
                 elif field == 4:
-                    shown = wire.text(self.data, value)
+                    display_name = wire.text(self.data, value)
                 elif field == 5:
                     stats.update([self.stat(wire.message(value))])
-            self._known[key] = name, shown, stats
+            self._known[key] = name, display_name, stats
         return self._known[key]
 
     def stat(self, span: Bytes) -> tuple[str, Any]:
         """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a span."""
         name = ""
-        found: str | wire.Value | None = None
+        stat_value: str | wire.Value | None = None
         for field, value in wire.fields(self.data, span):
             if field == 1:
                 name = self.stat_names.get(wire.number(value), "")
             elif field == _STRING:
-                found = wire.text(self.data, value)
+                stat_value = wire.text(self.data, value)
             elif field == _REFERENCE:
-                found = self.stat_names.get(wire.number(value), "")
+                stat_value = self.stat_names.get(wire.number(value), "")
             elif field != _DOUBLE:  # no stat that is used here is a double
-                found = value
-        return name, found
+                stat_value = value
+        return name, stat_value
 
     def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
         """Yields (program id, (module's name, HloProto)) from a plane that has them as kinds of events."""
@@ -221,10 +221,10 @@ class _Plane:
             if not title.startswith(_STREAM) and title != _XLA_OPS:
                 continue
             for key, start, stop, spans in self.events(line):
-                kernel, shown, known = self.kind(key)
+                kernel, display_name, known = self.kind(key)
                 stats = {**known, **dict(map(self.stat, spans))}
-                name = str(stats.get("hlo_op") or (shown if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
-                out.append(_operation(device, name, shown or kernel, start, stop, stats))
+                name = str(stats.get("hlo_op") or (display_name if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
+                out.append(_operation(device, name, display_name or kernel, start, stop, stats))
         return out
 
     def host_events(self) -> tuple[list[Operation], list[Span]]:

@@ -30,7 +30,7 @@ class JaxprSharding:
         self._known: dict[Any, Spec] = {}
 
     @classmethod
-    def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
+    def from_arguments(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
         """The shardings of a ClosedJaxpr by the NamedShardings of its arguments."""
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         sizes: dict[str, int] = {}
@@ -46,7 +46,7 @@ class JaxprSharding:
             own.walk(jaxpr.jaxpr, given)
         return own
 
-    def of_layer(self, jaxpr: Any) -> list[Spec]:
+    def layer_specs(self, jaxpr: Any) -> list[Spec]:
         """The specs of the inputs of an inner Jaxpr; replicated if the walk did not meet it."""
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]

@@ -23,7 +23,7 @@ from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # Calls whose bodies jax walks with the policy, or inlines when it differentiates.
 _OPENED = INLINED | _WITH_RULES | {"remat2", "checkpoint"}
-# A scope opened by a user or a module; transformations have brackets, and einsum writes its equation.
+# A scope inner_jaxpr by a user or a module; transformations have brackets, and einsum writes its equation.
 _SCOPE = re.compile(r"[\w.-]+")
 # A product with fewer FLOPs per byte of its result counts as elementwise work.
 MIN_FLOPS_PER_BYTE = 4.0
@@ -241,7 +241,7 @@ class LayerForward:
     def __init__(self, layer: Layer, shards: JaxprSharding | None = None):
         shards = shards or JaxprSharding()
         jaxpr, self._shards = _derivative(layer), shards
-        shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
+        shards.walk(jaxpr.jaxpr, shards.layer_specs(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
         calls = _calls(layer)
         self.asked = frozenset(calls)

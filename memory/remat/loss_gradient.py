@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import Layer, with_policy
 from bytescope.memory.remat.recognition import type_of
@@ -26,7 +26,7 @@ class Loss:
         import jax
 
         if not callable(loss):
-            raise ReportError(f"{a_kind(loss)} is not a loss: {_CALLED}")
+            raise ReportError(f"{type_phrase(loss)} is not a loss: {_CALLED}")
         if not isinstance(args, tuple | list) or not args:
             raise ReportError(f"arguments of a loss are a tuple that begins with what is differentiated: {_CALLED}")
         _check_leaves(args)
@@ -62,7 +62,7 @@ class Loss:
         """The shardings of its values over the devices of its arguments."""
         import jax
 
-        return JaxprSharding.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
+        return JaxprSharding.from_arguments(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
         """The loss as a function with its layers under a policy."""
@@ -108,7 +108,7 @@ def _check_leaves(args: Sequence[Any]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
         if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
             raise ReportError(
-                f"args{jax.tree_util.keystr(path)} is {a_kind(leaf)}: give arrays, and close "
+                f"args{jax.tree_util.keystr(path)} is {type_phrase(leaf)}: give arrays, and close "
                 "the loss over the rest (equinox.partition, flax.nnx.split)"
             )
         kind = jax.dtypes.result_type(leaf)

@@ -34,7 +34,7 @@ from bytescope.memory.remat.remat_problem import (
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
-from bytescope.memory.units import MOST, human
+from bytescope.memory.units import MAX_BYTES, human
 
 # The search's name of a policy that comes with jax -> its name in `jax.checkpoint_policies`.
 BUILT_IN = {
@@ -89,7 +89,7 @@ def plan_remats(
 ) -> list[RematPlan]:
     """Returns a plan for each budget; the searches share what is compiled. Raises as `plan_remat` does."""
     for budget in budgets:
-        limits.budget_of(written(budget), MOST, "budget")  # a mistake shows before anything is compiled
+        limits.budget_of(written(budget), MAX_BYTES, "budget")  # a mistake shows before anything is compiled
     compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
     sizes = [compiler.budget(budget) for budget in budgets]
 

@@ -220,8 +220,10 @@ def _compile_and_report(
 ) -> Report:
     check_options(options, "analyze")
     roles = checked_roles(roles)
-    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
-    record = report_of(compilation, target=found, config=config, facts=facts, roles=roles, names=names, seconds=predict)
+    compilation, compiled_target = compiled_for(program, args, kwargs, target=target, options=options)
+    record = report_of(
+        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=predict
+    )
     return Report.of(record)
 
 

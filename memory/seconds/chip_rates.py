@@ -15,13 +15,13 @@ from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHE
 from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at
 
 
-def of(kind: str) -> DeviceRates | None:
+def rates_of_kind(kind: str) -> DeviceRates | None:
     """The rates of a device kind (jax' device_kind); None for a chip that is not in `devices.chips`."""
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     return _rates(chip.name) if chip else None
 
 
-def over(found: DeviceRates, network: str) -> DeviceRates:
+def with_network(rates: DeviceRates, network: str) -> DeviceRates:
     """Rates with the collectives between hosts of another network.
 
     Raises ReportError for a name that is not in `achieved.NETWORKS`.
@@ -29,13 +29,13 @@ def over(found: DeviceRates, network: str) -> DeviceRates:
     if network not in NETWORKS:
         raise ReportError(f"unknown network {network!r:.40}: one of {', '.join(NETWORKS)}")
     rows = tuple(CollectiveRate(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
-    inside = tuple(row for row in found.collectives if row.hosts == 1)
+    inside = tuple(row for row in rates.collectives if row.hosts == 1)
     source = NETWORKS[network][0].figure.source
     return dataclasses.replace(
-        found,
+        rates,
         collectives=inside + rows,
-        source=f"{found.source}; between hosts: {source}",
-        sources={**found.sources, "collectives between hosts": source},
+        source=f"{rates.source}; between hosts: {source}",
+        sources={**rates.sources, "collectives between hosts": source},
     )
 
 
@@ -96,18 +96,18 @@ def _nearest(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
 
 def _products(chip: Chip) -> dict[str, tuple[Curve, str]]:
     """Unit -> curve and source; a unit without a measured curve takes the efficiency of a similar unit (`LIKE`)."""
-    found: dict[str, tuple[Curve, str]] = {}
+    products: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
         measured = _nearest(chip, ("products", unit))
         if measured:
-            found[unit] = measured
+            products[unit] = measured
     for unit in chip.peak_flops:
-        if unit not in found:
-            like = next(each for each in LIKE[unit] if each in found)
-            curve, source = found[like]
+        if unit not in products:
+            like = next(each for each in LIKE[unit] if each in products)
+            curve, source = products[like]
             ratio = chip.peak_flops[unit] / chip.peak_flops[like]
-            found[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
-    return {unit: found[unit] for unit in chip.peak_flops}
+            products[unit] = _times(curve, ratio), f"efficiency of {like}: {source}"
+    return {unit: products[unit] for unit in chip.peak_flops}
 
 
 def _beyond_floor(curve: Curve, floor: float, peak: float) -> Curve:
@@ -184,17 +184,17 @@ def _said(source: str, measured: str, name: str) -> str:
 def _collectives(chip: Chip) -> tuple[tuple[CollectiveRate, ...], str]:
     """(collectives of a chip, their sources). For each kind, within a host and between hosts, these are its own rows,
     or the rows of the nearest chip that has some, times the ratio of their links."""
-    found: list[CollectiveRate] = []
+    collectives: list[CollectiveRate] = []
     sources: dict[str, None] = {}
     for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
         for between in (False, True):
             name, rows = _measured_links(chip, kind, between)
             for row in rows:
-                found += _on_links(chip, CHIPS[name], row)
+                collectives += _on_links(chip, CHIPS[name], row)
                 sources[_said(row.figure.source, name, chip.name)] = None
     if chip.name in MESHES:
         sources[f"efficiency of {name}: shares of {achieved.MESH_SOURCE}"] = None
-    return tuple(found), "; ".join(sources)
+    return tuple(collectives), "; ".join(sources)
 
 
 def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:

@@ -121,8 +121,8 @@ def _dtype(left: HloShape, right: HloShape, exact: bool) -> str:
 
 
 def _operands(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
-    found = [module.operand(instruction, i) for i in (0, 1)]
-    left, right = (module.shape(operand) if operand else None for operand in found)
+    operands = [module.operand(instruction, i) for i in (0, 1)]
+    left, right = (module.shape(operand) if operand else None for operand in operands)
     return left, right
 
 
@@ -181,14 +181,14 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
         return None
     config = backend_config(module, instruction)
     gemm, scores = (_inner(config, key) for key in ("gemm_backend_config", "cudnn_fmha_backend_config"))
-    found = None
+    work = None
     if gemm:
         numbers, precision = _inner(gemm, "dot_dimension_numbers"), _inner(gemm, "precision_config")
         algorithm = str(precision.get("algorithm", "ALG_UNSET"))
         exact = algorithm in _EXACT_NAMES or (
             algorithm == "ALG_UNSET" and "HIGHEST" in str(precision.get("operand_precision"))
         )
-        found = _product(
+        work = _product(
             module,
             instruction,
             _numbers(numbers.get("lhs_contracting_dimensions")),
@@ -196,10 +196,10 @@ def _call(module: Module, instruction: Instruction) -> KernelWork | None:
             exact,
         )
     elif scores:
-        found = _attention(module, instruction, scores)
+        work = _attention(module, instruction, scores)
     elif "__cudnn$conv" in instruction.target:
-        found = _convolution(module, instruction)
-    return found or _foreign(module, instruction)
+        work = _convolution(module, instruction)
+    return work or _foreign(module, instruction)
 
 
 def _foreign(module: Module, instruction: Instruction) -> KernelWork:
@@ -230,8 +230,8 @@ def _foreign(module: Module, instruction: Instruction) -> KernelWork:
 
 def _numeric(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
     """The first two operands of a call that are not integers."""
-    found = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
-    left, right, *_ = *(shape for shape in found if not shape.dtype.startswith(_INTEGERS)), None, None
+    shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
+    left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
 
 

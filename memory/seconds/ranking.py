@@ -26,19 +26,19 @@ Item = TypeVar("Item")
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a `memory.compare.compare_rows.Row` that an answer's seconds give, without unknown ones."""
-    found, bound = step_prediction.of_answer(answer), step_prediction.bound(answer)
+    prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
-    if found is not None:
+    if prediction is not None:
         out |= {
-            "predicted_seconds": found.seconds,
-            "predicted_seconds_low": found.low,
-            "predicted_seconds_high": found.high,
-            "predicted_tokens_per_s": found.tokens_per_s,
-            "predicted_mfu": found.mfu,
-            "predicted_by_term": dict(found.by_term),
-            "rates": found.rates,
+            "predicted_seconds": prediction.seconds,
+            "predicted_seconds_low": prediction.low,
+            "predicted_seconds_high": prediction.high,
+            "predicted_tokens_per_s": prediction.tokens_per_s,
+            "predicted_mfu": prediction.mfu,
+            "predicted_by_term": dict(prediction.by_term),
+            "rates": prediction.rates,
         }
     elif answer.get("status") == "ok" and answer.get("target"):
         out["unpredicted"] = (
@@ -66,14 +66,14 @@ def large(target: Any) -> roofline.Figures | None:
 
     They replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
     """
-    found, peaks = device_rates.of(target), roofline.figures(target)
-    if found is None or peaks is None:
+    rates, peaks = device_rates.select(target), roofline.figures(target)
+    if rates is None or peaks is None:
         return None
-    units = {unit: at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
+    units = {unit: at(curve, LARGE_SIDE) for unit, curve in rates.products.items()}
     return roofline.Figures(
         units,
-        at(found.memory, LARGE_BYTES),
-        found.host_link_bytes_per_s,
+        at(rates.memory, LARGE_BYTES),
+        rates.host_link_bytes_per_s,
         peaks.interconnect_bytes_per_s,
-        found.source,
+        rates.source,
     )

@@ -1,4 +1,4 @@
-"""Records of the rates that one device reaches, as curves over sizes, and their JSON. `rates.of` selects a target's."""
+"""Records of the rates that one device reaches, as curves over sizes, and their JSON."""
 
 from __future__ import annotations
 
@@ -206,8 +206,10 @@ def from_json(value: Any) -> DeviceRates:
     """Reads the JSON of `DeviceRates.to_json`. Raises ReportError with one line for any other value."""
     known = {field.name: field for field in dataclasses.fields(DeviceRates)}
     if not isinstance(value, Mapping) or value.get("format") != FORMAT:
-        found = value.get("format") if isinstance(value, Mapping) else value
-        raise ReportError(f"rates of format {found!r:.40}: this version reads format {FORMAT}; run bytescope calibrate")
+        version = value.get("format") if isinstance(value, Mapping) else value
+        raise ReportError(
+            f"rates of format {version!r:.40}: this version reads format {FORMAT}; run bytescope calibrate"
+        )
     unknown = next((key for key in value if key not in known and key != "format"), None)
     if unknown is not None:
         raise ReportError(f"rates: {unknown!r:.40} is not a field: give {', '.join(known)}")

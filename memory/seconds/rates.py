@@ -50,10 +50,10 @@ def use(path: str | Path | None) -> DeviceRates | None:
 
     Raises ReportError if the file does not contain rates.
     """
-    found = load(path) if path is not None else None
+    rates = load(path) if path is not None else None
     _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
     _loaded.cache_clear()
-    return found
+    return rates
 
 
 def chosen() -> Path | None:
@@ -74,7 +74,7 @@ def _loaded(path: Path) -> DeviceRates:
     return load(path)
 
 
-def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
+def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
     """The rates of a target or its JSON; None for an unknown accelerator.
 
     They come from `file`, else from the file that `use` set, else from the table for the chip or from this machine for
@@ -84,20 +84,20 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> De
     known = target if isinstance(target, Mapping) else target.to_json()
     path = Path(file) if file is not None else chosen()
     on_cpu = known.get("platform") == "cpu"
-    found = _loaded(path) if path is not None else None
-    if found is None:
-        return _of_machine(known) if on_cpu else chip_rates.of(str(known.get("kind")))
-    refuse(found, known)
+    rates = _loaded(path) if path is not None else None
+    if rates is None:
+        return _of_machine(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
+    refuse(rates, known)
     if on_cpu:
-        return found.shared(_count(known, "n_devices"))
-    listed = chip_rates.of(str(known.get("kind")))
+        return rates.shared(_count(known, "n_devices"))
+    listed = chip_rates.rates_of_kind(str(known.get("kind")))
     hosts = _count(known, "n_devices") / _count(known, "devices_per_host")
-    return found.completed(listed, math.ceil(hosts)) if listed is not None else found
+    return rates.completed(listed, math.ceil(hosts)) if listed is not None else rates
 
 
-def refuse(found: DeviceRates, known: Mapping[str, Any]) -> None:
+def refuse(rates: DeviceRates, known: Mapping[str, Any]) -> None:
     """Raises ReportError if rates were measured on another kind of device than the target's; `known`: its JSON."""
-    device = found.measured.get("device", known.get("kind"))
+    device = rates.measured.get("device", known.get("kind"))
     if device != known.get("kind"):
         raise ReportError(
             f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
@@ -122,7 +122,7 @@ def _of_machine(known: Mapping[str, Any]) -> DeviceRates:
 
 def _count(known: Mapping[str, Any], field: str) -> int:
     """A number of devices in a target's JSON, 1 if it has none."""
-    found = known.get(field, 1)
-    if not is_count(found):
-        raise ReportError(f"a damaged report (target.{field} is {found!r:.40}): write it again")
-    return max(found, 1)
+    count = known.get(field, 1)
+    if not is_count(count):
+        raise ReportError(f"a damaged report (target.{field} is {count!r:.40}): write it again")
+    return max(count, 1)

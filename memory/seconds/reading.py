@@ -62,14 +62,22 @@ class CompiledSchedule:
 
 
 def read(
-    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+    attribution: Attribution,
+    mesh: hlo_mesh.Axes = (),
+    per_host: int = 0,
+    flops: FlopCount | None = None,
+    devices: int = 1,
 ) -> Steps:
     """Returns the steps of `read_schedule`, which takes the same arguments."""
-    return read_schedule(look, mesh, per_host, flops, devices).steps
+    return read_schedule(attribution, mesh, per_host, flops, devices).steps
 
 
 def read_schedule(
-    look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None, devices: int = 1
+    attribution: Attribution,
+    mesh: hlo_mesh.Axes = (),
+    per_host: int = 0,
+    flops: FlopCount | None = None,
+    devices: int = 1,
 ) -> CompiledSchedule:
     """The compiled schedule of a program, of one device and one call; () if it has too many records.
 
@@ -84,26 +92,26 @@ def read_schedule(
         mesh: names and sizes of the mesh axes (unused: the module lists groups). per_host: number of devices of a host,
             0 for one host. flops: of the global program; None if it was not traced. devices: number of devices.
     """
-    walk = _ScheduleReader(look, per_host)
-    steps = walk.computation(look.module.entry, "")
+    walk = _ScheduleReader(attribution, per_host)
+    steps = walk.computation(attribution.module.entry, "")
     if walk.endless:
         return CompiledSchedule()
     settle = _settling(steps, _beyond(steps, flops, devices))
-    return CompiledSchedule(settle(steps), walk.ordered[look.module.entry, ""], settle)
+    return CompiledSchedule(settle(steps), walk.ordered[attribution.module.entry, ""], settle)
 
 
 class _ScheduleReader:
     """One walk through the schedule; `endless`: it has more than `_MAX_RECORDS` records."""
 
-    def __init__(self, look: Attribution, per_host: int):
-        self.look, self.module, self.per_host = look, look.module, per_host
+    def __init__(self, attribution: Attribution, per_host: int):
+        self.attribution, self.module, self.per_host = attribution, attribution.module, per_host
         self.endless = False
         self.begun: set[str] = set()
         self.known: dict[tuple[int, str], Steps] = {}
         self.ordered: dict[tuple[int, str], tuple[InstructionSteps, ...]] = {}
         self.sizes: dict[int, int] = {}  # of the tuples in `known`, by their identity
         self.groups: dict[tuple[tuple[int, bytes], ...], tuple[hlo_mesh.Groups, int]] = {}
-        self.uncounted = host_transfers.uncounted(look.module)
+        self.uncounted = host_transfers.uncounted(attribution.module)
 
     def computation(self, id: int, around: str) -> Steps:
         """The steps of one run of a computation; `around`: the phase of the call."""
@@ -150,8 +158,8 @@ class _ScheduleReader:
 
     def phase(self, one: Instruction, around: str) -> str:
         """The phase of an operation, one of `STEP_PHASES`; an operation without a mark belongs to the forward pass."""
-        found = kernel_costs.phase_of(self.look, one, around)
-        return found if found in STEP_PHASES else "forward"
+        phase = kernel_costs.phase_of(self.attribution, one, around)
+        return phase if phase in STEP_PHASES else "forward"
 
     # ---- operations that call computations
     # -----------------------------------------------------------------------------------------

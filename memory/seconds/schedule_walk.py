@@ -78,7 +78,7 @@ class Walked:
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
     """The seconds of a schedule at these rates (see the module)."""
     clock = _DeviceClock()
-    clock.walk(_Prices(rates).of(steps))
+    clock.walk(_Prices(rates).priced(steps))
     clock.finish()
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for (phase, term), taken in clock.spent.items():
@@ -122,7 +122,7 @@ class _StartWalk:
             if one.inside and self.placed <= _MAX_STEPS:  # a damaged module nests calls without end
                 once = clock.copy()
                 inside, length = self.place(one.inside, once), once.now - began
-            clock.walk(self.prices.of(self.settle(one.steps)))
+            clock.walk(self.prices.priced(self.settle(one.steps)))
             stretch = (clock.now - began) / length if length else 0.0
             for name, at in inside.items():
                 starts.setdefault(name, began + (at - began) * stretch)
@@ -167,7 +167,7 @@ class _Prices:
         self.rates = rates
         self._kernels: dict[ScheduledKernel, float] = {}
 
-    def of(self, steps: Steps) -> tuple[_Priced, ...]:
+    def priced(self, steps: Steps) -> tuple[_Priced, ...]:
         return tuple(self._price(step) for step in steps)
 
     def _price(self, step: Step) -> _Priced:
@@ -178,7 +178,7 @@ class _Prices:
             term = "collectives" if stream == _COLLECTIVES else "host_link"
             return _Sent(step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term))
         if isinstance(step, Loop):
-            return _Turns(step.trips, self.of(step.steps))
+            return _Turns(step.trips, self.priced(step.steps))
         return step
 
     def _price_kernel(self, kernel: ScheduledKernel) -> _Compute:

@@ -67,7 +67,7 @@ class StepPrediction:
 _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 
-def of(
+def predict(
     steps: Steps,
     target: Target | Mapping[str, Any],
     calls: int = 1,
@@ -85,10 +85,10 @@ def of(
     Raises ReportError for a schedule that takes infinitely long, or that no program can have.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
-    rates = rates_of.of(known) if steps else None
+    rates = rates_of.select(known) if steps else None
     if rates is None:
         return None
-    rates = chip_rates.over(rates, network) if network else rates
+    rates = chip_rates.with_network(rates, network) if network else rates
     try:
         once = walk(steps, rates)
     except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
@@ -134,13 +134,13 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
 
 
 def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
-    """The minimum seconds of one call (`roofline.of_answer`). Raises ReportError for a damaged answer.
+    """The minimum seconds of one call (`roofline.bound_of_answer`). Raises ReportError for a damaged answer.
 
     Returns None for a CPU whose rates come from a file: its peaks would be measured now, beside other programs, and
     would be no bound.
     """
     on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
-    return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
+    return None if on_cpu and rates_of.chosen() else roofline.bound_of_answer(answer)
 
 
 def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
@@ -155,21 +155,21 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
                 return (
                     "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
                 )
-        elif chip_rates.of(str(target.get("kind"))) is None:
+        elif chip_rates.rates_of_kind(str(target.get("kind"))) is None:
             kind = str(target.get("kind") or target.get("name"))
             return f"no rates of {kind} are known: give --rates=FILE, written by bytescope calibrate there"
     return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
 
 
-def of_report(report: ReportRecord) -> StepPrediction | None:
+def predict_report(report: ReportRecord) -> StepPrediction | None:
     """The prediction of a report's program on its target; None if too little is known of either."""
     subject = report.subject
     if not report.target:
         return None
-    return of(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
+    return predict(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
 
 
-def of_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
+def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
     """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
     `calls_per_update`, `tokens_per_update` and `model_flops`.
 
@@ -181,7 +181,7 @@ def of_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | 
         steps = step_schedule.from_json(answer["schedule"])
     except ValueError as error:
         raise ReportError(f"a damaged report ({error}): write it again") from error
-    return of(
+    return predict(
         steps,
         answer["target"],
         answer.get("calls_per_update") or 1,

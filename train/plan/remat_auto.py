@@ -92,7 +92,7 @@ class Compiler:
 
     def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         """Returns phase -> seconds of one call, predicted from the schedule; if that is not possible, by a roofline."""
-        predicted = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
+        predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:

@@ -181,7 +181,7 @@ class Trials:
 
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
-        found = step_prediction.of_answer(answer)
+        found = step_prediction.predict_answer(answer)
         if found is None:
             why = (
                 step_prediction.missing(bool(answer.get("schedule")), self.target.to_json())

@@ -193,7 +193,7 @@ def _rounded(value: float) -> float:
 
 def _about(target: Target, devices: int) -> dict[str, str]:
     """The device, the date and the versions of a calibration."""
-    found = {
+    about = {
         "device": target.kind,
         "platform": target.platform,
         "devices": str(devices),
@@ -201,10 +201,10 @@ def _about(target: Target, devices: int) -> dict[str, str]:
     }
     for name in _VERSIONS:
         try:
-            found[name] = metadata.version(name)
+            about[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return about
 
 
 def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> DeviceRates:
@@ -257,10 +257,10 @@ def _work_seconds(sample: Sample, floor: float) -> float:
 
 def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple[Any, ...], Curve]:
     """Key -> work per second over the size."""
-    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
+    curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
-        found[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
-    return {key: tuple(sorted(points.items())) for key, points in found.items()}
+        curves[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
+    return {key: tuple(sorted(points.items())) for key, points in curves.items()}
 
 
 def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
@@ -279,11 +279,11 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
 
 def _collectives(samples: Iterable[Sample]) -> tuple[CollectiveRate, ...]:
     """Bus bandwidth over payload bytes by kind and group; the shortest payloads measure only hops."""
-    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
+    curves: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
-            found[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
+            curves[sample.key][float(sample.size)] = _rounded(WIRE[kind](group) * sample.work / sample.seconds)
     return tuple(
-        CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items()
+        CollectiveRate(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in curves.items()
     )

@@ -141,7 +141,7 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     found = breakdown.find(xplane.read(xplane.find(tmp_path)))
     # From 500 ps of the update's start to the last copy's end, at 1 ns + 1000 ps.
     assert (found.program, found.steps, found.devices, found.wall) == ("jit_step", (4,), 1, 1500)
-    component = OpScopes(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
+    component = OpScopes(xplane.parse(gpu_space(proto, named))).scope((PROGRAM, named["fusion"], "")).component
     assert found.cells == {
         ("backward", "mlp"): 600,
         ("other", "collectives"): 100,

@@ -123,5 +123,5 @@ def test_rules(rule):
         for shape, spec in zip(((8, 32), (32, 32)), specs)
     ]
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
-    assert JaxprSharding.of(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
-    assert JaxprSharding.of(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1
+    assert JaxprSharding.from_arguments(jaxpr, leaves).parts(jaxpr.jaxpr.outvars[0]) == parts
+    assert JaxprSharding.from_arguments(jaxpr, [jnp.ones(2)] * 2).parts(jaxpr.jaxpr.outvars[0]) == 1

@@ -149,14 +149,14 @@ def test_rates_of_another_device_are_refused(h200, tmp_path, used):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(rates_of(SAMPLES, h200, ABOUT).to_json()))
     used(file)
-    assert rates.of(h200).floor_seconds == FLOOR_SECONDS and rates.of(h200) == rates.load(file)
-    over = rates.of(targets.parse("h200:2x8"))
+    assert rates.select(h200).floor_seconds == FLOOR_SECONDS and rates.select(h200) == rates.load(file)
+    over = rates.select(targets.parse("h200:2x8"))
     assert {row.hosts > 1 for row in over.collectives} == {False, True} and over.source.endswith("network as published")
     assert [row for row in over.collectives if row.hosts == 1] == list(rates.load(file).collectives)
     with pytest.raises(ReportError, match=r"rates of NVIDIA H200 for a100-80g, .*leave --rates out.*calibrate"):
-        rates.of(targets.parse("a100-80g"))
+        rates.select(targets.parse("a100-80g"))
     used(None)
-    assert rates.of(h200).floor_seconds != FLOOR_SECONDS
+    assert rates.select(h200).floor_seconds != FLOOR_SECONDS
 
 
 @pytest.mark.quick
@@ -166,7 +166,7 @@ def test_devices_that_a_cpu_simulates_share_its_rates(tmp_path, used):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(whole.to_json()))
     used(file)
-    found = rates.of(cpu)
+    found = rates.select(cpu)
     assert found.products["bf16"] == tuple((size, rate / 4) for size, rate in whole.products["bf16"])
     assert found.memory[0][1] == whole.memory[0][1] / 4 and found.collectives == whole.collectives
 
@@ -219,7 +219,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
     for told in ("product, fp32", "64 cubed", "attention bwd", "all-reduce x8", "not measured", "products bf16"):
         assert told in shown, shown
     used(file)
-    assert rates.of({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
+    assert rates.select({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
 
 
 def fake_clock(monkeypatch, per_look):

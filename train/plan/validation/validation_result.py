@@ -70,7 +70,7 @@ def of(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> ValidationResult:
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        prediction = step_prediction.of_answer(answer, row.network)
+        prediction = step_prediction.predict_answer(answer, row.network)
         if prediction is None:
             why[row.id] = "no rate of its chip is known"
             continue
