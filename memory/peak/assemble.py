@@ -320,8 +320,8 @@ def _described_buffer(
 
     checkpoint_name = ""
     if category == "residuals" and fact.origin.carried:
-        outmost = scope.path[0] if scope.path else "loop"
-        blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+        outermost = scope.path[0] if scope.path else "loop"
+        blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outermost)
         checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
         makers = (*fact.origin.chain, instruction)

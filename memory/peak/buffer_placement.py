@@ -96,7 +96,7 @@ def place(
         arguments: paths and roles of the entry parameters.
     """
     module = program.module
-    axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
+    axes, layouts = hlo_mesh.read_layouts(compilation.compiled) if compilation.compiled is not None else ((), ())
     matched = hlo_mesh.match(module, layouts)
     if facts and not axes and math.prod(facts.mesh.values()) == module.devices:
         axes = tuple(facts.mesh.items())

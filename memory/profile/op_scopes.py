@@ -1,8 +1,9 @@
-"""The phase and component of each instruction of a trace, from the compiled modules that the trace contains.
+"""Looks up the phase and component of each instruction of a trace, in the compiled modules that the trace contains.
 
-An instruction is looked up in its module by name. An event without an instruction's name, such as a kernel inside a
-CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
-that the compiler added has no JAX name: it takes those of the instructions that made its operands, else of its readers.
+An instruction is looked up in its module by name. An event without the name of an instruction, such as a kernel inside
+a CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
+that the compiler added has no JAX name; it gets the phase and component of the instructions that made its operands, or
+else of its readers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
-# Work of the host between updates, which belongs to no update.
+# Annotations of work between updates, which does not belong to an update.
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
@@ -34,7 +35,11 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 class OpScope:
     """The place of an instruction in the program.
 
-    phase: one of `records.STEP_PHASES`, or other. component: as in the report. path: scopes joined by "/".
+    Fields:
+        phase: one of `records.STEP_PHASES`, or other.
+        component: the part of the model, as in a report.
+        path: scopes joined by "/".
+        opcode: the HLO opcode, "" if unknown.
     """
 
     phase: str = OTHER
@@ -47,13 +52,13 @@ Key = tuple[tuple[int | None, str], str, str]
 
 
 def key_of(operation: Operation) -> Key:
-    """Returns the key of an instruction, the same for all its runs: program, name (of the kernel if the instruction has
-    none), op_name."""
+    """Returns the key of an instruction, which is the same for all its runs: program, name (of the kernel if the
+    instruction has none), op_name."""
     return operation.program, operation.name or operation.kernel, operation.op_name
 
 
 class OpScopes:
-    """Looks up the phases and components of instructions; `main`: the program that ran longest outside of pauses."""
+    """Looks up the phases and components of instructions. `main` is the program that ran longest outside of pauses."""
 
     def __init__(self, trace: ProfilerTrace):
         self.trace = trace
@@ -69,13 +74,14 @@ class OpScopes:
         self.main = named[0] if named else ""
 
     def scope(self, key: Key) -> OpScope:
-        """Returns the scope of an instruction; if no module has it, the scope by its op_name or its kernel."""
+        """Returns the scope of an instruction. If no module contains the instruction, the scope comes from its op_name
+        or its kernel."""
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def op_name(self, key: Key) -> str:
-        """Returns the op_name of an instruction in its module, else the event's own; "" if there is none."""
+        """Returns the op_name of an instruction in its module, or else the event's own; "" if there is none."""
         module = self._module(key[0])
         if module is None:
             return key[2]
@@ -83,7 +89,8 @@ class OpScopes:
         return key[2] if instruction is None else module.op_name(instruction)
 
     def runs_once(self, key: Key) -> bool:
-        """Returns whether an instruction is in the main program outside of loops and branches: it runs once a call."""
+        """Returns whether an instruction runs once per call, because it is in the main program outside of loops and
+        branches."""
         module = self._module(key[0])
         if module is None or key[0][1] != self.main:
             return False
@@ -106,7 +113,8 @@ class OpScopes:
         return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
     def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """Returns the module of a program by its number; a kernel without a program is looked up in the main one."""
+        """Returns the module of a program by its number. A kernel without a program is looked up in the main
+        program."""
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
@@ -130,11 +138,10 @@ class _Module:
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        """Returns an instruction by its name, or by the name of its kernel, which has no dots and dashes."""
+        """Returns an instruction by its name, or by the name of its kernel, which has neither dots nor dashes."""
         return self._named.get(name) or self._kernels.get(_plain(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
-        """Returns the phase and component of an instruction."""
         attribution, opcode = self.attribution, instruction.opcode
         scope = attribution.scope(instruction)
         named = "/" in attribution.module.metadata(instruction).op_name
@@ -151,7 +158,7 @@ class _Module:
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Returns the op_name of an instruction, else of the nearest instruction that has a name."""
+        """Returns the op_name of an instruction, or else of the nearest instruction that has a name."""
         own = self.attribution.module.metadata(instruction).op_name
         return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
@@ -164,7 +171,8 @@ class _Module:
 
 
 def priority(scope: OpScope) -> int:
-    """Returns the rank of an instruction among those that run at one moment: compute, collectives, transfers, loops."""
+    """Returns the rank of an instruction among the instructions that run at one moment: compute, collectives,
+    transfers, loops."""
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)

@@ -1,4 +1,4 @@
-"""Shows the time of an update by phase and component, on one screen of a terminal."""
+"""Shows the time of an update by phase and component on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytescope.memory.view.text_layout import Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-# Components below this share of the total are merged into one row; maximum number of instructions shown.
+# Components below this fraction of the total are merged into one row; maximum number of instructions to show.
 _SMALL, _MAX_INSTRUCTIONS = 0.001, 10
 _LEGEND = {
     "blocks": "blocks: reads and writes the stacks of the loop over layers",
@@ -27,12 +27,13 @@ _LEGEND = {
 
 
 def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the breakdown to a console, by default stdout. `predicted`: as in `prediction`."""
+    """Prints the breakdown to a console, which is stdout by default. `predicted` is the argument of `prediction`."""
     put(render(breakdown, predicted), console)
 
 
 def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Phases and components, the host, the longest instructions, and the predicted time."""
+    """Returns tables of phases and components, the host's work and the longest instructions, and the predicted
+    time."""
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
     )
@@ -49,9 +50,10 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
 
 
 def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
-    """Predicted and measured seconds per update in one line; `predicted`: of one call (`commands.trace.prediction`)."""
+    """Returns predicted and measured seconds per update in one line. `predicted` is the prediction of one call
+    (`commands.trace.prediction`)."""
     measured = breakdown.measured
-    aside = " without pauses" if breakdown.paused else ""  # evaluations and checkpoints: between updates
+    aside = " without pauses" if breakdown.paused else ""  # pauses are evaluations and checkpoints between updates
     once, bound = predicted["seconds"], predicted["at_least"]
     least = f"at least {bound * breakdown.calls:.4g} s by {predicted['bound']}" if bound else ""
     if not once:
@@ -75,7 +77,8 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
 
 
 def _cells(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> FigureTable:
-    """Components down, phases across; the phases and components each add up to busy, with idle to the total."""
+    """Returns a table with a row per component and a column per phase. The rows add up to busy; busy and idle add up
+    to the total."""
     phases = [phase for phase in PHASES if any(phase == other for other, _ in breakdown.cells)]
     heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)
     table = FigureTable(label(Text("device", style="bold")), *heads, figure("all"), figure("%"), heading="dim")

@@ -1,8 +1,8 @@
 """Shows the time of an update as one HTML file that opens offline: phases and components, the host, the longest
 operations.
 
-The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`, which a run keeps as profile.json).
-This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
+The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`), which a run stores as
+profile.json. This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, program_facts, subject, table, versions
 from bytescope.memory.view.frame import page
 
-# Maximum rows of the table of operations and bars of components; the rest is one row.
+# Maximum rows of the table of operations, and maximum bars of components. The rest is merged into one.
 MAX_OPERATIONS, MAX_BARS = 250, 24
 NOTES = (
     "Seconds per update and device. An instant shared by several instructions is shared evenly between them, so the "
@@ -30,8 +30,11 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """The page of a breakdown's JSON, as text. `name`: the title, such as the run directory; `report`: of the program,
-    for the header."""
+    """Returns the page of a breakdown's JSON as text.
+
+    `name`: the title, such as the run directory. `report`: the report of the program, whose subject is shown in the
+    header.
+    """
     title = name or str(breakdown["program"])
     return page(
         "trace",
@@ -52,8 +55,8 @@ def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | 
 
 
 def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON values that the script draws: seconds per update and device, by component, phase and work of the
-    host."""
+    """Returns the JSON values that the script draws: seconds per update and device, by component and phase, and the
+    host's work."""
     parts = _components(breakdown)
     largest, rest = parts[:MAX_BARS], parts[MAX_BARS:]
     if rest:
@@ -81,19 +84,19 @@ def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """(name, seconds) of the unit for figures of at most `seconds`."""
+    """Returns (name, seconds) of the unit for figures of at most `seconds`."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
 def written(seconds: float) -> str:
-    """Seconds with four digits, in s, ms or µs."""
+    """Returns seconds as text with four digits, in s, ms or µs."""
     name, scale = unit(seconds)
     return f"{seconds / scale:.4g} {name}"
 
 
 def cells(breakdown: Mapping[str, Any]) -> PageTable:
-    """A row per component, a column per phase, and the share of the whole; busy, idle and the whole are the last
-    rows."""
+    """Returns a table with a row per component, a column per phase, and the share of the whole update. The last rows
+    are busy, idle and the whole."""
     whole, (_, scale) = breakdown["total"], unit(breakdown["total"])
     used = [phase for phase in PHASES if any(cell["phase"] == phase for cell in breakdown["cells"])]
     parts = _components(breakdown)
@@ -113,12 +116,12 @@ def cells(breakdown: Mapping[str, Any]) -> PageTable:
 
 
 def share(seconds: float, whole: float) -> Cell:
-    """Per cent of the whole."""
+    """Returns a cell with the share of the whole in per cent."""
     return Cell(f"{100 * seconds / whole:.1f}" if whole else "", value=seconds)
 
 
 def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """(component, phase -> seconds), the longest first."""
+    """Returns (component, phase -> seconds) of each component, the longest first."""
     rows: dict[str, dict[str, float]] = {}
     for cell in breakdown["cells"]:
         row = rows.setdefault(cell["component"], {})
@@ -130,14 +133,14 @@ def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float
 
 
 def where_text(breakdown: Mapping[str, Any]) -> str:
-    """The traced program, updates and devices in one line."""
+    """Returns the traced program, updates and devices in one line."""
     devices = breakdown["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
     return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"]), on))
 
 
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
-    """An update in a few large figures."""
+    """Returns the header figures of an update."""
     whole, alone = breakdown["total"], breakdown["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in breakdown["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"

@@ -307,7 +307,7 @@ class ReportRecord(JudgedProgram):
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
-            raise ReportError(f"a damaged memory report ({one_line(error)}): write it again") from error
+            raise ReportError(f"the report is damaged ({one_line(error)}): write it again") from error
 
 
 # The order of keys in the JSON.

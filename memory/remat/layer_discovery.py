@@ -52,7 +52,7 @@ class Layer:
     @property
     def flops(self) -> int:
         """FLOPs of one forward pass through all layers of this kind."""
-        return self.times * sum(flops.of_equation(equation).total for equation in self.body.jaxpr.eqns)
+        return self.times * sum(flops.count_equation(equation).total for equation in self.body.jaxpr.eqns)
 
 
 def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:

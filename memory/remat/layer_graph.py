@@ -137,7 +137,7 @@ def step_of(
 
     parts: number of devices over which its results are sharded.
     """
-    counted = flops.of_equation(equation)
+    counted = flops.count_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=lambda unit: counted.by[unit])[1] if every else ""
@@ -189,7 +189,7 @@ def _live(equation: Any, which: Sequence[int]) -> int:
     if rule and len(inspect.signature(rule).parameters) > 2:
         arguments.insert(1, [True] * len(equation.invars))
     live = rule(*arguments)[1] if rule else equation
-    return flops.of_equation(live).total if live else 0
+    return flops.count_equation(live).total if live else 0
 
 
 def _tuples(value: Any) -> Any:

@@ -124,5 +124,5 @@ def _count(known: Mapping[str, Any], field: str) -> int:
     """A number of devices in a target's JSON, 1 if it has none."""
     count = known.get(field, 1)
     if not is_count(count):
-        raise ReportError(f"a damaged report (target.{field} is {count!r:.40}): write it again")
+        raise ReportError(f"the report is damaged (target.{field} is {count!r:.40}): write it again")
     return max(count, 1)

@@ -92,12 +92,14 @@ def predict(
     try:
         once = walk(steps, rates)
     except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
-        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
+        raise ReportError(f"the report is damaged (its schedule holds {error!s:.40}): write it again") from error
     update = calls * once.seconds
     if not update:
         return None
     if not 0 < update < math.inf:
-        raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
+        raise ReportError(
+            f"the report is damaged (its schedule takes {update:.3g} s at the target's rates): write it again"
+        )
     low, high = constants.spread_of(known).around(update)
     return StepPrediction(
         seconds=update,
@@ -180,7 +182,7 @@ def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPredicti
     try:
         steps = step_schedule.from_json(answer["schedule"])
     except ValueError as error:
-        raise ReportError(f"a damaged report ({error}): write it again") from error
+        raise ReportError(f"the report is damaged ({error}): write it again") from error
     return predict(
         steps,
         answer["target"],

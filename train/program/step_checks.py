@@ -128,7 +128,7 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
       ValueError: names the first collective that does, with the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
-    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.executable)
+    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.read_layouts(compilation.executable)
     skipped = next(
         divergence.skipped_collectives(
             module,
