@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     choose_platform()
     target = targets.parse("local")
     here = [device for device in target.devices() if device.process_index == device.client.process_index()]
-    todo = cases.cases_of(here, target, cases.sizes_of(target))
+    todo = cases.list_cases(here, target, cases.choose_sizes(target))
     with progress(math.ceil(args.seconds), "measuring") as tell:
         found = measure.measure(todo, target, len(here), args.seconds, tell)
     calibration_text.show(found, target)

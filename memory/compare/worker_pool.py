@@ -294,7 +294,7 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
     """The workers' environment: `env` (this process's by default) with as many simulated CPU devices as the targets
     name, and without the accelerator where no target is `local`.
 
-    Compiling for described devices needs no card; workers that all inner_jaxpr one would fight for its memory.
+    Compiling for described devices needs no card; workers that all opened one would fight for its memory.
     """
     out = dict(os.environ if env is None else env)
     simulate_devices(targets, out)

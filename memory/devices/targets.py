@@ -169,7 +169,7 @@ def parse(name: str) -> Target:
 def to_compile_for(name: str) -> Target:
     """Returns the target of a name for a process that only compiles.
 
-    GPUs of this machine are described and not inner_jaxpr, which takes none of their memory.
+    GPUs of this machine are described and not opened, which takes none of their memory.
 
     Raises ReportError as `parse` does, and for local GPUs that are not in the table of chips.
     """

@@ -1,4 +1,4 @@
-"""Ranks programs by their predicted seconds: which is preferred, and when two predictions are a tie.
+"""Ranks programs by their predicted seconds, and decides which predictions are a tie.
 
 The spread of a prediction is its error against one run. Programs of one model on one target share most of this error
 (the rates, the clock, the libraries), so their difference is more precise: predictions within `TIE` are a tie.
@@ -15,17 +15,20 @@ from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.seconds.rate_records import at
 
-# Relative difference below which predictions are a tie, because equal runs differ as much: of 13 pairs of runs on eight
-# H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
+# Relative difference below which predictions are a tie, because equal runs differ by about as much. Of 13 pairs of
+# runs on eight H100 that differ only in ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook,
+# 2025).
 TIE = 0.03
-# Sizes at which a device reaches its maximum rates: the side of a product, the bytes that a kernel moves.
+# Sizes at which a device reaches its maximum rates: the side of a cube (matrix product), and bytes that a kernel
+# moves.
 LARGE_SIDE, LARGE_BYTES = 8192, 2**28
 
 Item = TypeVar("Item")
 
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a `memory.compare.compare_rows.Row` that an answer's seconds give, without unknown ones."""
+    """Returns the fields of a `memory.compare.compare_rows.Row` that are computed from an answer's seconds, without
+    unknown ones."""
     prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
@@ -49,22 +52,23 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preferred(items: Iterable[Item], seconds: Callable[[Item], float], otherwise: Callable[[Item], Any]) -> Item | None:
-    """The item with the fewest seconds; among ties (`ties`) the one with the smallest `otherwise`. None without
-    items."""
+    """Returns the item with the fewest seconds; of several that tie (`ties`), the one with the smallest `otherwise`.
+    Returns None without items."""
     return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
 
 
 def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
-    """The items within `TIE` of the fewest seconds, in their order."""
+    """Returns the items within the fraction `TIE` of the fewest seconds, in their order."""
     known = list(items)
     most = min(map(seconds, known), default=math.inf) * (1 + TIE)
     return [item for item in known if seconds(item) <= most]
 
 
 def large(target: Any) -> roofline.Figures | None:
-    """The rates that the target's devices reach with large products, copies and messages; None if they have no rates.
+    """Returns the rates that the target's devices reach with large matrix products, copies and messages; None if the
+    target has no rates.
 
-    They replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
+    These rates replace the peaks of the data sheet. `target`: a `memory.devices.targets.Target` or its JSON.
     """
     rates, peaks = device_rates.select(target), roofline.figures(target)
     if rates is None or peaks is None:

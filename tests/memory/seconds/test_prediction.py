@@ -123,7 +123,7 @@ def test_nothing_is_predicted_without_a_schedule_or_rates(monkeypatch):
     ],
 )
 def test_a_damaged_schedule_is_one_line(steps):
-    with pytest.raises(ReportError, match="a damaged report"):
+    with pytest.raises(ReportError, match="the report is damaged"):
         step_prediction.predict_answer({"schedule": steps, "target": H100})
 
 
@@ -133,7 +133,7 @@ def test_what_no_program_has_is_one_line(monkeypatch, raised):
         raise raised
 
     monkeypatch.setattr(operation_seconds, "kernel_seconds", refuses)
-    with pytest.raises(ReportError, match="a damaged report"):
+    with pytest.raises(ReportError, match="the report is damaged"):
         step_prediction.predict(STEPS, H100)
 
 
@@ -141,5 +141,5 @@ def test_a_schedule_that_takes_for_ever_is_one_line():
     steps = (ScheduledKernel(PRODUCT, "forward", 2**79),)
     for _ in range(20):
         steps = (Loop(2**79, steps),)
-    with pytest.raises(ReportError, match="a damaged report"):
+    with pytest.raises(ReportError, match="the report is damaged"):
         step_prediction.predict(steps, H100)
