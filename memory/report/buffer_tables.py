@@ -40,10 +40,10 @@ TABLE_COLUMNS = (
 )
 
 
-def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
+def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
     """Returns the largest buffers at the peak, equal ones in one line; None if there are none."""
-    found = largest(report, shown)
-    if not found:
+    groups = largest(report, n)
+    if not groups:
         return None
     table = FigureTable(
         path(Text("largest at the peak", style="bold")),
@@ -54,10 +54,10 @@ def render(report: ReportRecord, shown: int = SHOWN) -> RenderableType | None:
         place("line", "dim"),
         heading="dim",
     )
-    for alike in found:
+    for alike in groups:
         name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
         table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
-    return Group(table, Prose(of_all(report, found), "dim"))
+    return Group(table, Prose(of_all(report, groups), "dim"))
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
@@ -71,8 +71,8 @@ def largest_table(report: ReportRecord, n: int = 10) -> Table:
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
-    found = largest(report, n)
-    return Table(TABLE_COLUMNS, tuple(map(_cells, found)), note=of_all(report, found))
+    groups = largest(report, n)
+    return Table(TABLE_COLUMNS, tuple(map(_cells, groups)), note=of_all(report, groups))
 
 
 def _cells(alike: Alike) -> dict[str, Any]:
@@ -112,12 +112,12 @@ def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
 
     Buffers of unscanned layers whose names differ only in the layer's number are one entry.
     """
-    found: dict[tuple[object, ...], list[Buffer]] = {}
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in report.alive_at(report.peak_index):
         name = _NUMBER.sub("*", what(buffer))
         alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)
-        found.setdefault(alike, []).append(buffer)
-    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(found.values())[:n])
+        groups.setdefault(alike, []).append(buffer)
+    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(groups.values())[:n])
 
 
 def _common(names: list[str]) -> str:
@@ -126,11 +126,11 @@ def _common(names: list[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def of_all(report: ReportRecord, found: Iterable[Alike]) -> str:
+def of_all(report: ReportRecord, groups: Iterable[Alike]) -> str:
     """Returns the number of listed buffers and their share of the peak, in words."""
-    found = tuple(found)
-    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)
-    share = sum(alike.times * alike.one.bytes for alike in found) / max(report.peak_bytes, 1)
+    groups = tuple(groups)
+    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
+    share = sum(alike.times * alike.one.bytes for alike in groups) / max(report.peak_bytes, 1)
     return f"{listed:,} of {count:,} buffers, {share:.1%} of the peak"
 
 
