@@ -79,7 +79,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
         (["--grid=adam=maybe"], "adam=maybe: give true or false"),
         (["--remat=none,full"], "--remat with --program: write --grid=KEY=V1,V2"),
         (["--formulas"], "--formulas with --program: it needs a config"),
-        (["--config.width=3"], "--config.width with --program: there is no config to change; write --grid=width=3"),
+        (["--config.width=3"], "--config.width with --program: it needs a config; write --grid=width=3"),
         (["--config=tiny"], "give either a config or --program"),
         (["--grid=target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),

@@ -193,7 +193,7 @@ def test_the_cheapest_levers_that_leave_less(limit, target, expected):
 
 def test_more_devices_where_no_lever_is_enough():
     found = finding(large(10 * GIB, config(), host_memory_bytes=GIB), "state_too_large")
-    assert not found.flags and "take 77 devices or more" in found.remedy  # 8 x 96 GiB over 10 GiB
+    assert not found.flags and "use 77 devices or more" in found.remedy  # 8 x 96 GiB over 10 GiB
     other = state_too_large(large(10 * GIB), NOTHING)
     assert "over 10 devices or more" in other.remedy and "--config" not in other.remedy
 

@@ -161,7 +161,7 @@ def test_the_command(capsys, tmp_path):
     "arguments, words",
     [
         (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"),
-        (["--lora-rank=-1"], "--lora-rank=-1: give 0"),
+        (["--lora-rank=-1"], "--lora-rank=-1 is out of range: give at least 0"),
         (["--lora-targets=q"], "give --lora-rank=16 too"),
         (["--lora-base=nf4"], "give --lora-rank=16 too"),
         (

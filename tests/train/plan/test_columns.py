@@ -171,7 +171,7 @@ def validation():
         ((*view.cohort_columns("source"), *view.COHORT_BYTES), BOTH),
         (view.GROUP_COLUMNS, BOTH),
         (view.ROW_COLUMNS, BOTH),
-        (view.UNSAID_COLUMNS, PAGE),
+        (view.NOT_COMPARED_COLUMNS, PAGE),
     ]
     view.render_text(out)
     view.render_text({**out, "cohorts": [], "sources": []})

@@ -140,7 +140,7 @@ def test_no_speed_without_rates_and_no_limit_where_none_is_known():
     assert summary.speed(ReportRecord(1, 1, {})) == ""
     bound = summary.speed(dataclasses.replace(REPORT, prediction={}))
     assert bound.startswith("at least 1 s per update, at most 1,000,000 tokens/s, by data-sheet rates")
-    assert "limit is not known" in str(summary.memory(ReportRecord(1, 1, {})))
+    assert "limit is unknown" in str(summary.memory(ReportRecord(1, 1, {})))
     exceeds = summary.memory(ReportRecord(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
 
@@ -271,7 +271,7 @@ def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
         "--process=0",
         "--coordinator=a:1",
     ]
-    command = Command.of(parse(words))
+    command = Command.from_args(parse(words))
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose
     again, before = parse(resumed[2:]), parse(words)
