@@ -27,7 +27,7 @@ LONGER = {"max_position_embeddings": 128}
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2", "qwen2", "qwen3_moe", "gemma2", "deepseek_v3")])
+@pytest.mark.parametrize("family", ["llama", *exhaustive("gpt2", "gemma2", "deepseek_v3")])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     import torch
 
@@ -107,7 +107,7 @@ def requests(count, rng, longest=40, most=12, vocab=64):
     return found
 
 
-@pytest.mark.parametrize("count", exhaustive(400))
+@pytest.mark.parametrize("count", exhaustive(150))
 def test_many_answers_are_what_they_are_alone(count):
     rng = random.Random(0)
     asked = requests(count, rng)

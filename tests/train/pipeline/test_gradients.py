@@ -82,9 +82,8 @@ def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, p
 @pytest.mark.parametrize(
     ("arithmetic", "overrides"),
     [
-        (MIXTURE, {"mesh.tensor": 2}),
+        ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
         *exhaustive(
-            ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2}),
             ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
             ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
             (
@@ -134,10 +133,8 @@ def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
 
 
 @pytest.mark.exhaustive
-def test_gradients_and_twenty_losses_equal_those_of_one_device():
-    """At a learning rate at which losses fall without a jump, twenty updates keep the first one's distance."""
-    calm = {"optimizer.learning_rate": 2e-3}
-    one, program = small_program({**DEEP, **calm, "batch.micro": 4}), pipelined(4, **INTERLEAVED, **calm)
+def test_gradients_equal_those_of_one_device():
+    one, program = small_program({**DEEP, "batch.micro": 4}), pipelined(4, **INTERLEAVED)
     batch = next(fixed_batches(32, 32, 64, 1))
     batch = {name: jnp.asarray(x).reshape(8, 4, 32) for name, x in batch.items()}
     keys = jax.random.split(jax.random.key(0), 32).reshape(8, 4)
@@ -151,7 +148,6 @@ def test_gradients_and_twenty_losses_equal_those_of_one_device():
     np.testing.assert_allclose(found_tally.loss, tally.loss, rtol=1e-6)
     for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
-    np.testing.assert_allclose(run_losses(program, steps=20), run_losses(one, steps=20), rtol=1e-6)
 
 
 @pytest.mark.exhaustive
