@@ -135,15 +135,15 @@ def file_page(target: str) -> str:
 
 
 def folder_page(target: str) -> str:
-    """Returns the page of a folder: its docstring, and its modules with the first sentence of each docstring."""
+    """Returns the page of a folder: its docstring, and its modules with the first paragraph of each docstring."""
     folder = ROOT / target
     lines = [hidden(target)]
     if (folder / "__init__.py").is_file():
-        lines.append(f"~~~~~~ text\n{docstring(folder / '__init__.py')}\n~~~~~~\n")
+        lines.append(docstring(folder / "__init__.py") + "\n")
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.name != "__init__.py":
-            sentence = re.split(r"(?<=[.:])\s", docstring(path), maxsplit=1)[0]
-            lines.append(f"- `{path.name}`: {' '.join(sentence.split())}")
+            paragraph = docstring(path).partition("\n\n")[0]
+            lines.append(f"- `{path.name}`: {' '.join(paragraph.split())}")
         elif path.suffix == ".yml":
             lines.append(f"- `{path.name}`")
     return "\n".join(lines) + "\n"

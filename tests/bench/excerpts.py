@@ -1,8 +1,12 @@
-"""Writes the output that pages quote, from the commands that print it, and the line numbers of quoted source lines.
+"""Writes everything in the pages that comes from the code: quoted output, pictures, line numbers, reference pages.
 
-    python tests/bench/excerpts.py                       # run the commands, rewrite what is stale, pictures included
+    python tests/bench/excerpts.py                       # run the commands, rewrite what is stale
     python tests/bench/excerpts.py --check               # write nothing; exit with 1 and show what is stale
     python tests/bench/excerpts.py --only='report llama_8b h100:8'   # only the excerpts of this command
+    python tests/bench/excerpts.py --only='train ' --measure         # measure the figures of these excerpts again
+
+The reference pages are those of reference.py, the lists of ARCHITECTURE.md those of structure.py, the pictures those of
+picture.py. --only leaves them out, unless it names the command of the pictures.
 
 An excerpt is a fenced block below a comment, which a rendered page does not show. Its first line is the command; the
 other lines are optional:
@@ -26,7 +30,8 @@ with another version only words are compared.
 A reference to a source line in the text, `block.py:106` for example, needs a comment with code of that line right after
 it: `block.py:106`<!-- line: return mlp(x) -->. The number is rewritten if the line has moved.
 
-The tests of this file are tests/end_to_end/test_readmes.py.
+The tests are in tests/end_to_end/test_quoted_output.py. They run the report of README.md by default, and all other
+commands that are not slow with `-m exhaustive`.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -43,9 +50,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import picture
+import reference
+import structure
 from outputs import DROPPED_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,26 +113,28 @@ class Excerpt:
             at = end + 1
         return chosen
 
-    def differences(self, output: str, exact: bool = True) -> list[str]:
+    def differences(self, output: str, versions_matter: bool = False) -> list[str]:
         """Returns the diff from the excerpt to the output of its `checked_command`; an empty list if it is current.
 
-        exact: compare figures too, unless they are measured.
+        versions_matter: an excerpt with other versions of jax in its text is not current.
         """
         name = self.page.relative_to(ROOT).as_posix()
-        if self.check or not exact:
+        if self.check or not (versions_matter or is_quoted_version()):
             missing = sorted(set(words(self.quoted)) - set(words(output.splitlines())))
             return [f"{name}: {self.checked_command} does not print {', '.join(missing)}"] if missing else []
         try:
             current = self.select(output)
         except ValueError as error:
             return [f"{name}: {self.command}: {error}"]
-        if [self.masked(line) for line in self.quoted] == [self.masked(line) for line in current]:
+        if [self.masked(line, versions_matter) for line in self.quoted] == [
+            self.masked(line, versions_matter) for line in current
+        ]:
             return []
         return list(difflib.unified_diff(self.quoted, current, name, self.command, lineterm=""))
 
-    def masked(self, line: str) -> str:
-        """Returns a line without versions; if something in it varies, without that and its alignment."""
-        line = VERSION.sub(r"\1 #", line)
+    def masked(self, line: str, versions_matter: bool) -> str:
+        """Returns a line without what may differ; if something in the output varies, also without alignment."""
+        line = line if versions_matter else VERSION.sub(r"\1 #", line)
         return " ".join(re.sub(self.varies, "#", line).split()) if self.varies else line
 
 
@@ -157,22 +169,24 @@ def all_excerpts() -> list[Excerpt]:
     return [excerpt for page in PAGES for excerpt in read_excerpts(page, page.read_text(encoding="utf-8"))]
 
 
-def quoted_version() -> str:
-    """Returns the jax version of the report that README.md quotes."""
-    found = VERSION.search((ROOT / "README.md").read_text(encoding="utf-8"))
-    return found[0].split()[1] if found else ""
+@functools.cache
+def is_quoted_version() -> bool:
+    """Returns whether the installed jax is the version that README.md quotes: then figures are the same to the byte."""
+    return f"jax {metadata.version('jax')} " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 # ---- running commands
 
 
 class Outputs(Mapping[str, str]):
-    """Command -> what it prints, stdout and then stderr. A command runs once, in `folder`."""
+    """Command -> what it prints, stdout and then stderr. A command runs once, in a folder of its own."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        write_chats(folder / "talks.jsonl")
         self.printed: dict[str, str] = {}
+
+    def folder_of(self, command: str) -> Path:
+        return self.folder / hashlib.sha256(command.encode()).hexdigest()[:8]
 
     def __getitem__(self, command: str) -> str:
         if command not in self.printed:
@@ -187,6 +201,9 @@ class Outputs(Mapping[str, str]):
 
     def run(self, command: str) -> str:
         program, *arguments = shlex.split(command)
+        folder = self.folder_of(command)
+        folder.mkdir()
+        write_chats(folder / "talks.jsonl")
         if program == "python":
             argv = [sys.executable, __file__, f"--program={arguments[0]}"]
         else:
@@ -197,7 +214,7 @@ class Outputs(Mapping[str, str]):
         if "CUDA_ROOT" in os.environ:  # the tests put an assembler there that is faster
             environment["CUDA_ROOT"] = os.environ["CUDA_ROOT"]
         environment |= {"COLUMNS": "100", "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(self.folder / "cache")}
-        done = subprocess.run(argv, cwd=self.folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 3):  # 3: the program does not fit, which an excerpt may show
             raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr}")
         return done.stdout + done.stderr
@@ -229,7 +246,7 @@ def out_of_memory() -> None:
         hidden = jnp.tanh(batch @ params["up"])
         return jnp.mean((hidden @ params["down"] - batch) ** 2)
 
-    def train_step(state: tuple, batch: jax.Array) -> tuple:
+    def step(state: tuple, batch: jax.Array) -> tuple:
         params, moments = state
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, moments = optimizer.update(gradients, moments, params)
@@ -237,10 +254,12 @@ def out_of_memory() -> None:
 
     params = {"up": jnp.ones((256, 1024)), "down": jnp.ones((1024, 256))}
     state, batch = (params, optimizer.init(params)), jnp.ones((2048, 256))
-    step = memory.watch(jax.jit(train_step), limit="16MiB", tell=print)
+    other_array = jnp.ones((384, 512))
+    watched = memory.watch(jax.jit(step), limit="16MiB")
     try:
-        step(state, batch)
+        watched(state, batch)
     except jax.errors.JaxRuntimeError:
+        other_array.delete()
         return
     raise AssertionError("the step fits")
 
@@ -249,8 +268,10 @@ def refusal() -> None:
     """The error of a run that does not fit into a host with 24.5 GiB, but does after one change."""
     from bytescope.memory.devices import limits
     from bytescope.train import cli
+    from bytescope.train.plan import advice, refusal
 
-    limits.free_host_bytes = lambda: int(24.5 * 2**30)
+    limits.free_host_bytes = refusal.free_host_bytes = lambda: int(24.5 * 2**30)
+    advice.MAX_SECONDS = math.inf  # a busy machine compiles the same variants
     sys.exit(cli.main(["train", "llama_1b", "--workdir=run"]))
 
 
@@ -331,17 +352,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything is stale")
     parser.add_argument("--only", default="", metavar="TEXT", help="only commands that contain TEXT, slow ones too")
+    parser.add_argument("--measure", action="store_true", help="rewrite excerpts with measured figures too")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.program:
         PROGRAMS[args.program]()
         return 0
-    stale = False
+    stale = False if args.only else update_lists(args.check)
     with tempfile.TemporaryDirectory(prefix="excerpts-") as folder:
         outputs = Outputs(Path(folder))
         for excerpt in all_excerpts():
             if args.only in excerpt.command if args.only else not excerpt.slow:
-                stale |= update(excerpt, outputs, args.check)
+                stale |= update(excerpt, outputs, args.check, args.measure)
         for page in PAGES:
             text = page.read_text(encoding="utf-8")
             if mistakes := stale_references(page, text):
@@ -351,22 +373,46 @@ def main(argv: Sequence[str]) -> int:
                     page.write_text(renumbered(page, text), encoding="utf-8")
         if not args.only or args.only in PICTURED:
             outputs[PICTURED]
-            for path in picture.stale_pictures(Path(folder)):
+            pictured = outputs.folder_of(PICTURED)
+            for path in picture.stale_pictures(pictured):
                 stale = True
                 print(f"{path.relative_to(ROOT)} shows other figures than the report")
                 if not args.check:
-                    picture.draw(path, Path(folder))
+                    picture.draw(path, pictured)
     return 1 if args.check and stale else 0
 
 
-def update(excerpt: Excerpt, outputs: Outputs, check: bool) -> bool:
-    """Prints how an excerpt differs from its output and, unless `check`, rewrites it. Returns whether it was stale."""
-    differences = excerpt.differences(outputs[excerpt.checked_command])
+def update_lists(check: bool) -> bool:
+    """Writes, unless `check`, the reference pages and the lists of ARCHITECTURE.md. Returns whether one was stale."""
+    stale = False
+    for path, write in {**reference.PAGES, structure.PAGE: structure.architecture_page}.items():
+        text = write()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale = True
+            print(f"{path.relative_to(ROOT)} is not what the code says")
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    return stale
+
+
+def update(excerpt: Excerpt, outputs: Outputs, check: bool, measure: bool) -> bool:
+    """Prints how an excerpt differs from its output and, unless `check`, rewrites it. Returns whether it was stale.
+
+    measure: an excerpt with measured figures counts as stale.
+    """
+    if measure and excerpt.check:
+        differences = [f"{excerpt.page.relative_to(ROOT)}: {excerpt.command} is measured again"]
+    else:
+        differences = excerpt.differences(outputs[excerpt.checked_command], versions_matter=not check)
     if not differences:
         return False
-    print("\n".join(differences))
+    print("\n".join(differences), flush=True)
     if not check:
-        lines = excerpt.select(outputs[excerpt.command])
+        try:
+            lines = excerpt.select(outputs[excerpt.command])
+        except ValueError as error:
+            print(f"{excerpt.command}: {error}; change `lines` in {excerpt.page.relative_to(ROOT)}", flush=True)
+            return True
         text = excerpt.page.read_text(encoding="utf-8")
         body = "".join([excerpt.prompt, *(f"{line}\n" for line in lines)])
         excerpt.page.write_text(text.replace(f"\n{excerpt.body}```", f"\n{body}```", 1), encoding="utf-8")

@@ -25,8 +25,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from bytescope import memory
 from outputs import Page
+
+from bytescope import memory
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +168,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="llama_8b", help="a config file or shipped name (default: llama_8b)")
     parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="PNG to write (default: the pictures of the READMEs)")
-    parser.add_argument("--size", metavar="W,H", help="size of the window in pixels, with --out (default: 1180,1440 or 900,580)")
+    parser.add_argument(
+        "--size", metavar="W,H", help="size of the window in pixels, with --out (default: 1180,1440 or 900,580)"
+    )
     parser.add_argument("--notebook", action="store_true", help="draw the output of a notebook, with --out")
     parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="maximum size (default: 150000)")
     return parser.parse_args()
