@@ -2,10 +2,11 @@
 
 mkdocs wants all pages in one folder beside its config. Ours are beside the code that they describe, so every Markdown
 file of the tree is added under its own path. A link to a source file or a folder leads to a page that is generated
-here: the highlighted file, or the docstrings of the folder's modules.
+here: the highlighted file, the notebook, or the docstrings of the folder's modules.
 """
 
 import ast
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -128,10 +129,29 @@ def adapt(text: str, uri: str, files: Files) -> str:
 
 
 def file_page(target: str) -> str:
-    """Returns the page of a source file: its highlighted text, left out of the search."""
+    """Returns the page of a source file: its highlighted text, left out of the search. A notebook becomes a page."""
     text = (ROOT / target).read_text(encoding="utf-8")
+    if target.endswith(".ipynb"):
+        return notebook_page(text)
     language = {".py": "python", ".yml": "yaml"}.get(PurePosixPath(target).suffix, "text")
     return f'{hidden(target)}~~~~~~ {{.{language} linenums="1"}}\n{text}~~~~~~\n'
+
+
+def notebook_page(text: str) -> str:
+    """Returns the text, the code and the printed output of a notebook."""
+    pieces = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            pieces.append(source)
+            continue
+        pieces.append(f"~~~~~~ python\n{source}\n~~~~~~")
+        printed = ""
+        for output in cell["outputs"]:
+            printed += "".join(output.get("text") or output.get("data", {}).get("text/plain", "")).rstrip("\n") + "\n"
+        if printed.strip():
+            pieces.append(f"~~~~~~ text\n{printed}~~~~~~")
+    return "\n\n".join(pieces) + "\n"
 
 
 def folder_page(target: str) -> str:
