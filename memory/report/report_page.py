@@ -158,7 +158,7 @@ def _predicted(found: StepPrediction, per: str) -> list[HeaderFigure]:
     shown = [
         HeaderFigure(
             f"one {per}, predicted",
-            times.taken(found),
+            times.predicted_time(found),
             f"{times.interval(found)}; rates: {found.rates}",
             f"{found.seconds:.6g} s",
         )

@@ -59,7 +59,7 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
     matmul = choose_matmul(asked_precision, devices[0])
     precision = dataclasses.replace(asked_precision, matmul=matmul[0])
     model, kernel, moe_kernel = _choose_kernels(settings, precision, layout)
-    batch = BatchAlgebra.of(settings.batch, layout.ranks, settings.seq_len)
+    batch = BatchAlgebra.from_config(settings.batch, layout.ranks, settings.seq_len)
     _check_offload(settings, layout, batch)
     remat = settings.layer_policies(fp8=matmul[0] != "wide")
     _check_unroll(model, remat)

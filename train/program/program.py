@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, split_parameters
 from bytescope.model.transformer import always_float32, contracted, logical_axes
@@ -132,7 +132,7 @@ class Program(Choices):
     def compile(self) -> jax.stages.Compiled:
         """Compiles the step that runs."""
         lowered = self.lower()
-        with xla_remat_pass(self.settings.remat.xla_pass), kept_back():
+        with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
             return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:

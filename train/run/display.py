@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Task, TaskID, TaskProgressColumn, TextColum
 from rich.text import Text
 
 from bytescope.memory.view.console import LineProgress, safe
-from bytescope.memory.view.text_layout import ignoring
+from bytescope.memory.view.text_layout import unwrapped
 from bytescope.train.run.summary import clock
 
 GIB = 2**30
@@ -157,4 +157,4 @@ class _Left(TextColumn):
     def render(self, task: Task) -> Text:
         """Returns the time left, or empty text before the first step, which is not typical."""
         step = int(task.completed)
-        return ignoring(Text(self._display.left(step) if step > self._display._start else ""))
+        return unwrapped(Text(self._display.left(step) if step > self._display._start else ""))

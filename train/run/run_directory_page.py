@@ -203,7 +203,7 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
             figures.append(
                 HeaderFigure(
                     "predicted update",
-                    times_text.taken(prediction),
+                    times_text.predicted_time(prediction),
                     f"{times_text.interval(prediction)}; rates: {prediction.rates}",
                 )
             )

@@ -19,7 +19,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import put
-from bytescope.memory.view.text_layout import CopyCommand, Prose, as_text, ignoring, wrap
+from bytescope.memory.view.text_layout import CopyCommand, Prose, as_text, unwrapped, wrap
 
 TITLE = 11  # columns of a title and the gap after it
 BAR = 16
@@ -36,7 +36,7 @@ class SummaryLines:
         for title, text in self.rows:
             for number, line in enumerate(wrap(as_text(text), max(options.max_width - TITLE, 20), console)):
                 head = Text(f"{title if not number else '':<{TITLE}}", style="bold")
-                yield ignoring(Text.assemble(head, line))
+                yield unwrapped(Text.assemble(head, line))
 
 
 def count(number: int) -> str:

@@ -56,8 +56,8 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
     [
         (errno.EDQUOT, "Disk quota exceeded. Make room"),
         (errno.EFBIG, "File too large. Make room"),
-        (errno.EROFS, "Read-only file system. Mend that"),
-        (errno.EIO, "Input/output error. Mend that"),
+        (errno.EROFS, "Read-only file system. Repair the disk"),
+        (errno.EIO, "Input/output error. Repair the disk"),
     ],
 )
 def test_other_failures_of_a_disk(number, message):

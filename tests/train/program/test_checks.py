@@ -87,7 +87,7 @@ def test_a_timeout_is_a_number_of_seconds(text):
 @pytest.mark.parametrize("text", ["0:99999999999", "0:1,99999999999:2"])
 def test_a_schedule_counts_in_int32(text):
     with pytest.raises(ValueError, match="accumulation_schedule=.*below"):
-        BatchAlgebra.of(small_config({"batch.accumulation_schedule": text}).batch, 1, 32)
+        BatchAlgebra.from_config(small_config({"batch.accumulation_schedule": text}).batch, 1, 32)
 
 
 def test_what_is_doubtful_is_said_and_runs():

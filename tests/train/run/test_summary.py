@@ -249,11 +249,11 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
     text = end(report=ReportRecord(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
     assert text == (
-        "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
+        "predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it in use before "
         "the first step, limit 130.00 GiB"
     )
-    assert "nothing measured" in end(live=None)["memory"]
-    assert "Python and its libraries included" in end(before=None)["memory"]
+    assert "not measured" in end(live=None)["memory"]
+    assert "including Python and its libraries" in end(before=None)["memory"]
 
 
 def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
