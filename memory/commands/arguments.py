@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from bytescope.memory.errors import ReportError, disk_remedy, nearest, one_of, remedy_for
+from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
 
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
             near = near or nearest(flag[1], known)
-        raise ReportError(f"{message}{': ' if near else ''}{one_of(near)}; see {self.prog} --help")
+        raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError if a value is not one of the choices of its flag."""

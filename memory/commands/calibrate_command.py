@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     choose_platform()
     target = targets.parse("local")
     devices = [device for device in target.devices() if device.process_index == device.client.process_index()]
-    todo = cases.cases_of(devices, target, cases.sizes_of(target))
+    todo = cases.list_cases(devices, target, cases.choose_sizes(target))
     with progress(math.ceil(args.seconds), "measuring") as report_progress:
         calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
     calibration_text.show(calibration, target)

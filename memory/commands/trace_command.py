@@ -67,7 +67,7 @@ def prediction(report: report_record.ReportRecord) -> dict | None:
     seconds from the data sheet; `bound`, the source of the bound. A key is None if its value is not available. The
     rates are those of this process; if it has none for the target, the prediction stated in the report is used.
     """
-    predicted = step_prediction.of_report(report) or step_prediction.StepPrediction.stated(report)
+    predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
     bound = step_prediction.bound({"work": report.work, "target": report.target})
     if predicted is None and bound is None:
         return None

@@ -23,7 +23,7 @@ from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 from bytescope.memory.records.report_record import XlaStats
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Compilation:
 
 def check_sizes(jaxpr: Any) -> None:
     """Raises ReportError, with the array's shape, if a traced program has an array of more than `MAX_BYTES`."""
-    seen, pending = {}, [opened(jaxpr)]
+    seen, pending = {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:

@@ -34,6 +34,8 @@ _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
 _TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
 _REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
+# Wrappers that decorate a module's __call__: around the class they would recompute its constructor instead.
+_DECORATORS = ("nnx.remat", "eqx.filter_checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,9 @@ def _remedy(best: Candidate) -> str:
     if best.already:
         return f"use a policy that saves less, such as nothing_saveable, for jax.checkpoint of {title}{at}: it {freed}"
     module = best.wrapper and best.call.function.name.endswith("__call__")
+    if module and best.wrapper in _DECORATORS:
+        called = f", called at {best.call.caller}," if best.call.caller else ""
+        return f"decorate {title}.__call__{called} with @{best.wrapper}: it {freed}"
     wrapped = f"{best.wrapper}({title})" if module else f"jax.checkpoint({title})"
     return f"call {wrapped} instead of {title}{at}: it {freed}"
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB
@@ -77,5 +78,5 @@ def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
 def describe_buffer(buffer: Buffer) -> str:
     """Returns a buffer's type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is unknown, the
     compiler's name of the buffer replaces it."""
-    where = f"at {buffer.source.rsplit('/', 1)[-1]}" if buffer.source else f"({buffer.name})"
+    where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"

@@ -28,7 +28,7 @@ from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, flatten, is_collect
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import HloShape, leaves
-from bytescope.memory.hlo.sources import source_line
+from bytescope.memory.hlo.sources import short_place, source_line
 from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
 from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.peak.checkpoint_names import Place
@@ -237,7 +237,7 @@ def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleRe
     if freed <= max(SMALL * report.peak_bytes, MIN_ARRAY):
         return None
     first, parameter, layout, parts = max(unsharded, key=lambda each: each[0].bytes)
-    where = f" at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
+    where = f" at {short_place(first.source)}" if first.source else ""
     spec = spec_words(layout.spec) if layout else "P(...)"
     message = (
         f"{human(whole)} of gradients are unsharded on every device, but their parameters are sharded over "
@@ -338,7 +338,7 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
         if lost:
             scope = scopes.parse(metadata.op_name)
             what = name or "/".join((*scope.path, scope.operation))
-            where = source_line(metadata).rsplit("/", 1)[-1]
+            where = short_place(source_line(metadata))
             if where:
                 what += f" at {where}"
             yield ReplicatedArray(instruction.name, what, shape.dims, shape.dtype, shape.bytes, lost)

@@ -206,7 +206,7 @@ def _product(equation: Any, times: int) -> RecomputedProduct:
     name = equation.primitive.name
     return RecomputedProduct(
         frames=frames,
-        flops=times * flops.of_equation(equation).total,
+        flops=times * flops.count_equation(equation).total,
         bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
         saveable=name in _SAVEABLE,
         batched=name == "dot_general" and any(equation.params["dimension_numbers"][1]),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bytescope.memory.hlo.module import Frame
-from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of
+from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of, short_place
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Folder of a library -> its wrapper of jax.checkpoint.
@@ -129,7 +129,7 @@ def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
 
 def place(frame: Frame) -> str:
     """Returns the source location of a frame: "model.py:31"."""
-    return f"{frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+    return short_place(f"{frame.file}:{frame.line}")
 
 
 def wrapper(frames: Iterable[Frame]) -> str:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bytescope.memory.jaxprs import bodies, opened
+from bytescope.memory.jaxprs import bodies, inner_jaxpr
 
 # Primitive -> whether it has side effects, so that it is called even if nothing uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
@@ -25,7 +25,7 @@ _GPUS = {"cuda", "rocm"}
 def count(jaxpr: Any) -> int:
     """Returns the number of equations in a Jaxpr or ClosedJaxpr, including inner jaxprs, that call Python. A jaxpr
     that is used several times counts once."""
-    number, seen, pending = 0, {}, [opened(jaxpr)]
+    number, seen, pending = 0, {}, [inner_jaxpr(jaxpr)]
     while pending:
         inside = pending.pop()
         if id(inside) in seen:
@@ -67,7 +67,7 @@ class _CallbackRewriter:
     def value(self, value: Any) -> Any:
         """Returns a parameter of an equation with all jaxprs in it rewritten."""
         if hasattr(value, "eqns"):
-            bare = opened(value)
+            bare = inner_jaxpr(value)
             return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
         if type(value) in (tuple, list):
             return type(value)(map(self.value, value))

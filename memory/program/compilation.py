@@ -20,7 +20,7 @@ from bytescope.memory.devices.compiler import (
     read_compiled,
 )
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo import dumps
 from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
 from bytescope.memory.program import callbacks, retarget, tracing
@@ -57,7 +57,7 @@ def compiled_for(
         raise ReportError(f'target={target!r:.60}: give a name such as "h200:8", or memory.target("h200:8")')
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
         raise ReportError(
-            f"{a_kind(program)} with arguments: it is a program already, leave the arguments out; or "
+            f"{type_phrase(program)} with arguments: it is a program already, leave the arguments out; or "
             f"give the step with its arguments, {_CALLED}"
         )
     if isinstance(program, Compilation):
@@ -68,7 +68,7 @@ def compiled_for(
         if target is not None and target.is_described:
             target.devices()  # a missing compiler is reported before anything is traced
         if not callable(program):
-            raise ReportError(f"{a_kind(program)} is not a step that takes arguments: give a function, {_CALLED}")
+            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
         program = tracing.trace(program, args, kwargs or {}, options or {})
     stage = _stage(program)
     if _is_traced(stage):
@@ -99,9 +99,9 @@ def compilation_of(program: Any) -> Compilation:
     if _is_lowered(program):
         return compile_lowered(program)
     if hasattr(program, "lower") or callable(program):
-        raise ReportError(f"{a_kind(program)} cannot be compiled without its arguments: give them, {_CALLED}")
+        raise ReportError(f"{type_phrase(program)} cannot be compiled without its arguments: give them, {_CALLED}")
     raise ReportError(
-        f"{a_kind(program)} is not a program: give a step with its arguments, {_CALLED}; a "
+        f"{type_phrase(program)} is not a program: give a step with its arguments, {_CALLED}; a "
         "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path"
     )
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
 from bytescope.memory.program import callbacks
 
@@ -196,7 +196,7 @@ class TargetPlacement:
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
             return self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
-            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: use a NamedSharding")
+            raise ReportError(f"{type_phrase(sharding)} cannot be moved to {self.target.name}: use a NamedSharding")
         return sharding
 
     def mesh(self, mesh: Any) -> Any:

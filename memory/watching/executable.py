@@ -11,7 +11,7 @@ from typing import Any
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
@@ -120,7 +120,7 @@ def compile(
     roles = checked_roles(roles)
     if not takes_arguments(step):
         raise ReportError(
-            f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
+            f"{type_phrase(step)} is not a step: memory.compile(step, *arguments) takes a function, "
             "plain or jitted; use memory.analyze for other programs"
         )
     compilation, judged, executable = compile_jitted(as_jitted(step, options), args, kwargs or {}, target)

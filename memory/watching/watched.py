@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import JaxDevice
@@ -320,7 +320,7 @@ def watch(
     if step is None:
         return decorate
     if not callable(step):
-        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
+        raise ReportError(f"{type_phrase(step)} is not a step: memory.watch(step) takes a function, plain or jitted")
     return decorate(step)
 
 

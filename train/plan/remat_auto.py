@@ -98,7 +98,7 @@ class Compiler:
     def _seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         """Returns phase -> predicted seconds of one call of the step. If the schedule gives no prediction, a roofline
         model does."""
-        predicted = step_prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
+        predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
         return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> RematProblem:

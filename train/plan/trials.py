@@ -207,7 +207,7 @@ class Trials:
     def predicted(self, answer: Mapping[str, Any]) -> StepPrediction:
         """Returns the predicted seconds per update of a compiled variant. Raises ReportError if they cannot be
         predicted."""
-        prediction = step_prediction.of_answer(answer)
+        prediction = step_prediction.predict_answer(answer)
         if prediction is None:
             why = (
                 step_prediction.missing(bool(answer.get("schedule")), self.target.to_json())

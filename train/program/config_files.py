@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.errors import MOST_NEAR, message_of, nearest, one_of
+from bytescope.memory.errors import MAX_SUGGESTIONS, message_of, nearest, suggestion
 from bytescope.train.source import ConfigPath, find_source, shipped
 from bytescope.train.user_errors import UserError
 
@@ -189,7 +189,7 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 def _nearest(key: str, valid: dict[str, Any]) -> str:
     """Returns the end of a message about an unknown key: the keys that were probably meant, or how to list all keys."""
     near = _near_keys(key, valid)
-    return f": {one_of(near[:MOST_NEAR])}" if near else "; bytescope keys lists the keys"
+    return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:

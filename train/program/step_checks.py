@@ -131,7 +131,7 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
       ValueError: a stage skips a collective. The message names the first such collective and the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
-    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.executable)
+    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.read_layouts(compilation.executable)
     skipped = next(
         divergence.skipped_collectives(
             module,

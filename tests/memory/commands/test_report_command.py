@@ -309,9 +309,9 @@ def test_guard(step, memory_guard):  # noqa: F811
 
 
 def test_the_guard_judges_as_the_verdict_does():
-    """By the predicted bytes: what the compiler does not count of the pool can be what is too much."""
+    """The guard compares the predicted bytes: a runtime overhead in the pool can exceed the limit."""
     pool = RuntimeOverhead("cuBLAS workspace", 30, POOL, "by hand")
-    report = ReportRecord(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
+    report = ReportRecord(90, 100, {"params": 90, "fragmentation": 10}, runtime_overheads=(pool,))
     assert judge(report, 120).verdict == "exceeds"
     with pytest.raises(memory.GuardError, match="takes 130 B, 10 B more than 120 B.*cuBLAS workspace 30 B"):
         memory.assert_fits(report, "120B")

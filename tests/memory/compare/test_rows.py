@@ -120,7 +120,7 @@ def test_a_row_has_its_prediction_and_the_bound_beside_it():
         ),
     }
     found = Row.from_answer({}, answer)
-    wanted = step_prediction.of(steps, target, 2, 4096, 8 * 10**15)
+    wanted = step_prediction.predict(steps, target, 2, 4096, 8 * 10**15)
     assert (found.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high) == (
         wanted.seconds,
         wanted.low,

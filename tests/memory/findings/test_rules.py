@@ -19,7 +19,7 @@ from bytescope.memory.findings.sharding_findings import are_partial_sums, missin
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
-from bytescope.memory.hlo.mesh import ArgumentLayout, of_compiled
+from bytescope.memory.hlo.mesh import ArgumentLayout, read_layouts
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
@@ -368,7 +368,7 @@ def test_layouts_of_arguments_with_a_none_and_one_that_is_not_used(devices):
     mesh = jax.sharding.Mesh(devices[:2], ("data",))
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.sharding.NamedSharding(mesh, P("data")))
     compiled = jax.jit(lambda state, unused: state["x"] + 1).lower({"none": None, "x": x}, x).compile()
-    axes, layouts = of_compiled(compiled)
+    axes, layouts = read_layouts(compiled)
     assert axes == (("data", 2),) and [(at.dims, at.local, at.spec) for at in layouts] == [
         ((8, 4), (4, 4), (("data",), ()))
     ]

@@ -46,7 +46,9 @@ def test_a_cpus_plans_are_ranked_by_a_file_of_rates_alone(tmp_path, monkeypatch)
     target = targets.parse("cpu:2")
     assert figures_of(target) is NOMINAL
     monkeypatch.setattr("bytescope.memory.cost.roofline.machine_rates", lambda: (2e11, 4e10))
-    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of({**target.to_json(), "n_devices": 1}).to_json()))
+    (file := tmp_path / "rates.json").write_text(
+        json.dumps(rates.select({**target.to_json(), "n_devices": 1}).to_json())
+    )
     rates.use(file)
     found = figures_of(target)
     rates.use(None)
