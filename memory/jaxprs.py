@@ -1,4 +1,5 @@
-"""Jaxprs within jaxprs: what a scan, a call or a checkpoint runs, in the parameters of an equation. Imports no jax."""
+"""Finds the jaxprs inside the equations of a jaxpr: bodies of scans, calls, checkpoints and conditionals. Imports no
+jax."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def opened(jaxpr: Any) -> Any:
-    """The Jaxpr of a ClosedJaxpr, and of itself: from jax 0.12 on they are one type, its own `jaxpr`."""
+def inner_jaxpr(jaxpr: Any) -> Any:
+    """Returns the Jaxpr of a ClosedJaxpr; a Jaxpr is returned unchanged.
+
+    From jax 0.12 on, both are one type whose `jaxpr` is itself.
+    """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def bodies(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs, opened, in the order of its parameters; branches of a conditional each."""
+    """Yields the jaxprs that an equation runs, in the order of its parameters, including every branch of a
+    conditional."""
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(item, "eqns"):
-                yield opened(item)
+                yield inner_jaxpr(item)

@@ -54,7 +54,9 @@ GIVEN = {
 REFUSED = {
     (ConfigPath,): {
         RunPath: "config 'run' is a folder: give a file in it\n",
-        WeightsPath: "config 'weights' is a folder: give a file in it, or hf:weights for the weights there\n",
+        WeightsPath: (
+            "config 'weights' is a folder: give a file in it, or hf:weights to use the weights in the folder\n"
+        ),
         None: "config 'other' is a folder: give a file in it\n",
     },
     (RunPath,): {

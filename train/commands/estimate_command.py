@@ -21,7 +21,7 @@ from bytescope.memory.formulas.model_shape import TARGETS, Adapters
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import config_facts
-from bytescope.train.plan.assumed_model import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
+from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
 from bytescope.train.source import shipped, title_of
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
-    for flag, (_, _, _, summary) in KINDS.items():
+    for flag, (_, _, _, summary) in SWITCHES.items():
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
     for flag, part in (EXPERTS | LATENT).items():
         if part.kind is bool:
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
             "instead of --params"
         )
     else:
-        question = assumed(vars(args))
+        question = question_from_flags(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
     estimated = estimate(check(_spread(question, args)))
     noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
@@ -177,7 +177,7 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
-    for flag, (_, _, key, _) in KINDS.items():
+    for flag, (_, _, key, _) in SWITCHES.items():
         if getattr(args, flag.replace("-", "_")):
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     for flag, part in (EXPERTS | LATENT).items():
@@ -210,7 +210,7 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
     given = vars(args)
     layout = {name: given[name] for name in ("zero", "data", "tensor") if given[name] is not None}
     if args.expert_parallel is not None:
-        layout["expert"] = number(given, "expert-parallel")
+        layout["expert"] = checked_number(given, "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
     changes: dict[str, Any] = {name: given[name] for name in ("attention", "offload") if given[name]}
@@ -226,7 +226,7 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         ("logit_tokens", "logit-tokens", 0),
         ("mlp_tokens", "mlp-tokens", 0),
     ):
-        value = number(given, flag, minimum)
+        value = checked_number(given, flag, minimum)
         if value is not None:
             changes[field] = value
     if changes.get("logit_tokens") == 0:
@@ -240,7 +240,7 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
 
     Raises ReportError for --lora-targets or --lora-base without adapters.
     """
-    rank = number(vars(args), "lora-rank", 0)
+    rank = checked_number(vars(args), "lora-rank", 0)
     if not rank and (rank == 0 or given is None):
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
@@ -311,7 +311,7 @@ def _table(estimated: Estimate) -> Any:
     document, q = estimated.to_json(), estimated.question
     unit, decimal_size, binary, binary_size = next(row for minimum, *row in UNITS if estimated.total("none") >= minimum)
     heads = (figure(*about) for policy in estimated.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
-    table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
+    table = FigureTable(words(style="", min_width=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
         if (row == "host" and not estimated.host) or (row == "frozen" and not q.model.adapters):
             continue

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     space = fit_space.space_of(
         flat,
         given,
-        fit_space.choose(args.levers),
+        fit_space.choose_levers(args.levers),
         target.n_devices,
         target.devices_per_host,
         args.batch_tokens,
@@ -172,7 +172,7 @@ def _finish(
 
     def flags(keys: Mapping[str, str]) -> str:
         values = configs.load_flat(args.config, [*overrides, *keys.items()])
-        return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
+        return " ".join(filter(None, (given_flags(overrides), levers.changed_flags(keys, values, flat))))
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_view.show(out, args.config)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--savings",
         metavar="S,S",
         help="savings to add one by one, in this order (default: "
-        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})",
+        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
     keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")
@@ -51,21 +51,21 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code: 130 if Ctrl-C stopped the command, which then prints and writes the finished stages.
     """
     require_config(args)
-    stages, target = levers.choose(args.savings), args.target.strip().lower()
+    stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
     check(args, [target])
     all_jobs, refused = Jobs(FACTORY), dict[str, str]()
     fixed = {CONFIG: args.config, **dict(args.overrides)}
     config = FACTORY.resolve(fixed)
     FACTORY.check(fixed)
     while True:
-        levels, left_out = levers.climb(stages, config, (key for key, _ in args.overrides), refused)
+        levels, left_out = levers.build_levels(stages, config, (key for key, _ in args.overrides), refused)
         if not levels:
             raise ReportError(
                 f"no saving can be applied: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}"
             )
         jobs = [all_jobs.job({**fixed, **level.keys}, target, level.title) for level in levels]
         levels = [
-            dataclasses.replace(level, flags=levers.differing(level.keys, job.resolved, config))
+            dataclasses.replace(level, flags=levers.changed_flags(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
         answers, interrupted = _compile(args, target, jobs)

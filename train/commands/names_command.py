@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import check_files, user_path, write
-from bytescope.memory.cost.named_tensors import NamedTensor, named_tensors, too_wide
+from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.train.commands.config_arguments import add_subject, require_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))
-    for line in too_wide(tensors):
+    for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
     if args.json:
         write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
@@ -82,7 +82,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
     table = FigureTable(
-        label("name", least=16),
+        label("name", min_width=16),
         fixed("tensor"),
         label("sharding"),
         *map(figure, ("layers", "per layer", "total", "GFLOP")),

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.memory.view.text_layout import broken
+from bytescope.memory.view.text_layout import wrap_command
 from bytescope.train.program.config_files import keys_named, split_overrides
 from bytescope.train.user_errors import UserError
 
@@ -205,7 +205,9 @@ def make_parser(name: str) -> Parser:
     if hasattr(module, "make_parser"):
         return module.make_parser()
     lines = [
-        line for example in command.examples for line in broken(f"bytescope {name} {example}".rstrip(), HELP_WIDTH, 2)
+        line
+        for example in command.examples
+        for line in wrap_command(f"bytescope {name} {example}".rstrip(), HELP_WIDTH, 2)
     ]
     examples = "\n".join(lines)
     parser = Parser(

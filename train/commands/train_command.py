@@ -166,7 +166,7 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.train.source import title_of
 
         if args.rates is not None:
-            rates.of(parse_target("local"))  # refuses rates of another device before anything is compiled
+            rates.select(parse_target("local"))  # refuses rates of another device before anything is compiled
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(title_of(args.config)))))
         with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
             try:
@@ -177,7 +177,7 @@ def _train(args: argparse.Namespace) -> int:
                     console=make_console(quiet=not processes.first),
                     processes=processes,
                     asked=asked,
-                    command=Command.of(args),
+                    command=Command.from_args(args),
                     stop=stop,
                 )
             except KeyboardInterrupt:  # before `stop` handles the signals

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         metavar="N",
         type=int,
-        help="compile N programs at once (default: one per core, as far as 20 GiB of host memory allow)",
+        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write all rows and scores as JSON")
     parser.add_argument(
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     with progress(sum(not row.reason for row in rows)) as tell:
         compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
-    result = validation_result.of(args.set, rows, compiled)
+    result = validation_result.validate_rows(args.set, rows, compiled)
     _finish(args, result)
     return INTERRUPTED if result.left else 0
 

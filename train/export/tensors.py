@@ -131,7 +131,7 @@ class Parameters:
         assert place is not None  # __init__ has read the other parameters from the folder
         if place.array not in self._open:
             self._open[place.array] = self._run.stored(place.array)
-        return Slices(self._open[place.array], self._run.damage_told, place.index)
+        return Slices(self._open[place.array], self._run.reporting_damage, place.index)
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:

@@ -239,4 +239,4 @@ def precision_of(dtype: str, platform: str) -> Precision:
     """
     settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-    return Precision.of(settings)
+    return Precision.from_config(settings)

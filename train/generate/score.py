@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
 from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
@@ -101,7 +101,7 @@ class Scorer:
 
             places = jax.tree.map(lambda leaf: leaf.sharding, pools)
             run = jax.jit(self._step, donate_argnums=1, out_shardings=(everywhere, places))
-            with kept_back(), steps.for_kernels():
+            with hold_back_log(), steps.for_kernels():
                 self._programs[width] = run.lower(
                     steps.model.shapes, pools, array(width), array(width), View(array(width), array(self.sizes.table))
                 ).compile()

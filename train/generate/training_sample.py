@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.placement import Placement
 from bytescope.train.data.batch_algebra import IGNORE
@@ -140,7 +140,7 @@ def sample_bytes(program: Program) -> int:
     if over_pages(program):
         longest = program.batch.seq_len - 1 - config.sample_tokens  # tokens of the longest prompt
         return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
-    with kept_back():
+    with hold_back_log():
         return own_bytes(lower_generate(program).compile())
 
 

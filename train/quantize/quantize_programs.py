@@ -20,7 +20,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.model.names import found_names
+from bytescope.model.names import collect_tagged
 from bytescope.train.quantize import scale_search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.step.optimizer.host_offload import device_bytes
@@ -129,7 +129,7 @@ class Programs:
         """
 
         def run(params, layer, x_BLD, sums):
-            with found_names() as named:
+            with collect_tagged() as named:
                 y_BLD = self._run_block(params, layer, x_BLD)
             added = {}
             for name, (size_I, gram_II) in sums.items():
@@ -143,7 +143,7 @@ class Programs:
         )
 
     def _run_block(self, params: Any, layer: jax.Array, x_BLD: jax.Array) -> jax.Array:
-        block = nnx.merge(self._block, params).set(layer, again=False)
+        block = nnx.merge(self._block, params).set(layer, regather=False)
         return block(x_BLD)[0]
 
     def head(self) -> Compilation:

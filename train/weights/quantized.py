@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.model.placement import HERE
+from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized.quantized_formats import Matrix, dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.weights.leaves import Leaf
@@ -91,4 +91,4 @@ def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
     """
     w = leaf.read()
     arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])
-    return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE))
+    return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, ONE_DEVICE))

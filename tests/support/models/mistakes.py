@@ -4,7 +4,7 @@ LONG, LONE = "x" * 5000, "\udcff"
 # Mistakes of every command that takes the weights of a run or a folder.
 OF_SOURCE = [(source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
     ("", "required"),
-    ("~nobody-here/x", "no such user"),
+    ("~nobody-here/x", "the user does not exist"),
     ("cut", "config.json is damaged"),
     ("dynamic", "of the kind 'dynamic'"),
     ("missing --step=last", "--step"),
@@ -82,8 +82,8 @@ OF_MODELS = {
         (f"{LONG} out", "holds no run"),
         (f"{LONE} out", "holds no run"),
         ("notes.md out", "holds no run"),
-        ("missing ", "no name of a file or folder"),
-        ("~nobody-here/x out", "no such user"),
+        ("missing ", "the name is empty"),
+        ("~nobody-here/x out", "the user does not exist"),
         ("missing notes.md", "notes.md is not a folder"),
         ("missing .", "is not empty"),
         ("missing . --force", "contains no model"),

@@ -76,9 +76,9 @@ MEANINGS = {
     "--lora": "LoRA adapters over frozen weights",
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
-    "--program": "of your own instead of a config",
+    "--program": "your own (step|programs) instead of a config",
     "--step": "the checkpoint of step N",
-    "--verbose": "(why|the reason for) each",
+    "--verbose": "(why|the reason for) each choice",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
 

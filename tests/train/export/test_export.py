@@ -14,7 +14,7 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
-from bytescope.model.frozen import parted
+from bytescope.model.frozen import split_parameters
 from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.stored_array import StoredArray
@@ -42,7 +42,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    params, frozen = parted(
+    params, frozen = split_parameters(
         load_params(source, program.model, program.state.model_params, order=program.order), program.frozen
     )
     state = dataclasses.replace(
@@ -58,7 +58,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda pa
     for step in steps:
         checkpointer.save(state, Position(step, 8 * step), order=program.order)
     checkpointer.close()
-    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    identity = Identity.from_config(config, program.batch.global_rows, "data", source.fingerprint)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     return workdir
 
@@ -199,7 +199,7 @@ def test_a_model_of_bytes(tmp_path):
     workdir = tmp_path / "run"
     with contextlib.closing(Checkpoints(workdir, keep=1)) as checkpointer:
         checkpointer.save(made_state(program), Position(1, 8))
-    identity = Identity.of(program.config, program.batch.global_rows, "data")
+    identity = Identity.from_config(program.config, program.batch.global_rows, "data")
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
     _, config = loaded(tmp_path / "out")

@@ -40,7 +40,7 @@ def run_over(family, parent, **keys):
     checkpointer, source = Checkpoints(parent / "run", keep=1), Folder.open(folder)
     checkpointer.save(dataclasses.replace(state, params=adapters), Position(3, 24))
     checkpointer.close()
-    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    identity = Identity.from_config(config, program.batch.global_rows, "data", source.fingerprint)
     (parent / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     base = load_params(source, program.model, program.state.frozen)
     batch = {"inputs": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}

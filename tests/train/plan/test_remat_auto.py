@@ -46,7 +46,9 @@ def test_a_cpus_plans_are_ranked_by_a_file_of_rates_alone(tmp_path, monkeypatch)
     target = targets.parse("cpu:2")
     assert figures_of(target) is NOMINAL
     monkeypatch.setattr("bytescope.memory.cost.roofline.machine_rates", lambda: (2e11, 4e10))
-    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of({**target.to_json(), "n_devices": 1}).to_json()))
+    (file := tmp_path / "rates.json").write_text(
+        json.dumps(rates.select({**target.to_json(), "n_devices": 1}).to_json())
+    )
     rates.use(file)
     found = figures_of(target)
     rates.use(None)
@@ -119,7 +121,7 @@ def test_unrolled_layers_with_room_make_nothing_again():
         ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
         ({"remat.cost": "dollars"}, "remat.cost"),
         ({"remat.granularity": "parts"}, "set remat.granularity=block"),
-        ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto"),
+        ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full cannot be combined with remat.policy=auto"),
     ],
 )
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
@@ -141,7 +143,7 @@ def test_a_budget_below_full_is_three(capsys, tmp_path):
     assert main(words) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: remat.policy=auto: the smallest plan (2 x full) takes ")
-    assert "more than 2.00 MiB" in error.splitlines()[0] and not (tmp_path / "run").exists()
+    assert "more than the budget of 2.00 MiB" in error.splitlines()[0] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.exhaustive

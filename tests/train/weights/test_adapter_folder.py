@@ -102,7 +102,9 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     ]
     checkpoints.save(state, Position(1, 8))
     checkpoints.close()
-    identity = Identity.of(program.config, 8, "data", fingerprint_of_weights(program), fingerprint_of_adapter(program))
+    identity = Identity.from_config(
+        program.config, 8, "data", fingerprint_of_weights(program), fingerprint_of_adapter(program)
+    )
     (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     written = tensors(tmp_path / "out")

@@ -396,7 +396,7 @@ def test_a_home_and_a_relative_folder(tmp_path, monkeypatch):
     assert configs.load("hf:~/m").init.folder == str(tmp_path / "m")
     monkeypatch.chdir(tmp_path / "m")
     assert configs.load("hf:.").model.d_model == 576 and title_of("hf:.") == "m"
-    with pytest.raises(UserError, match="or hf:~/m for the weights there"):
+    with pytest.raises(UserError, match="or hf:~/m to use the weights in the folder"):
         configs.load("~/m")
 
 
