@@ -68,9 +68,7 @@ def compiled_for(
         if target is not None and target.is_described:
             target.devices()  # a missing compiler is reported before anything is traced
         if not callable(program):
-            raise ReportError(
-                f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}"
-            )
+            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
         program = tracing.trace(program, args, kwargs or {}, options or {})
     stage = _stage(program)
     if _is_traced(stage):
