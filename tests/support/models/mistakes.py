@@ -26,7 +26,7 @@ OF_MODELS = {
     "generate": [
         ("missing --prompt=x --prompts=records.jsonl", "--prompt or --prompts"),
         ("missing --out=o", "belongs to --prompts"),
-        ("missing --prompts=", "no name of a file"),
+        ("missing --prompts=", "the name is empty"),
         ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
         ("missing --temperature=-1", "--temperature=-1.0"),
         ("missing --temperature=nan", "--temperature=nan"),
@@ -43,8 +43,8 @@ OF_MODELS = {
     "score": [
         ("missing", "--text=TEXT or --texts=FILE"),
         ("missing --text=x --texts=text.txt", "--text=TEXT"),
-        ("missing --texts=", "no name of a file"),
-        ("missing --text=x --out=", "no name of a file"),
+        ("missing --texts=", "the name is empty"),
+        ("missing --text=x --out=", "the name is empty"),
         ("missing --txet=x", "did you mean --text?"),
         ("missing --text=x --max-tokens=3", "unrecognized"),
     ],
@@ -52,7 +52,7 @@ OF_MODELS = {
         ("", "required"),
         ("missing", "give OUT"),
         ("missing out", "give --calibrate=TEXT"),
-        ("missing out --calibrate=", "no name of a file"),
+        ("missing out --calibrate=", "the name is empty"),
         ("missing out --calibrate=text.txt", "is neither a run nor"),
         ("missing out --calibrate=text.txt --bits=3", "--bits=3: only 4 bits"),
         ("missing out --calibrate=text.txt --group=48", "--group"),
