@@ -140,7 +140,7 @@ MISTAKES = {
         ("tiny h100:2x2x2", "a host has at most"),
         ("tiny v5e:3x3", "2 axes"),
         ("tiny local:2", "no count"),
-        ("tiny cpu:2x2", "CPU devices have a count"),
+        ("tiny cpu:2x2", "have a count and no shape"),
         (f"tiny {LONE}", "unknown target"),
         ("tiny h100 more", "unrecognized"),
         ("tiny h100 --config.model.num_layer=2", "did you mean model.n_layers?"),
