@@ -411,7 +411,7 @@ def _with_xla_totals(account: PeakAccount, program: hlo_buffers.HloProgram, stat
             rows[row], excess = rows[row] - taken, excess - taken
     rows["fragmentation"] = allocated - peak
     notes.append(
-        f"lifetimes are derived from the schedule: their peak is {account.peak_bytes} bytes, XLA's totals say {peak}"
+        f"lifetimes are derived from the schedule: their peak is {account.peak_bytes} bytes, XLA's totals give {peak}"
     )
     return dataclasses.replace(
         account, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows, buffers=buffers, notes=tuple(notes)

@@ -78,8 +78,8 @@ def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
     """Returns one sentence for each name whose saved tensor takes more bytes than are read."""
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
-        f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
-        "too much over all devices; name it after the cast"
+        f"{tensor.itemsize / tensor.read_itemsize:g} times the needed bytes, {human(tensor.excess)} "
+        "too much over all devices; call checkpoint_name after the cast"
         for tensor in tensors
         if tensor.read_as
     )

@@ -161,7 +161,7 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
             break
     if before.method != after.method:
         sentences.append(
-            "One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+            "One peak is from the compiler's own heap trace, the other is derived from the schedule: they may "
             "differ by some per cent for the same program."
         )
     return tuple(sentences)

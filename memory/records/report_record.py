@@ -120,7 +120,7 @@ IN_RUN = "memory.json"
 # Method by which live ranges were found -> a sentence about its accuracy.
 METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
-    "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
+    "schedule": "totals are XLA's; live ranges are derived from the scheduled HLO, the difference is a row",
 }
 VERDICTS = ("fits", "tight", "exceeds", "unknown")
 

@@ -1,4 +1,4 @@
-"""Two reports against each other in an output area: the totals, and what changed."""
+"""Shows two reports side by side in a notebook: the totals, and the changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = change_columns("", _name)
 
 
 def render(before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int) -> str:
-    """The piece of a difference, with the `shown` buffers that changed most."""
+    """Returns the HTML of a difference, with the `shown` buffers that changed most."""
     changes = list(changes)
     buffers = [change for change in changes if change.kind == "buffer"]
     rest = [change for change in changes if change.kind not in ("buffer", "total")]
