@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,8 @@ _PLUMBING = re.compile(
 )
 _HIDDEN = re.compile(r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
 _OPTIMIZER = re.compile(r"/optax/(?!.*losses)|/flax/training/train_state|/flax/nnx/training/optimizer")
+# The file name that a notebook's kernel gives a cell.
+_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 # Stack frames of the code that compiles a step for a report, and of its callers, do not belong to the step.
 _MEMORY = str(Path(__file__).parents[1]) + "/"
 
@@ -110,6 +113,23 @@ def source_line(metadata: Metadata) -> str:
     last = next((frame for frame in metadata.frames if kind_of(frame.file) == OWN), None)
     best = library.get(FRAMEWORK) or library.get(PLUMBING) or last
     return f"{best.file}:{best.line}" if best else ""
+
+
+def notebook_cell(file: str) -> str:
+    """Returns "In[3]" for the file name that a notebook's kernel gives a cell, "cell" if another process runs the
+    notebook, "" for other files."""
+    if not _CELL.search(file):
+        return ""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(file) if shell is not None else None
+    return named[1] if named else "cell"
+
+
+def short_place(source: str) -> str:
+    """Shortens "folder/model.py:31" to "model.py:31", and a line of a notebook cell to "In[3]:31"."""
+    file, colon, number = source.rpartition(":")
+    return f"{notebook_cell(file) or file.rsplit('/', 1)[-1]}{colon}{number}"
 
 
 def component_of_code(frames: Iterable[Frame]) -> str:

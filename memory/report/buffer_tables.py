@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo.sources import notebook_cell
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, shorten
@@ -26,8 +26,6 @@ _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
 # Matches the number of a layer in a name.
 _NUMBER = re.compile(r"(\d+)")
-# Matches the file name that a notebook's kernel gives a cell.
-_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 # Columns of the table that `Report.table` returns.
 TABLE_COLUMNS = (
@@ -175,17 +173,9 @@ def line(source: str) -> str:
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
-    if _CELL.search(path):
-        return f"{_cell(path)}:{number}"
+    if cell := notebook_cell(path):
+        return f"{cell}:{number}"
     inside = os.path.relpath(path)
     if inside.startswith(os.pardir):
         inside = os.path.join(*path.split(os.sep)[-2:])
     return f"{inside}:{number}"
-
-
-def _cell(path: str) -> str:
-    """Returns the name of a notebook cell: "In[3]" if this process runs the notebook, "cell" otherwise."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    named = shell.compile.format_code_name(path) if shell is not None else None
-    return named[1] if named else "cell"

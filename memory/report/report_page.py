@@ -165,7 +165,7 @@ def _predicted(prediction: StepPrediction, per: str) -> list[HeaderFigure]:
     figures = [
         HeaderFigure(
             f"one {per}, predicted",
-            times.taken(prediction),
+            times.predicted_time(prediction),
             f"{times.interval(prediction)}; rates: {prediction.rates}",
             f"{prediction.seconds:.6g} s",
         )

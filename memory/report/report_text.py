@@ -27,7 +27,7 @@ from bytescope.memory.report import buffer_tables
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, ignoring, mixture
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, mixture, unwrapped
 from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
 WIDTH = DEFAULT_WIDTH
@@ -215,8 +215,8 @@ class _Curve:
             style = PHASE_STYLE.get(point.phase, "dim")
             curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
             phases.append(one_line(point.phase[:1]) or " ", style=style)
-        yield ignoring(curve)
-        yield ignoring(phases)
+        yield unwrapped(curve)
+        yield unwrapped(phases)
 
 
 def _timeline(report: ReportRecord) -> RenderableType | None:

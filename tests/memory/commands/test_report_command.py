@@ -132,7 +132,7 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
     code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
     ways = out[out.index("does not fit: ") :]
-    assert "make the batch smaller" in ways
+    assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
     assert memory.load("r.json").target["name"] == "h100"
 
@@ -180,12 +180,12 @@ def test_one_screen(step):
         (["report"], "no config"),
         (["report", "--hlo=missing.pb"], "no file missing.pb"),
         (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
-        (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
+        (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
         (["report", "--hlo=x", "--target=h300"], "h300"),
         (["report", "--config=nothing"], "nothing"),
         (["diff", "a.json"], "required"),
         (["diff", "a.json", "b.json"], "cannot read a.json"),
-        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a number of per cent, 0 or more"),
+        (["diff", "a.json", "b.json", "--fail-above=x"], "x: give a percentage, 0 or more"),
         (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
     ],
 )

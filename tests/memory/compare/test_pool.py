@@ -84,8 +84,8 @@ def listed_modules():
     """Every list of modules of whose files a row's name is a digest, by what they do."""
     return {
         "row": row_cache.making_rows(),
-        "program": config_factory.making_programs(),
-        "plan": config_factory.choosing_plans(),
+        "program": config_factory.program_modules(),
+        "plan": config_factory.plan_modules(),
     }
 
 

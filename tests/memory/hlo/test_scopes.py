@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import first_of_merged, is_operation, locate, parse
-from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line
+from bytescope.memory.hlo.sources import component_of_code, modules_of_code, short_place, source_line
 from bytescope.memory.peak.checkpoint_names import NamedPlace, Names
 from bytescope.memory.program.roles import role
 
@@ -190,6 +190,11 @@ def test_names_by_place():
     both = Names(places=[call, other])
     assert both.find([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
     assert both.find([Metadata("mlp/reduce_precision", (here,))]) == ""
+
+
+def test_a_line_of_a_notebook_is_a_line_of_its_cell():
+    assert short_place("/tmp/ipykernel_12/3456.py:7") == "cell:7"
+    assert short_place("/home/me/model.py:7") == short_place("model.py:7") == "model.py:7"
 
 
 def test_source_lines_skip_libraries():

@@ -68,7 +68,7 @@ def test_the_pool_fits_and_little_is_left(step, most):
 
 @pytest.mark.quick
 def test_no_room_is_told_before_anything_is_compiled():
-    with pytest.raises(DoesNotFit, match="no page of") as found:
+    with pytest.raises(DoesNotFit, match="for a page of keys and values") as found:
         settle(10**9, 10**9, 10**6, 100, lambda pages: pytest.fail("compiled"))
     assert found.value.exit_code == 3
     with pytest.raises(DoesNotFit):

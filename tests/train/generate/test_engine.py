@@ -83,7 +83,7 @@ def test_the_kernel_for_gpus_compiles_for_one():
     steps, sizes = Steps(model, "triton", jnp.bfloat16), EngineSizes(100, 8, 64, 256)
     compilation = steps.compilation(sizes, 8, 1, False)
     assert b"paged_attention" in (compilation.proto or compilation.module)
-    with pytest.raises(UserError, match="it is for one GPU"):
+    with pytest.raises(UserError, match="it needs exactly one GPU"):
         Steps(random_model()[0], "triton", jnp.float32)
 
 
