@@ -351,8 +351,8 @@ def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Map
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:
-    """Returns whether the allocations alone give every live range, because no temporary allocation is shared by
-    several values."""
+    """Returns whether the allocations give every live range without a heap trace, because no temporary allocation is
+    shared by several values."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations
     )

@@ -167,8 +167,8 @@ def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRa
 def _recompute_cost(step: GraphStep, wanted: Sequence[bool], rates: RecomputeRates) -> tuple[float, float]:
     """Returns the FLOPs and seconds of computing the wanted results of a step again.
 
-    A matrix product runs at the rate of its compute unit, and its results and named values are written and read once.
-    Other elementwise work counts as part of the kernels around it.
+    A matrix product runs at the rate of its compute unit. Its results and named values are written and read once.
+    Other elementwise work is assumed to be fused into the kernels around it.
     """
     flops = float(sum(count for count, result in zip(step.flops, wanted) if result))
     for results, count in step.shared:

@@ -130,13 +130,13 @@ PROGRAM_COLUMNS = (
 
 
 def render_text(
-    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], shown: int = _SHOWN
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
 ) -> RenderableType:
     """Returns the warnings, the totals with changed categories and residuals, then seconds, FLOPs and traffic, then
-    the `shown` buffers with the largest changes, then versions."""
+    the `max_buffers` buffers with the largest changes, then versions."""
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
-    more = len(buffers) - shown
+    more = len(buffers) - max_buffers
     warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
@@ -146,7 +146,7 @@ def render_text(
         Group(*warning_lines) if warning_lines else None,
         terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
         terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
-        Group(terminal_table(TableView(named, buffers[:shown])), *rest) if buffers else None,
+        Group(terminal_table(TableView(named, buffers[:max_buffers])), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None,
     )
     return printed if printed.renderables else Text("nothing to compare")

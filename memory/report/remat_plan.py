@@ -51,7 +51,7 @@ class PolicyFigures:
         name: the name of the policy.
         allocated_bytes: bytes allocated on one device.
         recomputed_flops: FLOPs recomputed in one step, over all devices.
-        status: "ok", or the reason why there are no figures.
+        status: "ok", or an error message if the policy could not be compiled.
     """
 
     name: str
