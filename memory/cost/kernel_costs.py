@@ -206,8 +206,11 @@ def _needed(
     root: int,
     itself: bool = True,
 ) -> int:
-    """Returns the bytes of a fusion's operand that the fused operations read. `itself`: whether `value` is still the
-    unchanged operand."""
+    """Returns the number of bytes of a fusion's operand that the fused operations read.
+
+    `value` is the operand inside the fusion, or a value computed from it. `itself`: whether it is still the unchanged
+    operand.
+    """
     if value.id == root:
         return _device_bytes(source)
     total = 0

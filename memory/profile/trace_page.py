@@ -84,7 +84,7 @@ def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unit(seconds: float) -> tuple[str, float]:
-    """Returns (name, seconds) of the unit for figures of at most `seconds`."""
+    """Returns (name, size in seconds) of the time unit for figures of at most `seconds` seconds."""
     return next(((name, scale) for name, scale in _UNITS if seconds >= scale), _UNITS[-1])
 
 
@@ -121,7 +121,6 @@ def share(seconds: float, whole: float) -> Cell:
 
 
 def _components(breakdown: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Returns (component, phase -> seconds) of each component, the longest first."""
     rows: dict[str, dict[str, float]] = {}
     for cell in breakdown["cells"]:
         row = rows.setdefault(cell["component"], {})

@@ -79,7 +79,7 @@ class JaxprSharding:
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _possible(self, spec: Spec, aval: Any) -> Spec:
-        """Returns the spec without mesh axes whose size does not divide their dimension."""
+        """Returns the spec without the mesh axes whose size does not divide the size of their dimension."""
         shape = getattr(aval, "shape", ())
         return tuple(axes if size % self._devices(axes) == 0 else () for axes, size in zip(spec, shape))
 
@@ -129,7 +129,8 @@ def _padded(spec: Any, rank: int) -> Spec:
 
 
 def _stated(aval: Any) -> Spec:
-    """Returns the spec in a type if the axes of the mesh are explicit; () if the type has none."""
+    """Returns the spec that the type of a value contains if the axes of the mesh are explicit; () if the type has no
+    spec."""
     spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
     return spec if any(spec) else ()
 

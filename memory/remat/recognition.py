@@ -145,7 +145,7 @@ class RematPolicy:
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Returns whether to keep the next equation of a walk whose order is known."""
+        """Returns whether to keep the next equation of a walk, for equations whose order is known."""
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:

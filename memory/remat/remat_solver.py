@@ -154,7 +154,7 @@ def _explore(graph: LayerGraph, rates: RecomputeRates, allowed: Mapping[str, Seq
 
 
 def _kept(front: _Front, size: int, option: int, column: int, rates: RecomputeRates) -> _Front:
-    """Returns the front with one more value kept on the device or in host memory."""
+    """Returns the partial choices with one more value kept on the device or in host memory."""
     decisions = front.decisions.copy()
     decisions[:, column] = option
     if option == KEEP:

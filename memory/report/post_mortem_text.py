@@ -23,7 +23,8 @@ _ALLOCATOR = (
 
 
 def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableType:
-    """Returns the post-mortem for rich. `files`: paths of the files with more details."""
+    """Returns the post-mortem of a step that ran out of memory, as a rich renderable. `files`: paths of the files with
+    more details."""
     return blocks(
         _head(post_mortem),
         _held(post_mortem),

@@ -242,5 +242,5 @@ def written(budget: str | float | None) -> str:
 
 
 def policy_name(plan: LayerPlan) -> str:
-    """Returns the search's name of a plan that is a policy of jax's own; "" for a choice of values."""
+    """Returns the search's name of jax's own policy if the plan is one; "" if the plan is a choice of values."""
     return plan.ranges[0][0].policy

@@ -72,10 +72,11 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
 
 
 def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -> list[int]:
-    """Returns the indices of the points to draw.
+    """Returns the indices of the timeline's points to draw.
 
-    These are all points, or if there are more than `most`, the lowest and the highest point of each of `most / 2`
-    stretches, and the peak. So the drawn curve has every maximum of the full one.
+    If there are at most `most` points, all are drawn. Otherwise, the timeline is divided into `most / 2` stretches,
+    and the lowest and the highest point of each stretch are drawn, and the peak. So the drawn curve has every maximum
+    of the full curve.
     """
     n = len(timeline)
     if n <= most:

@@ -150,8 +150,10 @@ def analyze(
         options: options of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
             static_argnums, static_argnames.
 
-    Raises: ReportError: `program` is not a program, was lowered for other devices than the target's, or is a damaged
-    proto; or the target is unknown. TypeError: an option is not an option of `jax.jit`.
+    Raises:
+      ReportError: `program` is not a program, was lowered for other devices than the target's, or is a damaged proto;
+          or the target is unknown.
+      TypeError: an option is not an option of `jax.jit`.
     """
     return _compile_and_report(
         program,
@@ -177,8 +179,9 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
             as a positional argument. None: the bytes that are available on one device of the target. A number below 1
             MiB needs a unit: "512B".
 
-    Raises: GuardError (an AssertionError): the program does not fit. The message names the largest parts of the peak.
-    ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
+    Raises:
+      GuardError (an AssertionError): the program does not fit. The message names the largest parts of the peak.
+      ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, not this function
     if len(args) == 1 and size is None and not takes_arguments(program):

@@ -152,8 +152,8 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 
 
 def _speed(report: ReportRecord) -> list[HeaderFigure]:
-    """Returns predicted seconds, tokens/s and MFU, then the bound by data-sheet rates. Without a prediction, returns
-    the bounds of these three figures; without rates of the target, returns []."""
+    """Returns the header figures of speed: predicted seconds, tokens/s and MFU, then the bound by data-sheet rates.
+    Without a prediction, returns the bounds of the three figures. Without rates of the target, returns []."""
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
     if prediction:

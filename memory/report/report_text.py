@@ -62,7 +62,7 @@ def show(report: ReportRecord, console: Console | None = None, choices: str = ""
 
 
 def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> RenderableType:
-    """Returns the report for rich.
+    """Returns the report as a rich renderable.
 
     Args:
         choices: the choices that the trainer made, one per line.
@@ -159,7 +159,6 @@ def _items(report: ReportRecord, where: str) -> str:
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
-    """Returns the rows at the peak with residuals and workspace, side by side if there is room."""
     left = breakdown(report)
     folded = naming.fold_labels(report.buffers)
     residuals = _names("residuals by checkpoint name", report.residuals_by_name, folded)
@@ -249,7 +248,6 @@ def _ledger(report: ReportRecord) -> RenderableType | None:
 
 
 def _zero(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per parameter by ZeRO's accounting and as compiled."""
     if not report.zero:
         return None
     table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
@@ -266,7 +264,6 @@ def _table(title: str, *columns: FigureColumn) -> FigureTable:
 
 
 def _communication(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per step by kind of collective and mesh axes, with the bytes by formula."""
     if not report.communication:
         return None
     table = _table(
@@ -306,7 +303,6 @@ def _communication(report: ReportRecord) -> RenderableType | None:
 
 
 def _transfers(report: ReportRecord) -> RenderableType | None:
-    """Returns bytes per step over the host link with their seconds."""
     if not report.transfers:
         return None
     table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
@@ -316,7 +312,6 @@ def _transfers(report: ReportRecord) -> RenderableType | None:
 
 
 def _largest(report: ReportRecord) -> RenderableType | None:
-    """Returns the largest collectives with the compute that overlaps them."""
     table = _table(
         "",
         label("over"),
@@ -378,7 +373,8 @@ def findings(report: ReportRecord) -> RenderableType | None:
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
-    """Returns the method, unless live ranges are exact, and the notes about figures that are not exact."""
+    """Returns the method by which live ranges were derived, unless they are exact, and the notes about inexact
+    figures."""
     lines = [f"note: {note}" for note in report.notes]
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
