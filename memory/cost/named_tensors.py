@@ -75,18 +75,20 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
 
 
 def excess_warnings(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """Returns one sentence for each name whose saved tensor takes more bytes than are read."""
+    """Returns a sentence for each checkpoint name whose tensor is saved in a dtype of more bytes than the dtype in
+    which it is read."""
     return tuple(
         f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
-        f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
-        "too much over all devices; name it after the cast"
+        f"{tensor.itemsize / tensor.read_itemsize:g} times the needed bytes, {human(tensor.excess)} "
+        "too much over all devices; call checkpoint_name after the cast"
         for tensor in tensors
         if tensor.read_as
     )
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset[Any] = frozenset()) -> Iterator[NamedTensor]:
-    """Yields the names of one body. `stacked` are the variables that a loop stores for each of its iterations."""
+    """Yields the checkpoint names in one jaxpr. `stacked`: the variables that the loop around the jaxpr stores for
+    every iteration."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     outputs = _variables(jaxpr.outvars)
     readers: dict[Any, list[Any]] = {}

@@ -107,7 +107,7 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _CountedBuffer:
-    """A buffer of the report and the number of elements of its value, 0 if the value is unknown."""
+    """A buffer of the report, with the number of array elements that it holds (0 if unknown)."""
 
     buffer: Buffer
     elements: int = 0
@@ -196,7 +196,8 @@ def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
 
 
 def _timeline(attribution: Attribution, curve: Curve, base: int) -> tuple[TimelinePoint, ...]:
-    """Returns the points of the curve plus `base`, the bytes that are held through the whole step."""
+    """Returns the timeline: the points of the curve, with `base` bytes added to each. `base`: bytes that are held
+    through the whole step."""
     module = attribution.module
     points = []
     phase, component = "forward", ""

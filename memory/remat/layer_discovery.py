@@ -233,8 +233,8 @@ def mark(body: Any) -> str:
 
 
 def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
-    """Returns the ClosedJaxpr with a policy for the checkpoints of these layers. Layers without a checkpoint get
-    one."""
+    """Returns the ClosedJaxpr in which the checkpoints of these layers have a policy. Layers without a checkpoint are
+    put under one."""
     return _PolicyRewriter({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
 
 

@@ -141,17 +141,17 @@ class RematPolicy:
         if key in self._ordered:
             return self._in_order(key)
         if key not in self.wanted.known and primitive.name in KERNELS:
-            self._tell(f"{key} is in none of the blocks that it was planned for")
+            self._tell(f"{key} is in none of the blocks that the policy was planned for")
         return self._keep(key) if key in self.wanted.keys else False
 
     def _in_order(self, key: str) -> bool:
-        """Returns whether to keep the next equation of a walk whose order is known."""
+        """Returns whether to keep the next equation of a walk, for equations whose order is known."""
         order = self.wanted.order
         after = [(kind, at + 1) for kind, at in self._at if at < len(order[kind]) and order[kind][at] == key]
         if not after:
             if self._at and not any(at == len(order[kind]) for kind, at in self._at):
                 kind, at = self._at[0]
-                self._tell(f"{key} comes where {order[kind][at]} was expected")
+                self._tell(f"found {key} where {order[kind][at]} was expected")
             after = [(kind, 1) for kind, keys in enumerate(order) if keys[:1] == (key,)]
         self._at = after
         kept = {(kind, at - 1) for kind, at in after if at - 1 in self.wanted.places[kind]}
@@ -186,7 +186,7 @@ class RematPolicy:
 
         missed = self.missed()
         if self.lost or missed:
-            why = self.lost or f"{len(missed)} of the values that it keeps were not there, the first {missed[0]}"
+            why = self.lost or f"{len(missed)} of the kept values were not in the program, the first is {missed[0]}"
             raise ReportError(
                 "the remat policy does not recognize this program's blocks under jax "
                 f"{jax.__version__}: {why}; call plan_remat again"
