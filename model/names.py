@@ -10,7 +10,6 @@ from contextvars import ContextVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 
 # name -> (shape suffix, what it is); a scale's last letter is the dimension that its tiles of 128 cut
 NAMES = {
@@ -101,19 +100,3 @@ def found_names() -> Iterator[dict[str, jax.Array]]:
         yield found
     finally:
         _FOUND.reset(token)
-
-
-def names_in(jaxpr: core.Jaxpr) -> set[str]:
-    """The checkpoint names in a traced program, those inside its loops and calls included."""
-    found = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if isinstance(value, core.ClosedJaxpr):
-                found |= names_in(value.jaxpr)
-            elif isinstance(value, core.Jaxpr):
-                found |= names_in(value)
-    return found
-
-
-def _is_jaxpr(value: object) -> bool:
-    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))

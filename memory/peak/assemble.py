@@ -315,8 +315,11 @@ def _described_buffer(
         blocks = next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
         checkpoint_name = f"({blocks} input)"
     elif category == "residuals":
-        makers = (*fact.origin.chain, instruction)
-        checkpoint_name = look.names.of(look.module.metadata(maker) for maker in makers)
+        marked = look.naming.marked(instruction, index)
+        makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
+        made = fact.origin.instruction
+        elements = look.flow.shape(made).elements if made is not None and marked else 0
+        checkpoint_name = look.names.of((look.module.metadata(maker) for maker in makers), elements)
 
     is_gradient = category == "gradients" or stretch.held == "output"
     parameter = look.gradient_of(instruction, index) if is_gradient else ""

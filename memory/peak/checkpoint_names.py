@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import COMPONENTS
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
@@ -48,12 +50,14 @@ class NamedPlace(NamedTuple):
     Fields:
         chain: (file, line, column) of each stack frame, innermost first; end: (line, column) of the innermost frame.
         suffix: the end of the op_name of what is compiled from the equation; name: the checkpoint name.
+        elements: number of elements of the value, if other values have the same position; 0 if the position is enough.
     """
 
     chain: Chain
     end: tuple[int, int]
     suffix: str
     name: str
+    elements: int = 0
 
 
 class Names:
@@ -70,11 +74,19 @@ class Names:
             for length in range(1, len(place.chain) + 1):
                 self._table.setdefault(place.chain[:length], []).append(place)
 
-    def of(self, makers: Iterable[Metadata]) -> str:
-        """The checkpoint name of a value, from the metadata of its makers, nearest first; "" for none."""
+    def of(self, makers: Iterable[Metadata], elements: int = 0) -> str:
+        """Returns the checkpoint name of a value, "" for none.
+
+        Args:
+            makers: metadata of the operations that made the value, nearest first.
+            elements: number of elements of the value on one device, in one iteration of a loop.
+        """
         metadata = [item for item in makers if item.op_name]
-        by_place = (_call, _around) if self._in_source else (self._by_place,)
-        for lookup in (self._by_word, *by_place):
+
+        def by_place(item: Metadata) -> str:
+            return self._by_place(item, elements)
+
+        for lookup in (self._by_word, *((_call, _around) if self._in_source else (by_place,))):
             for item in metadata:
                 name = lookup(item)
                 if name:
@@ -85,13 +97,15 @@ class Names:
         words = reversed(metadata.op_name.split("/"))
         return next((word for word in words if word in self.vocabulary), "") if self.vocabulary else ""
 
-    def _by_place(self, metadata: Metadata) -> str:
+    def _by_place(self, metadata: Metadata, elements: int) -> str:
         chain = tuple(frame[:3] for frame in metadata.frames)
         for length in range(len(chain), 0, -1):
             found = {
                 place.name
                 for place in self._table.get(chain[:length], ())
-                if metadata.op_name.endswith(place.suffix) and _same_end(metadata.frames[0], place.end)
+                if metadata.op_name.endswith(place.suffix)
+                and _same_end(metadata.frames[0], place.end)
+                and place.elements in (0, elements)
             }
             if found:
                 return found.pop() if len(found) == 1 else ""
@@ -130,7 +144,7 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
             continue
         seen.add(id(inner))
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
-        named = [equation for equation in inner.eqns if equation.primitive.name == "name"]
+        named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
         # Operations of one expression can be indistinguishable (the products within a GELU): these are skipped.
         alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
         for equation in named:
@@ -141,11 +155,30 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
                 chain, end, stack, primitive = where
                 # What is compiled from the maker is named after its primitive, or after JAX's mark on a saved value.
                 for operation in (primitive, MARK):
-                    found.append(NamedPlace(chain, end, f"{stack}/{operation}", equation.params["name"]))
+                    found.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
+        found += _marks(inner, {id(equation.outvars[0]): equation for equation in named})
         for equation in inner.eqns:
-            for value in equation.params.values():
-                pending += value if isinstance(value, (tuple, list)) else [value]
+            pending += bodies(equation)
     return [place for place in found if place.chain]
+
+
+def _marks(jaxpr: Any, named: Mapping[int, Any]) -> list[NamedPlace]:
+    """The places of JAX's marks on named values, for marks that have the position of a `jax.checkpoint`: all values
+    that it saves then have the same position, and the number of elements distinguishes them.
+
+    named: id of a variable -> the equation that names it.
+    """
+    marks = [equation for equation in jaxpr.eqns if equation.primitive.name == MARK] if named else []
+    sizes = {id(mark): math.prod(mark.outvars[0].aval.shape) for mark in marks}
+    alike = Counter((_where(mark), sizes[id(mark)]) for mark in marks)
+    places = []
+    for mark in marks:
+        equation, where = named.get(id(mark.invars[0])), _where(mark)
+        if equation is None or where[:2] == _where(equation)[:2] or alike[where, sizes[id(mark)]] != 1:
+            continue
+        chain, end, stack, _ = where
+        places.append(NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(equation), sizes[id(mark)]))
+    return places
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
@@ -154,7 +187,7 @@ def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
     variable = equation.invars[0]
     for _ in range(8):
         equation = makers.get(id(variable))
-        if equation is None or equation.primitive.name == "name":
+        if equation is None or checkpoint_name_of(equation):
             break
         out.append(equation)
         variable = _same(equation, variable)

@@ -89,6 +89,14 @@ class Naming:
         if named is None:
             return None, Metadata(), Scope()
         metadata, scope = self.module.metadata(named), self.scope(named)
+        marked = self.marked(instruction, index)
+        if marked:
+            source, saved = self.scope(marked), self.module.metadata(marked)
+            return (
+                named,
+                Metadata(f"{saved.op_name.rpartition('/')[0]}/{MARK}", saved.frames),
+                Scope(scope.phase, source.path, source.component, scope.operation),
+            )
         if rank and scope.component not in scopes.KNOWN:
             copied = self._copied(instruction, index)
             if copied:
@@ -104,6 +112,17 @@ class Naming:
             component, path = self._by_code(scope, metadata)
             scope = Scope(scope.phase, path, component, scope.operation)
         return named, metadata, scope
+
+    def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
+        """The named maker of a saved value if its mark has the position of the `jax.checkpoint` around it, which is
+        where jax 0.10 puts the mark with `jax_remat3`; None for other values."""
+        mark = self.flow.origin(instruction, index).instruction
+        if mark is None or mark.opcode != "reduce-precision":
+            return None
+        maker = self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
+        if maker is None:
+            return None
+        return maker if _is_inside(self.module.metadata(maker).frames, self.module.metadata(mark).frames) else None
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
         """The first candidate that is named after what it computes (rank 0), else after control flow (1), else after
@@ -181,6 +200,16 @@ class Naming:
         for side in reversed(sides) if made.opcode in _FILLERS else sides:
             yield from side
         yield from self.flow.callers.get(instruction.computation, ())
+
+
+def _is_inside(frames: tuple[Frame, ...], call: tuple[Frame, ...]) -> bool:
+    """Whether an operation's frames are inside the call that another operation has as its innermost frame. jax can
+    leave out the frame of the call itself."""
+    around = call[1:]
+    at = len(frames) - len(around) - 1
+    if not call or at < 0 or frames[at + 1 :] != around:
+        return False
+    return frames[at].function != call[0].function or (at > 0 and frames[at] == call[0])
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:

@@ -17,18 +17,19 @@ from typing import Any
 
 from bytescope.memory.cost.flops import KERNELS
 from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import NAME
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)
 # Parameters with devices and source lines, which are no part of a key.
 _ELSEWHERE = ("sharding", "out_sharding", "mesh", "devices", "name_and_src_info", "debug_info")
 
 
-def key_of(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
+def key_of(primitive: str, avals: Sequence[Any], params: Mapping[str, Any]) -> str:
     """The key of an equation: "dot_general float32[8,32] float32[32,64] dimension_numbers=..."."""
     parameters = [
         f"{name}={value!r}" for name, value in sorted(params.items()) if name not in _ELSEWHERE and _plain(value)
     ]
-    return " ".join([str(primitive.name), *map(type_of, avals), *parameters])
+    return " ".join([primitive, *map(type_of, avals), *parameters])
 
 
 def _plain(value: Any) -> bool:
@@ -105,6 +106,55 @@ class Value:
     where: str
 
 
+def asks_any_policy() -> bool:
+    """Returns whether `jax.checkpoint` asks any function that is its policy, and not only policies of jax's own."""
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    asked: list[Any] = []
+
+    def note(primitive: Any, *avals: Any, **params: Any) -> bool:
+        asked.append(primitive)
+        return False
+
+    def function(x: Any) -> Any:
+        return checkpoint_name(x * x, "x") * x
+
+    jax.make_jaxpr(jax.grad(jax.checkpoint(function, policy=note)))(1.0)
+    return bool(asked)
+
+
+def policy_keeping(wanted: Wanted) -> Any:
+    """Returns a policy that keeps these values: a RematPolicy, or jax's own for names if jax asks no other policy."""
+    import jax
+
+    if asks_any_policy():
+        return RematPolicy(wanted)
+    return jax.checkpoint_policies.save_only_these_names(*sorted(wanted.names))
+
+
+class NamesRead:
+    """Finds out which names jax looks up in a policy of its own, where it asks no other policy.
+
+    Attributes:
+        names: the names that were looked up so far.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def policy(self) -> Any:
+        """Returns jax's policy `save_only_these_names` that looks names up here."""
+        import jax
+
+        policy = jax.checkpoint_policies.save_only_these_names()
+        return type(policy)(self) if dataclasses.is_dataclass(policy) else policy
+
+    def __contains__(self, name: str) -> bool:
+        self.names.add(name)
+        return False
+
+
 class RematPolicy:
     """A policy for `jax.checkpoint`, `flax.linen.remat` and the like, made by `memory.plan_remat`.
 
@@ -127,9 +177,9 @@ class RematPolicy:
         self.lost = ""
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name == "name":
+        if primitive.name == NAME:
             return self._keep(params["name"]) if params["name"] in self.wanted.names else False
-        key = key_of(primitive, avals, params)
+        key = key_of(primitive.name, avals, params)
         if key in self._ordered:
             return self._in_order(key)
         if key not in self.wanted.known and primitive.name in KERNELS:
