@@ -318,7 +318,7 @@ def _described_buffer(
         marked = look.naming.marked(instruction, index)
         makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
         made = fact.origin.instruction
-        elements = look.flow.shape(made).elements if made is not None and marked else 0
+        elements = look.flow.shape(made).elements if marked and made else 0
         checkpoint_name = look.names.of((look.module.metadata(maker) for maker in makers), elements)
 
     is_gradient = category == "gradients" or stretch.held == "output"

@@ -16,7 +16,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class NamedPlace(NamedTuple):
 
     Fields:
         chain: (file, line, column) of each stack frame, innermost first; end: (line, column) of the innermost frame.
-        suffix: the end of the op_name of what is compiled from the equation; name: the checkpoint name.
-        elements: number of elements of the value, if other values have the same position; 0 if the position is enough.
+        suffix: the end of the op_name of what is compiled from the equation; name: the checkpoint name, "" for none.
+        elements: number of elements of the value, of a mark that has not the position of the value; else 0.
     """
 
     chain: Chain
@@ -68,8 +68,12 @@ class Names:
         # A word that also names a part of the model ("embed") does not identify a tensor.
         self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
+        # Innermost positions of marks that have not the position of the value.
+        self.displaced_marks: set[Place] = set()
         self._table: dict[Chain, list[NamedPlace]] = {}
         for place in places or ():
+            if place.elements:
+                self.displaced_marks.add(place.chain[0])
             # The chain of the compiled program may lack outer frames: every prefix can match.
             for length in range(1, len(place.chain) + 1):
                 self._table.setdefault(place.chain[:length], []).append(place)
@@ -156,29 +160,35 @@ def named_places(jaxpr: object) -> list[NamedPlace]:
                 # What is compiled from the maker is named after its primitive, or after JAX's mark on a saved value.
                 for operation in (primitive, MARK):
                     found.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
-        found += _marks(inner, {id(equation.outvars[0]): equation for equation in named})
+        found += _displaced_marks(inner, makers)
         for equation in inner.eqns:
             pending += bodies(equation)
     return [place for place in found if place.chain]
 
 
-def _marks(jaxpr: Any, named: Mapping[int, Any]) -> list[NamedPlace]:
-    """The places of JAX's marks on named values, for marks that have the position of a `jax.checkpoint`: all values
-    that it saves then have the same position, and the number of elements distinguishes them.
+def _displaced_marks(jaxpr: Any, makers: Mapping[int, Any]) -> Iterator[NamedPlace]:
+    """Yields the places of JAX's marks on saved values that have not the position of the value: with `jax_remat3`,
+    jax 0.10 gives them the position of the `jax.checkpoint`. The number of elements says which value a mark is of.
 
-    named: id of a variable -> the equation that names it.
+    makers: id of a variable -> the equation that makes it.
     """
-    marks = [equation for equation in jaxpr.eqns if equation.primitive.name == MARK] if named else []
-    sizes = {id(mark): math.prod(mark.outvars[0].aval.shape) for mark in marks}
-    alike = Counter((_where(mark), sizes[id(mark)]) for mark in marks)
-    places = []
-    for mark in marks:
-        equation, where = named.get(id(mark.invars[0])), _where(mark)
-        if equation is None or where[:2] == _where(equation)[:2] or alike[where, sizes[id(mark)]] != 1:
+    for mark in jaxpr.eqns:
+        maker = makers.get(id(mark.invars[0])) if mark.primitive.name == MARK else None
+        if maker is None:
             continue
-        chain, end, stack, _ = where
-        places.append(NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(equation), sizes[id(mark)]))
-    return places
+        chain, end, stack, _ = _where(mark)
+        if (chain, end) != _where(maker)[:2] and _keeps_all_bits(mark):
+            elements = math.prod(mark.outvars[0].aval.shape)
+            yield NamedPlace(chain, end, f"{stack}/{MARK}", checkpoint_name_of(maker), elements)
+
+
+def _keeps_all_bits(equation: Any) -> bool:
+    """Whether a `reduce_precision` has the precision of its operand, so that it is a mark and no rounding."""
+    from jax import numpy as jnp
+
+    known = jnp.finfo(equation.outvars[0].aval.dtype)
+    given = equation.params
+    return (known.nexp, known.nmant) == (given["exponent_bits"], given["mantissa_bits"])
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:

@@ -9,14 +9,14 @@ which a report sums the buffers of one kind, and `folded` adds the number of mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from bytescope.memory.hlo import scopes, sources
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
 from bytescope.memory.hlo.scopes import NOISE, Scope, locate, parse
 from bytescope.memory.hlo.shapes import Index
-from bytescope.memory.peak.checkpoint_names import MARK
+from bytescope.memory.peak.checkpoint_names import MARK, Place
 from bytescope.memory.records.report_record import Buffer
 
 # Operations that say how a value was kept, not what it is; marks of a loop that reads and writes its stacks.
@@ -35,10 +35,13 @@ _OPERATIONS = frozenset(("transpose", ""))
 
 
 class Naming:
-    """Looks up scopes and source lines in one module, with a cache."""
+    """Looks up scopes and source lines in one module, with a cache.
 
-    def __init__(self, module: Module, flow: Flow):
-        self.module, self.flow = module, flow
+    displaced_marks: positions of marks on saved values that are not the positions of the values.
+    """
+
+    def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
+        self.module, self.flow, self.displaced_marks = module, flow, displaced_marks
         self._scopes: dict[int, Scope] = {}
         self._found: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -114,15 +117,14 @@ class Naming:
         return named, metadata, scope
 
     def marked(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """The named maker of a saved value if its mark has the position of the `jax.checkpoint` around it, which is
-        where jax 0.10 puts the mark with `jax_remat3`; None for other values."""
+        """The named maker of a saved value whose mark has another position than the value; None for other values."""
         mark = self.flow.origin(instruction, index).instruction
         if mark is None or mark.opcode != "reduce-precision":
             return None
-        maker = self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
-        if maker is None:
+        frames = self.module.metadata(mark).frames
+        if not frames or frames[0][:3] not in self.displaced_marks:
             return None
-        return maker if _is_inside(self.module.metadata(maker).frames, self.module.metadata(mark).frames) else None
+        return self._nearest(self.flow.makers(self.module.operand(mark, 0)))[1]
 
     def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
         """The first candidate that is named after what it computes (rank 0), else after control flow (1), else after
@@ -200,16 +202,6 @@ class Naming:
         for side in reversed(sides) if made.opcode in _FILLERS else sides:
             yield from side
         yield from self.flow.callers.get(instruction.computation, ())
-
-
-def _is_inside(frames: tuple[Frame, ...], call: tuple[Frame, ...]) -> bool:
-    """Whether an operation's frames are inside the call that another operation has as its innermost frame. jax can
-    leave out the frame of the call itself."""
-    around = call[1:]
-    at = len(frames) - len(around) - 1
-    if not call or at < 0 or frames[at + 1 :] != around:
-        return False
-    return frames[at].function != call[0].function or (at > 0 and frames[at] == call[0])
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:
